@@ -1,0 +1,52 @@
+# `make demo` and `make test` are the two commands; both make the environment first, once.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format unit bench clean
+
+help:
+	@echo "make demo    train a small GPT, eager and wholestep side by side"
+	@echo "make test    lint, type-check and test everything"
+	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
+	@echo "make unit    pytest only (ARGS='-k name' selects)"
+	@echo "make bench   per-call overhead, capture time and memory, against eager"
+	@echo "make clean   remove the environment and every cache"
+
+env: $(STAMP)
+
+# The stamp is newer than both files once everything is installed, so a second run installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wholestep needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: lint unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One torch thread per worker: two workers with two threads each would fight over two cores.
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""wholestep: an ordinary PyTorch training step as one FX graph."""
+
+from wholestep import errors as errors
+from wholestep.api import CompiledStep as CompiledStep
+from wholestep.api import capture as capture
+from wholestep.api import compile as compile
+from wholestep.errors import RecompileWarning as RecompileWarning
+from wholestep.errors import WholestepError as WholestepError
+from wholestep.ir.step_graph import StepGraph as StepGraph
+from wholestep.options import Dim as Dim
+from wholestep.options import Options as Options
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CompiledStep",
+    "Dim",
+    "Options",
+    "RecompileWarning",
+    "StepGraph",
+    "WholestepError",
+    "capture",
+    "compile",
+    "errors",
+]

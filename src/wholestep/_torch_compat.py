@@ -1,0 +1,321 @@
+"""Every private torch name that wholestep uses, what it is for, and the versions it was tried on (2.11 and 2.13).
+
+Nothing else in the package may touch a name of torch that starts with an underscore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy import functions as _sympy_functions
+from torch.utils._sympy.numbers import int_oo as _int_oo
+from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
+
+# OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
+# OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
+# pytree: torch's own trees of tensors, the registry that users and Hugging Face register with. 2.11, 2.13.
+# TorchDispatchMode: sees every operator below autograd. 2.11, 2.13.
+# HigherOrderOperator: the type of operators that take functions (`cond`, `auto_functionalized`). 2.11, 2.13.
+
+FakeTensor = _fake_tensor.FakeTensor
+"""The tensor without data that capture runs the user's code on. 2.11, 2.13."""
+
+FakeTensorMode = _fake_tensor.FakeTensorMode
+"""Computes FakeTensors. 2.11, 2.13."""
+
+DataDependentOutputException = _fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
+UnsupportedOperatorException = _fake_tensor.UnsupportedOperatorException
+"""Raised by FakeTensorMode where a result depends on values, or an operator has no fake kernel. 2.11, 2.13."""
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run on real tensors inside a dispatch mode (`_disable_current_modes`). 2.11, 2.13."""
+    return _disable_current_modes()
+
+
+def find_overloads(namespace: str, name: str) -> list[OpOverload]:
+    """All overloads of `namespace::name`; none if there is no such operator."""
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if packet is None or not hasattr(packet, "overloads"):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def schema_of(op: OpOverload) -> Any:
+    """The schema of an operator (`OpOverload._schema`). 2.11, 2.13."""
+    return op._schema
+
+
+def op_name(op: OpOverload) -> str:
+    """`aten::add.Tensor`, or `aten::mm` for a default overload (`OpOverload.name`, which has no types). 2.11, 2.13."""
+    return str(op.name())  # type: ignore[no-untyped-call]
+
+
+def overload_name(op: OpOverload) -> str:
+    """`Tensor` of `aten.add.Tensor` (`OpOverload._overloadname`). 2.11, 2.13."""
+    return op._overloadname
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def new_fake(mode: FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = None) -> Tensor:
+    """A FakeTensor with the geometry of `like` and memory of its own, or contiguous with other `sizes`. 2.11, 2.13.
+
+    Much cheaper than `FakeTensorMode.from_tensor`, which also handles subclasses and views of inputs.
+    """
+    if sizes is None:
+        elem = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    else:
+        elem = torch.empty(tuple(sizes), dtype=like.dtype, device="meta")
+    return FakeTensor(mode, elem, like.device)
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Make `isinstance(tensor, nn.Parameter)` true (`Tensor._is_param`). 2.11, 2.13."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def current_autograd_node() -> Any:
+    """The autograd node whose backward runs on this thread, or None. 2.11, 2.13."""
+    return torch._C._current_autograd_node()
+
+
+def is_accumulating_gradient() -> bool:
+    """Whether autograd is storing a gradient into a leaf's `.grad` on this thread. 2.11, 2.13."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def autograd_sequence_number() -> int:
+    """How many autograd nodes were made; relates a backward node to the line of its forward. 2.11, 2.13."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def node_sequence_number(node: Any) -> int:
+    """The number an autograd node was given when it was made. 2.11, 2.13."""
+    return int(node._sequence_nr())
+
+
+class TensorChecks:
+    """Type, dtype, device, sizes, strides and requires_grad of many tensors, compared in one C++ call.
+
+    Dynamo's `TensorGuards`: about 20 ns a tensor, where the same in Python costs 300. 2.11, 2.13.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dynamic_dims: Sequence[frozenset[int]], names: Sequence[str]) -> None:
+        sizes = [_static(t.shape, dims) for t, dims in zip(tensors, dynamic_dims, strict=True)]
+        strides = [
+            [None] * t.dim() if dims else list(t.stride()) for t, dims in zip(tensors, dynamic_dims, strict=True)
+        ]
+        self._names = list(names)
+        self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def hold(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all tensors still look as they did."""
+        return bool(self._guards.check(*tensors))
+
+    def explain(self, tensors: Sequence[Tensor]) -> str:
+        """Why `hold` is false."""
+        return str(self._guards.check_verbose(*tensors, tensor_check_names=self._names))
+
+
+def _static(sizes: Sequence[int], dynamic: frozenset[int]) -> list[int | None]:
+    return [None if dim in dynamic else size for dim, size in enumerate(sizes)]
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: Sequence[Any],
+    stride: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    offset: Any = 0,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A FakeTensor of exactly this geometry, made without running the mode (12 us instead of 50). 2.11, 2.13."""
+    if isinstance(offset, int) and offset == 0:
+        elem = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+    else:
+        extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        elem = torch.empty((extent,), dtype=dtype, device="meta").as_strided(tuple(shape), tuple(stride), offset)
+    fake = FakeTensor(mode, elem, device)
+    return fake.requires_grad_(True) if requires_grad else fake
+
+
+def symbolic_functions() -> dict[str, type]:
+    """The sympy functions that symbolic shapes are written with (`torch.utils._sympy.functions`). 2.11, 2.13."""
+    names = (
+        "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt LShift RShift Max Min "
+        "PowByNatural FloatPow FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt "
+        "RoundToInt RoundDecimal ToFloat Identity BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"
+    ).split()
+    unary = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2".split()
+    names += [f"OpaqueUnaryFn_{name}" for name in unary]
+    return {name: getattr(_sympy_functions, name) for name in names if hasattr(_sympy_functions, name)}
+
+
+def symbol_range(env: ShapeEnv, symbol: Any) -> tuple[int | None, int | None]:
+    """The range a ShapeEnv knows for an integer symbol; None where it is unbounded. 2.11, 2.13."""
+    found = env.var_to_range.get(symbol)
+    if found is None or not found.is_int:
+        return None, None
+    lower = None if found.lower == -_int_oo else int(found.lower)
+    upper = None if found.upper == _int_oo else int(found.upper)
+    return lower, upper
+
+
+def register_symbol(
+    env: ShapeEnv, symbol: Any, hint: int | float | None, lower: int | None, upper: int | None
+) -> None:
+    """Make a symbol read from a file known to a ShapeEnv, under its own name. 2.11, 2.13."""
+    if hint is not None:
+        env.backed_var_to_val[symbol] = sympy.Integer(hint) if symbol.is_integer else sympy.Float(hint)
+    env.var_to_sources[symbol] = []
+    if symbol.is_integer:
+        env.var_to_range[symbol] = _ValueRanges(
+            -_int_oo if lower is None else lower, _int_oo if upper is None else upper
+        )
+    else:
+        env.var_to_range[symbol] = _ValueRanges(-sympy.oo, sympy.oo)
+
+
+def pytree_children(tree: object) -> list[object] | None:
+    """The children of a registered pytree node, one level down; None for a leaf. 2.11, 2.13."""
+    if pytree.tree_is_leaf(tree):
+        return None
+    children, _ = pytree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    return children
+
+
+def foreach_type_lists() -> list[list[type]]:
+    """The lists of tensor types for which torch picks foreach and fused kernels by default. 2.11, 2.13.
+
+    FakeTensor joins them while a step is traced, so that the trace takes the path eager takes.
+    """
+    from torch.optim import optimizer as _optimizer
+    from torch.utils import _foreach_utils
+
+    return [_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+
+
+FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+"""Functions of `torch` that take hyper-parameters as plain floats; wrapped while tracing. 2.11, 2.13."""
+
+
+def adafactor_module() -> Any:
+    """The module of torch's Adafactor, whose `min` and `max` compare numbers that a graph does not know. 2.11, 2.13."""
+    from torch.optim import _adafactor
+
+    return _adafactor
+
+
+def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Hooks around `optimizer.step` and the global ones. 2.11, 2.13."""
+    from torch.optim import optimizer as _optimizer
+
+    found: list[Any] = []
+    for hooks in (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def module_hooks(module: torch.nn.Module) -> list[Any]:
+    """Forward and backward hooks of one module. 2.11, 2.13."""
+    found: list[Any] = []
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def global_module_hooks() -> list[Any]:
+    """Hooks registered for every module of the process. 2.11, 2.13."""
+    from torch.nn.modules import module as _module
+
+    found: list[Any] = []
+    for hooks in (
+        _module._global_forward_pre_hooks,
+        _module._global_forward_hooks,
+        _module._global_backward_hooks,
+        _module._global_backward_pre_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def tensor_hooks(tensor: Tensor) -> list[Any]:
+    """Gradient hooks and post-accumulate hooks of one tensor. 2.11, 2.13."""
+    found: list[Any] = list((tensor._backward_hooks or {}).values())
+    found.extend((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+    return found
+
+
+def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
+    """Only the hooks that run after `.grad` was accumulated. 2.11, 2.13."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.SymInt:
+    """A symbolic size with a known value, taken to be at least 2 (see `capture.shapes`). 2.11, 2.13."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    source = ConstantSource(f"wholestep_dim{len(env.var_to_range)}")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    made = env.create_symintnode(symbol, hint=hint, source=source)
+    top = high if high is not None else 2**31
+    env.constrain_symbol_range(
+        made.node.expr, compiler_min=max(low, 2), compiler_max=max(top, 2)
+    ) if hasattr(env, "constrain_symbol_range") else None
+    env.var_to_range[made.node.expr] = ValueRanges(max(low, 2), max(top, 2))
+    return made
+
+
+def shape_guards(env: ShapeEnv) -> list[Any]:
+    """The sympy conditions that a trace relied on. 2.11, 2.13."""
+    return [guard.expr for guard in env.guards]
+
+
+def sympy_function_names(expression: Any) -> str:
+    """The name of the outermost operation of a size expression."""
+    return type(expression).__name__
+
+
+def has_plain_codegen(graph: fx.Graph) -> bool:
+    """Whether a graph takes flat positional inputs (`Graph._codegen`, which `make_fx` replaces). 2.11, 2.13."""
+    return type(graph._codegen) is CodeGen
+
+
+def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
+    """A mode for one capture. 2.11, 2.13."""
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)

@@ -1,0 +1,184 @@
+"""`compile` and `capture`: the only place that knows the whole way of a step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from wholestep.capture.trace import trace_step
+from wholestep.capture.tree import flatten
+from wholestep.errors import OptionError, RecompileWarning
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.verify import verify
+from wholestep.options import Options
+from wholestep.runtime.executor import Entry
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger("wholestep")
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a step was captured again."""
+
+    call: int
+    """The number of the call, from 1."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"call {self.call}: {self.reason}"
+
+
+class CompiledStep(Generic[P, R]):
+    """A training step that runs as one graph. Call it like the function it was made from."""
+
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
+        if not callable(fn):
+            raise OptionError(f"ws.compile got a {type(fn).__name__}.", fix="pass the function that does one step.")
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self.options = options
+        self.recompiles: list[Recompile] = []
+        """Why each capture after the first happened."""
+        self.capture_seconds = 0.0
+        """Time spent capturing, over all graphs."""
+        self._entries: list[Entry] = []
+        self._last: Entry | None = None
+        self._calls = 0
+        self._symbolic_numbers: frozenset[str] = frozenset()
+        self._warned = False
+
+    @property
+    def __wholestep_function__(self) -> Callable[P, R]:
+        return self._fn
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """One StepGraph per guard key, in the order of capture."""
+        return [entry.step_graph for entry in self._entries]
+
+    @property
+    def last(self) -> StepGraph | None:
+        """The graph that ran last."""
+        return self._last.step_graph if self._last is not None else None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._run(self._fn, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return _BoundStep(self, instance)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._calls += 1
+        flat = flatten((args, kwargs))
+        last = self._last
+        if last is not None:
+            state = last.gather.read(flat.leaves)
+            if state is not None and last.guards.hold(flat.leaves, flat.spec, state):
+                return last.run(state)
+        for entry in reversed(self._entries):
+            if entry is not last:
+                state = entry.gather.read(flat.leaves)
+                if state is not None and entry.guards.hold(flat.leaves, flat.spec, state):
+                    self._last = entry
+                    return entry.run(state)
+        entry = self._capture(fn, args, kwargs, flat)
+        state = entry.gather.read(flat.leaves)
+        assert state is not None, "what was just captured can be read"
+        self._last = entry
+        return entry.run(state)
+
+    def _capture(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], flat: Any) -> Entry:
+        reason = None
+        if self._last is not None:
+            state = self._last.gather.read(flat.leaves)
+            reason = self._last.guards.why_not(flat.leaves, flat.spec, state)
+            number = self._last.guards.changed_number()
+            if number is not None:
+                self._symbolic_numbers |= {number}
+        captured = trace_step(fn, args, kwargs, self.options, self._symbolic_numbers)
+        verify(captured.step_graph, self.options.verify)
+        entry = Entry(captured)
+        self._entries.append(entry)
+        self.capture_seconds += captured.seconds
+        if reason is not None:
+            self.recompiles.append(Recompile(self._calls, reason))
+            log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)
+            self._warn_if_many()
+        return entry
+
+    @property
+    def _name(self) -> str:
+        return self.options.name or getattr(self._fn, "__qualname__", repr(self._fn))
+
+    def _warn_if_many(self) -> None:
+        if len(self.recompiles) > self.options.max_recompiles and not self._warned:
+            self._warned = True
+            reasons = "\n  ".join(str(r) for r in self.recompiles[-8:])
+            warnings.warn(
+                f"{self._name} was captured {len(self._entries)} times; the last reasons:\n  {reasons}\n"
+                "Declare varying sizes with dynamic=..., or keep what varies out of the step.",
+                RecompileWarning,
+                stacklevel=5,
+            )
+
+    def __repr__(self) -> str:
+        return f"CompiledStep({self._name}, {len(self._entries)} graphs)"
+
+
+class _BoundStep:
+    """A compiled method bound to its object; shares the graphs of the class's step."""
+
+    def __init__(self, step: CompiledStep[Any, Any], instance: Any) -> None:
+        self._step = step
+        self._instance = instance
+
+    @property
+    def __wholestep_function__(self) -> Any:
+        return self._step._fn.__get__(self._instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step._run(self._step._fn, (self._instance, *args), kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+
+@overload
+def compile(fn: Callable[P, R], **options: Any) -> CompiledStep[P, R]: ...
+
+
+@overload
+def compile(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
+
+
+def compile(fn: Any = None, **options: Any) -> Any:
+    """Turn a training step into one that runs as a single graph.
+
+    Use it as a decorator, with or without options, or as a function. The options are the fields of
+    `wholestep.options.Options`: lower, passes, parallel, dynamic, verify, max_recompiles, hooks, name.
+    """
+    chosen = Options.of(**options)
+    if fn is None:
+        return lambda function: CompiledStep(function, chosen)
+    return CompiledStep(fn, chosen)
+
+
+def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
+    """The StepGraph of one call, with nothing executed and no state changed."""
+    options = Options()
+    if isinstance(fn, CompiledStep):
+        fn, options = fn._fn, fn.options
+    elif isinstance(fn, _BoundStep):
+        fn, options = fn.__wholestep_function__, fn._step.options
+    captured = trace_step(fn, args, kwargs, options)
+    verify(captured.step_graph, options.verify)
+    return captured.step_graph

@@ -1,0 +1,69 @@
+"""What a trace hands to the runtime: the StepGraph, and the slots of the user's objects that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wholestep.capture.scalars import ScalarGuard
+from wholestep.capture.shapes import Shapes
+from wholestep.capture.slots import Slot
+from wholestep.capture.state import StateTable
+from wholestep.ir.signature import ChangeKind
+from wholestep.ir.step_graph import StepGraph
+
+if TYPE_CHECKING:
+    from wholestep.capture.discover import World
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """`scheduler.step()` inside of the step: Python that the runtime repeats after the graph."""
+
+    scheduler: Any
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A slot that is created, rebound, removed or set to a constant after the graph ran."""
+
+    kind: ChangeKind
+    slot: Slot
+    output: int | None = None
+    constant: Any = None
+    unless: int | None = None
+
+
+@dataclass
+class Captured:
+    """Everything the runtime needs to replay a step."""
+
+    step_graph: StepGraph
+    inputs: list[Slot]
+    """One per placeholder."""
+    changes: list[Change]
+    result_leaves: list[tuple[str, Any]]
+    """Leaves of the user's result: ("output", i) or ("value", object)."""
+    rebuild_result: Callable[[list[Any]], Any]
+    host_calls: list[HostCall]
+    world: World
+    table: StateTable
+    shapes: Shapes
+    scalar_guards: list[ScalarGuard]
+    placeholder_slots: dict[Any, Slot]
+    dynamic_dims: dict[int, dict[int, Any]]
+    leaf_paths: list[str]
+    leaves: list[Any]
+    spec: Any
+    volatile: dict[int, set[str]] = field(default_factory=dict)
+    """By identity of an object, the attributes that the step itself sets."""
+    reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
+    """Plain objects, their paths, and the attributes that the step read with the values they had."""
+    modules: list[tuple[nn.Module, str]] = field(default_factory=list)
+    seconds: float = 0.0

@@ -1,0 +1,204 @@
+"""Find what a step works on: modules, optimizers, scalers, schedulers, tensors, generators.
+
+They are looked for in the arguments, in the function's closure, in the globals it names, in `self`, and in what those
+hold (lists, dicts, attributes of plain objects, functions of the user). Each gets the path by which a person would
+reach it; the first path found wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from argparse import Namespace
+from collections import UserDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.ir.signature import InputKind
+
+_MAX_DEPTH = 6
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+@dataclass
+class World:
+    """Everything a step can reach that may hold state."""
+
+    modules: dict[nn.Module, str] = field(default_factory=dict)
+    """Every module (sub-modules too) with its path."""
+    optimizers: dict[Optimizer, str] = field(default_factory=dict)
+    schedulers: dict[LRScheduler, str] = field(default_factory=dict)
+    scalers: dict[Any, str] = field(default_factory=dict)
+    holders: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """Plain objects (a Trainer, a config) by identity."""
+    tensors: dict[int, tuple[Tensor, Slot]] = field(default_factory=dict)
+    """Tensors that are no module's parameter or buffer, by identity."""
+    generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
+    variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
+    """Plain values in closures and globals that the step's own code names: path, slot, value."""
+
+
+def discover(fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> World:
+    """Walk the arguments, then the function."""
+    walk = _Walk()
+    for name, value in arguments:
+        walk.visit(value, name, 0, None)
+    walk.function(fn, "", 0)
+    return walk.world
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.world = World()
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []
+
+    def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
+        if isinstance(value, _PLAIN) or value is None:
+            return
+        if id(value) in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen.add(id(value))
+        self._keep.append(value)
+        world = self.world
+        if isinstance(value, nn.Module):
+            self._module(value, path, depth)
+        elif isinstance(value, Optimizer):
+            world.optimizers[value] = path
+            self._optimizer(value, path, depth)
+        elif isinstance(value, LRScheduler):
+            world.schedulers[value] = path
+            self.visit(value.optimizer, f"{path}.optimizer", depth + 1, None)
+        elif isinstance(value, torch.amp.GradScaler):
+            world.scalers[value] = path
+        elif isinstance(value, Tensor):
+            if slot is not None:
+                world.tensors[id(value)] = (value, slot)
+        elif isinstance(value, torch.Generator):
+            world.generators[id(value)] = (value, path)
+        elif isinstance(value, dict | UserDict):
+            mapping = value.data if isinstance(value, UserDict) else value
+            for key, item in list(mapping.items()):
+                where = f"{path}[{key!r}]"
+                self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, mapping, key))
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                where = f"{path}[{i}]"
+                self.visit(item, where, depth + 1, SequenceSlot(InputKind.CAPTURED, where, None, value, i))
+        elif isinstance(value, tuple | set | frozenset):
+            for i, item in enumerate(value):
+                where = f"{path}[{i}]"
+                self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))
+        elif isinstance(value, FunctionType | MethodType | functools.partial):
+            self.function(value, path, depth)
+        elif hasattr(value, "__wholestep_function__"):
+            self.function(value.__wholestep_function__, path, depth)
+        elif _is_plain_object(value):
+            world.holders[id(value)] = (value, path)
+            self._attributes(value, path, depth)
+
+    def function(self, fn: Any, path: str, depth: int) -> None:
+        """Closure, globals named by the code, defaults, and the object a method is bound to."""
+        if isinstance(fn, functools.partial):
+            for i, arg in enumerate(fn.args):
+                self.visit(arg, f"{path}.args[{i}]", depth + 1, None)
+            for name, arg in fn.keywords.items():
+                self.visit(arg, name, depth + 1, None)
+            fn = fn.func
+        if isinstance(fn, MethodType):
+            self.visit(fn.__self__, "self", depth, None)
+            fn = fn.__func__
+        if hasattr(fn, "__wholestep_function__"):
+            fn = fn.__wholestep_function__
+        if not isinstance(fn, FunctionType) or _is_foreign(fn):
+            if not isinstance(fn, FunctionType | BuiltinFunctionType | type) and callable(fn):
+                self.visit(fn, path or type(fn).__name__, depth, None)
+            return
+        self._variables(fn, depth)
+        for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
+            self.visit(default, name, depth + 1, None)
+        wrapped = getattr(fn, "__wrapped__", None)
+        if wrapped is not None:
+            self.visit(wrapped, path, depth, None)
+
+    def _variables(self, fn: FunctionType, depth: int) -> None:
+        slots: list[tuple[str, Slot]] = []
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
+        for name in sorted(_global_names(fn.__code__)):
+            if name in fn.__globals__:
+                slots.append((name, MappingSlot(InputKind.CAPTURED, name, None, fn.__globals__, name)))
+        for name, slot in slots:
+            try:
+                value = slot.get()
+            except ValueError:  # a cell that is not filled yet
+                continue
+            if isinstance(value, _PLAIN) or value is None:
+                self.world.variables.append((name, slot, value))
+            elif not isinstance(value, ModuleType | type):
+                self.visit(value, name, depth + 1, slot)
+
+    def _module(self, root: nn.Module, path: str, depth: int) -> None:
+        for name, module in root.named_modules(remove_duplicate=True):
+            self._seen.add(id(module))
+            where = f"{path}.{name}" if name else path
+            self.world.modules.setdefault(module, where)
+            for key, value in list(vars(module).items()):
+                if key in _MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
+                    continue
+                attr = f"{where}.{key}"
+                slot = MappingSlot(InputKind.CAPTURED, attr, None, vars(module), key)
+                self.visit(value, attr, max(depth + 1, _MAX_DEPTH - 2), slot)
+
+    def _optimizer(self, optimizer: Optimizer, path: str, depth: int) -> None:
+        internal = {"state", "param_groups", "defaults"}
+        for key, value in list(vars(optimizer).items()):
+            if key in internal or key.startswith("_") or isinstance(value, _PLAIN):
+                continue
+            slot = MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, vars(optimizer), key)
+            self.visit(value, f"{path}.{key}", depth + 1, slot)
+
+    def _attributes(self, value: Any, path: str, depth: int) -> None:
+        for key, item in list(vars(value).items()):
+            where = f"{path}.{key}"
+            self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, vars(value), key))
+
+
+def _is_plain_object(value: Any) -> bool:
+    if isinstance(value, type | ModuleType | BuiltinFunctionType) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
+    module = type(value).__module__ or ""
+    root = module.split(".")[0]
+    return root not in {"torch", "wholestep", "numpy", "builtins", "logging", "rich"} and root not in _STANDARD
+
+
+_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
+
+
+def _is_foreign(fn: FunctionType) -> bool:
+    root = (fn.__module__ or "").split(".")[0]
+    return root in {"torch", "wholestep", "numpy", "transformers", "rich"} or root in _STANDARD
+
+
+def _argument_names(fn: FunctionType) -> list[str]:
+    return list(inspect.signature(fn).parameters)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names |= _global_names(const)
+    return names

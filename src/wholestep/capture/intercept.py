@@ -1,0 +1,75 @@
+"""Python-level calls on tensors that must not happen silently while tracing: printing, `.numpy()`, `param.data = ..`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from wholestep._torch_compat import FakeTensor
+from wholestep.capture.location import user_location
+from wholestep.errors import ItemError, ParameterDataError
+
+_LEAVES_GRAPH = {
+    Tensor.tolist: ".tolist()",
+    Tensor.numpy: ".numpy()",
+    Tensor.__repr__: "printing or repr()",
+    Tensor.__format__: "formatting",
+    Tensor.__array__: "numpy",
+    Tensor.__contains__: "`in`",
+    torch.equal: "torch.equal",
+    torch.allclose: "torch.allclose",
+}
+_TAKES_VALUE = {
+    Tensor.__bool__: "__bool__",
+    Tensor.is_nonzero: "is_nonzero",
+    torch.is_nonzero: "is_nonzero",
+    Tensor.__float__: "__float__",
+    Tensor.__int__: "__int__",
+    Tensor.__index__: "__index__",
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class InterceptHost(Protocol):
+    """What the mode tells the capture."""
+
+    api: str
+
+
+class FunctionMode(TorchFunctionMode):
+    """Refuses calls that take values out of the graph, and tells the capture by which name a value is asked for."""
+
+    def __init__(self, host: InterceptHost) -> None:
+        super().__init__()
+        self._host = host
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
+            raise ItemError(
+                f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",
+                fix="return the tensor from the step and look at it outside.",
+                location=user_location(),
+            )
+        if func == _SET_DATA and _is_traced(args[0]):
+            raise ParameterDataError(
+                f"the step replaces .data of a tensor of shape {tuple(args[0].shape)}.",
+                fix="write into it under torch.no_grad(): param.copy_(new).",
+                location=user_location(),
+            )
+        name = _TAKES_VALUE.get(func)
+        if name is None:
+            return func(*args, **(kwargs or {}))
+        before, self._host.api = self._host.api, name
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._host.api = before
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.constant is None

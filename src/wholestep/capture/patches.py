@@ -1,0 +1,188 @@
+"""What is replaced in torch while one step is traced, and put back after.
+
+| replaced | by | because |
+|---|---|---|
+| `nn.Module.__call__` | the same, noting the module's path | nodes say which module made them |
+| `torch._fused_*_` | the same with numbers by name | its parser would turn a learning rate into a constant |
+| `torch.batch_norm` | likewise for momentum | cumulative averages change it each step |
+| `math.sqrt` and friends | the same for graph numbers | `float(x)` would turn a number into a constant |
+| `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
+| lists of foreach types | also FakeTensor | the trace takes the path eager takes |
+
+The replacements act only on the thread that traces; other threads get the originals.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm
+
+from wholestep._torch_compat import FUSED_OPTIMIZER_FUNCTIONS, FakeTensor, adafactor_module, foreach_type_lists
+from wholestep.capture.location import user_location
+from wholestep.capture.recorder import Recorder
+from wholestep.capture.scalars import ScalarNode, scalar_of
+from wholestep.errors import RandomStateError
+from wholestep.ir import rng
+
+_MATH = ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
+
+
+class PatchHost(Protocol):
+    """What the patches ask of the capture."""
+
+    module_path: str
+    recorder: Recorder
+
+    def path_of_module(self, module: nn.Module) -> str: ...
+
+
+@contextmanager
+def patched(host: PatchHost) -> Iterator[None]:
+    """All replacements, for the current thread, until the block ends."""
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+            missing = object()
+            before = vars(owner).get(name, missing)
+            original = getattr(owner, name, None)
+
+            def only_here(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == thread:
+                    return replacement(original, *args, **kwargs)
+                assert original is not None
+                return original(*args, **kwargs)
+
+            setattr(owner, name, only_here)
+            stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+
+        patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))
+        for name in FUSED_OPTIMIZER_FUNCTIONS:
+            patch(torch, name, lambda original, *a, **k: _with_named_scalars(host, original, (), a, k))
+        patch(torch, "batch_norm", lambda original, *a, **k: _with_named_scalars(host, original, _BATCH_NORM, a, k))
+        for name in _MATH:
+            patch(math, name, lambda original, *a, _name=name, **k: _math(_name, original, *a, **k))
+        patch(batchnorm, "float", lambda original, value: _float(value))
+        for name, method in (("min", "sym_min"), ("max", "sym_max")):
+            patch(adafactor_module(), name, lambda original, a, b, _m=method: _extremum(_m, a, b))
+        _patch_rng(host, patch)
+        for types in foreach_type_lists():
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        yield
+
+
+_BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+
+def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    before = host.module_path
+    host.module_path = host.path_of_module(module)
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        host.module_path = before
+
+
+def _with_named_scalars(
+    host: PatchHost, original: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call with the values of graph numbers; the recorder puts the numbers themselves into the node, by name."""
+    scalars: dict[str, ScalarNode] = {}
+    plain: list[Any] = []
+    for i, arg in enumerate(args):
+        scalar = scalar_of(arg)
+        if scalar is not None and i < len(names) and scalar.hint is not None:
+            scalars[names[i]] = scalar
+            arg = scalar.hint
+        plain.append(arg)
+    for name, arg in list(kwargs.items()):
+        scalar = scalar_of(arg)
+        if scalar is not None and scalar.hint is not None:
+            scalars[name] = scalar
+            kwargs[name] = scalar.hint
+    if not scalars:
+        return original(*plain, **kwargs)
+    host.recorder.named_scalars = scalars
+    try:
+        return original(*plain, **kwargs)
+    finally:
+        host.recorder.named_scalars = {}
+
+
+def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    scalar = scalar_of(args[0]) if len(args) == 1 and not kwargs else None
+    if scalar is None:
+        return original(*args, **kwargs)
+    return getattr(scalar, name)().as_python()
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        value = value.item()
+    scalar = scalar_of(value)
+    return scalar.sym_float().as_python() if scalar is not None else float(value)
+
+
+def _extremum(method: str, a: Any, b: Any) -> Any:
+    """Python's min and max of numbers, one of which may be known only when the step runs."""
+    for this, other in ((a, b), (b, a)):
+        scalar = scalar_of(this)
+        if scalar is not None:
+            second = scalar_of(other) or scalar.wrap_float(float(other))
+            first, last = (scalar, second) if this is a else (second, scalar)
+            return getattr(first, method)(last).as_python()
+    return min(a, b) if method == "sym_min" else max(a, b)
+
+
+def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
+    def get_state(device: str) -> Tensor:
+        state = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
+        node = host.recorder.emit_function(rng.get_rng_state, (device,), state)
+        host.recorder.register_result(state, node)
+        host.recorder.random_devices[device] = None
+        return state
+
+    def set_state(state: Tensor, device: str) -> None:
+        host.recorder.emit_function(rng.set_rng_state, (host.recorder.node_of(state), device), None)
+        host.recorder.random_devices[device] = None
+
+    def seed(original: Any, value: int) -> Any:
+        if not isinstance(value, int):
+            raise RandomStateError(
+                "the step seeds the generator with a value that is not a plain int.",
+                fix="seed outside of the step.",
+                location=user_location(),
+            )
+        host.recorder.emit_function(rng.manual_seed, (int(value),), None)
+        return torch.default_generator
+
+    for owner in (torch, torch.random):
+        patch(owner, "get_rng_state", lambda original: get_state("cpu"))
+        patch(owner, "set_rng_state", lambda original, new_state: set_state(new_state, "cpu"))
+        patch(owner, "manual_seed", seed)
+    patch(torch.cuda, "get_rng_state", lambda original, device="cuda": get_state(_cuda(device)))
+    patch(
+        torch.cuda,
+        "set_rng_state",
+        lambda original, new_state, device="cuda": set_state(new_state, _cuda(device)),
+    )
+
+
+def _cuda(device: Any) -> str:
+    if isinstance(device, int):
+        return f"cuda:{device}"
+    resolved = torch.device(device)
+    return f"cuda:{torch.cuda.current_device() if resolved.index is None else resolved.index}"
+
+
+def _state_size(device: str) -> int:
+    generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[torch.device(device).index]
+    return int(generator.get_state().numel())

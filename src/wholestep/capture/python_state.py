@@ -1,0 +1,143 @@
+"""Python attributes around a step: what it read, what it changed, and putting them back.
+
+A replay does not run the user's Python. So what the step *reads* from plain attributes becomes a guard, and what it
+*changes* is repeated after each replay where that is possible (a number, a tensor) and refused where it is not
+(appending to a list).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from wholestep.capture.slots import ABSENT
+
+_CONTAINERS = (list, dict, set)
+
+
+class Attributes:
+    """A snapshot of `vars(obj)` and of the containers directly in it."""
+
+    def __init__(self, obj: Any, path: str, skip: frozenset[str] = frozenset()) -> None:
+        self.obj = obj
+        self.path = path
+        self._skip = skip
+        self.before = dict(vars(obj))
+        self._contents = {
+            key: _copy(value)
+            for key, value in self.before.items()
+            if isinstance(value, _CONTAINERS) and key not in skip
+        }
+
+    def rebound(self) -> Iterator[tuple[str, Any, Any]]:
+        """Attributes that were set, replaced or deleted: name, before, after."""
+        now = vars(self.obj)
+        for key in {**self.before, **now}:
+            before, after = self.before.get(key, ABSENT), now.get(key, ABSENT)
+            if key in self._skip or before is after or _same_plain(before, after):
+                continue
+            yield key, before, after
+
+    def mutated(self) -> Iterator[tuple[str, Any, Any]]:
+        """Containers whose contents changed: name, contents before, the container."""
+        now = vars(self.obj)
+        for key, contents in self._contents.items():
+            container = self.before[key]
+            if now.get(key) is container and not _same_contents(contents, container):
+                yield key, contents, container
+
+    def restore(self) -> None:
+        """Put back attributes and contents."""
+        now = vars(self.obj)
+        for key in list(now):
+            if key not in self.before:
+                del now[key]
+        for key, value in self.before.items():
+            if now.get(key, ABSENT) is not value:
+                now[key] = value
+        for key, contents in self._contents.items():
+            container = self.before[key]
+            if not _same_contents(contents, container):
+                _assign(container, contents)
+
+
+class ReadTracker:
+    """Notes which attributes of a plain object are read, by giving it a subclass of its class for a while."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+        self.names: dict[str, None] = {}
+        self._class = type(obj)
+        self.active = False
+
+    def start(self) -> None:
+        names, attributes = self.names, vars(self.obj)
+        base = self._class
+
+        def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
+            if name in attributes:
+                names[name] = None
+            return base.__getattribute__(this, name)
+
+        try:
+            tracked = type(base.__name__, (base,), {"__getattribute__": __getattribute__, "__slots__": ()})
+            tracked.__module__ = base.__module__
+            tracked.__qualname__ = base.__qualname__
+            object.__setattr__(self.obj, "__class__", tracked)
+            self.active = True
+        except TypeError:
+            # Such an object cannot change its class: count everything it has as read.
+            names.update(dict.fromkeys(attributes))
+
+    def stop(self) -> None:
+        if self.active:
+            object.__setattr__(self.obj, "__class__", self._class)
+            self.active = False
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor lies directly in a value or in a container of it."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(holds_tensor(v) for v in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(holds_tensor(v) for v in value)
+    return False
+
+
+def _same_plain(before: Any, after: Any) -> bool:
+    if type(before) is not type(after) or isinstance(before, Tensor):
+        return False
+    if isinstance(before, int | float | str | bool | bytes | type(None)):
+        return bool(before == after)
+    if isinstance(before, _CONTAINERS | tuple) and not holds_tensor(before) and not holds_tensor(after):
+        try:
+            return bool(before == after)
+        except Exception:  # an element whose comparison fails is not the same
+            return False
+    return False
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else type(container)(container)
+
+
+def _same_contents(before: Any, now: Any) -> bool:
+    if len(before) != len(now):
+        return False
+    if isinstance(before, dict):
+        return all(k in now and (now[k] is v or _same_plain(v, now[k])) for k, v in before.items())
+    if isinstance(before, set):
+        return bool(before == now)
+    return all(a is b or _same_plain(a, b) for a, b in zip(before, now, strict=True))
+
+
+def _assign(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        container.update(contents)

@@ -1,0 +1,111 @@
+"""What an operator does to its arguments, read once from its schema: which it writes, which it aliases, and which
+functional operator computes the same values.
+
+    add_.Tensor(a!, b)             writes {0}     functional add.Tensor
+    _foreach_mul_.Scalar(a![], s)  writes {0}     functional _foreach_mul.Scalar
+    select.int(a, d, i)            view of {0}
+    native_batch_norm(..)          writes {3, 4} although its schema does not say so
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from wholestep._torch_compat import OpOverload, find_overloads, overload_name, schema_of
+from wholestep.ir.effects import write_condition, written_positions
+
+aten = torch.ops.aten
+
+_FUNCTIONAL_BY_HAND: dict[str, tuple[str, str]] = {
+    "aten::native_batch_norm": ("_native_batch_norm_legit_functional", "default"),
+    "aten::_native_batch_norm_legit": ("_native_batch_norm_legit_functional", "default"),
+    "aten::_batch_norm_with_update": ("_batch_norm_with_update_functional", "default"),
+}
+
+_METADATA_WRITES = frozenset(
+    {"resize_", "resize_as_", "set_", "set", "resize", "_resize_output_", "unsafe_set_", "requires_grad_"}
+)
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What the tracer needs to know of one operator overload."""
+
+    names: tuple[str, ...]
+    """Argument names in schema order."""
+    writes: tuple[int, ...]
+    """Schema positions of the arguments whose contents change."""
+    writes_if: str
+    """Name of a boolean argument that must be true for `writes` to hold ("" for always)."""
+    is_view: bool
+    """The result shares memory with the first argument and nothing is written."""
+    is_inplace_view: bool
+    """Changes size or stride of its first argument, not its contents (`t_`, `unsqueeze_`)."""
+    replaces_storage: bool
+    """`set_`, `resize_`: the tensor gets other memory."""
+    is_random: bool
+    functional: OpOverload | None
+    """Computes the written values out of place, as extra results after its own."""
+    fresh_results: int
+    """How many leading results of the operator do not alias a written argument."""
+
+
+@lru_cache(maxsize=None)
+def op_facts(op: OpOverload) -> OpFacts:
+    """The facts of one overload."""
+    schema = schema_of(op)
+    names = tuple(arg.name for arg in schema.arguments)
+    qualified = op.name().split(".")[0]
+    base = qualified.split("::")[1]
+    tags = op.tags
+    inplace_view = torch.Tag.inplace_view in tags
+    writes = written_positions(op)
+    aliasing = [r for r in schema.returns if r.alias_info is not None]
+    return OpFacts(
+        names=names,
+        writes=() if inplace_view else writes,
+        writes_if=write_condition(op),
+        is_view=not writes and bool(aliasing),
+        is_inplace_view=inplace_view and base not in _METADATA_WRITES,
+        replaces_storage=base in _METADATA_WRITES,
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        functional=_functional_variant(op) if writes and not inplace_view else None,
+        fresh_results=sum(1 for r in schema.returns if r.alias_info is None),
+    )
+
+
+def _functional_variant(op: OpOverload) -> OpOverload | None:
+    """The overload that returns what `op` writes: same arguments, nothing mutated."""
+    qualified, _, overload = op.name().partition(".")
+    namespace, base = qualified.split("::")
+    if qualified in _FUNCTIONAL_BY_HAND:
+        name, overload = _FUNCTIONAL_BY_HAND[qualified]
+        return next((o for o in find_overloads("aten", name) if overload_name(o) == overload), None)
+    written = sum(1 for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write)
+    fresh = sum(1 for r in schema_of(op).returns if r.alias_info is None)
+    candidates: list[OpOverload] = []
+    for name in (base.removesuffix("_"), base.removesuffix("_") + "_functional", base):
+        candidates += find_overloads(namespace, name)
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    exact = [o for o in candidates if o is not op and _is_functional(o, wanted, fresh + written)]
+    same_name = [o for o in exact if overload_name(o) == (overload or "default")]
+    return (same_name or exact or [None])[0]
+
+
+def _is_functional(op: OpOverload, wanted: list[tuple[str, str]], results: int) -> bool:
+    schema = schema_of(op)
+    if any(a.alias_info is not None for a in schema.arguments) or any(r.alias_info is not None for r in schema.returns):
+        return False
+    return [(a.name, str(a.type)) for a in schema.arguments] == wanted and len(schema.returns) == results
+
+
+
+
+def bind(facts: OpFacts, args: tuple[object, ...], kwargs: dict[str, object], position: int) -> object:
+    """The argument at a schema position, wherever the caller put it."""
+    if position < len(args):
+        return args[position]
+    return kwargs.get(facts.names[position])

@@ -1,0 +1,182 @@
+"""Dimensions that vary: symbols for declared dims, and nodes for the expressions that user code makes of them.
+
+torch's ShapeEnv does the algebra and collects guards; an expression that an operator takes as an argument becomes nodes:
+
+    x.view(b * t, d)      s0 = sym_size(x, 0); m = mul(s0, t); view(x, [m, d])
+
+A declared dim is treated as at least 2 while tracing, so that size 1 takes the same graph (no broadcasting branch);
+the range that the user declared is checked at each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import (
+    FakeTensorMode,
+    ShapeEnv,
+    new_fake,
+    new_symbol,
+    shape_guards,
+    sympy_function_names,
+)
+from wholestep.errors import DynamicShapeError
+from wholestep.options import Dim
+
+EmitScalar = Callable[[Callable[..., Any], tuple[Any, ...], Any], fx.Node]
+
+
+class Shapes:
+    """The symbols of one capture."""
+
+    def __init__(self) -> None:
+        self.env: ShapeEnv | None = None
+        self.symbols: dict[str, tuple[Dim, int]] = {}
+        """Name of a symbol: its declared range and the size it had at capture."""
+        self.sources: dict[str, list[tuple[int, int]]] = {}
+        """Name of a symbol: the (batch leaf, dimension) places that have it."""
+        self._nodes: dict[Any, fx.Node] = {}
+        self._ints: dict[int, torch.SymInt] = {}
+        self._first_tensor: dict[str, tuple[Tensor, int]] = {}
+
+    def declare(self) -> ShapeEnv:
+        """The environment, made when the first dynamic dim is declared."""
+        if self.env is None:
+            self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+        return self.env
+
+    def fake_of(self, mode: FakeTensorMode, real: Tensor, leaf: int, dims: dict[int, Dim], path: str) -> Tensor:
+        """A fake whose declared dims are symbols. One `Dim` object is one symbol wherever it is used."""
+        if not real.is_contiguous():
+            raise DynamicShapeError(
+                f"{path} is not contiguous, so its strides do not follow from a dynamic size.",
+                fix="call .contiguous() on it before the step.",
+            )
+        sizes: list[Any] = list(real.shape)
+        for dim, declared in dims.items():
+            size = sizes[dim]
+            if not declared.min <= size <= (declared.max if declared.max is not None else size):
+                raise out_of_range(path, dim, size, declared)
+            symbol = self._symbol(declared, size, path, dim)
+            sizes[dim] = symbol
+            name = str(symbol.node.expr)
+            self.sources[name].append((leaf, dim))
+        fake = new_fake(mode, real, sizes)
+        for dim in dims:
+            self._first_tensor.setdefault(str(sizes[dim].node.expr), (fake, dim))
+        return fake
+
+    def _symbol(self, declared: Dim, size: int, path: str, dim: int) -> torch.SymInt:
+        known = self._ints.get(id(declared))
+        if known is not None:
+            have = self.symbols[str(known.node.expr)][1]
+            if have != size:
+                raise DynamicShapeError(
+                    f"{path} has size {size} in dimension {dim}, and another leaf with the same Dim has {have}.",
+                    fix="give dimensions that may differ from each other a Dim of their own.",
+                )
+            return known
+        made = new_symbol(self.declare(), max(size, 2), declared.min, declared.max)
+        self._ints[id(declared)] = made
+        name = str(made.node.expr)
+        self.symbols[name] = (declared, size)
+        self.sources[name] = []
+        return made
+
+    def guards(self) -> list[tuple[str, Callable[[dict[str, int]], bool]]]:
+        """Conditions on the symbols that the trace relied on: text and check."""
+        if self.env is None:
+            return []
+        checks: list[tuple[str, Callable[[dict[str, int]], bool]]] = []
+        for expression in shape_guards(self.env):
+            free = sorted(expression.free_symbols, key=str)
+            if not free or _only_excludes_one(expression):
+                continue
+            checks.append((str(expression), _checker(expression, free)))
+        return checks
+
+    def node(self, value: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
+        """What stands for a symbolic size in the arguments of a node."""
+        expression = sympy.sympify(value.node.expr)
+        hint = value.node.hint
+        return self._emit(expression, hint, emit, node_of)
+
+    def _emit(self, expression: Any, hint: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Float:
+            return float(expression)
+        if expression.is_Rational:
+            return int(expression.p) / int(expression.q)
+        known = self._nodes.get(expression)
+        if known is not None:
+            return known
+        if expression.is_Symbol:
+            tensor, dim = self._first_tensor[str(expression)]
+            node = emit(torch.ops.aten.sym_size.int, (node_of(tensor), dim), hint)
+        else:
+            node = self._emit_operation(expression, hint, emit, node_of)
+        self._nodes[expression] = node
+        return node
+
+    def _emit_operation(self, expression: Any, hint: Any, emit: EmitScalar, node_of: Any) -> fx.Node:
+        name = sympy_function_names(expression)
+        if name not in _OPERATIONS:
+            raise DynamicShapeError(
+                f"the size expression {expression} uses {name}, which is not captured.",
+                fix="declare fewer dynamic dims, or compute the size from static values.",
+            )
+        operands = [self._emit(arg, None, emit, node_of) for arg in expression.args]
+        function, arity = _OPERATIONS[name]
+        if arity is None:
+            result = operands[0]
+            for operand in operands[1:]:
+                result = emit(function, (result, operand), None)
+            return result  # type: ignore[no-any-return]
+        return emit(function, tuple(operands), None)
+
+
+_OPERATIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "Add": (operator.add, None),
+    "Mul": (operator.mul, None),
+    "Pow": (operator.pow, 2),
+    "PowByNatural": (operator.pow, 2),
+    "FloorDiv": (operator.floordiv, 2),
+    "CleanDiv": (operator.floordiv, 2),
+    "Mod": (operator.mod, 2),
+    "PythonMod": (operator.mod, 2),
+    "Max": (max, None),
+    "Min": (min, None),
+    "IntTrueDiv": (operator.truediv, 2),
+    "FloatTrueDiv": (operator.truediv, 2),
+    "FloatPow": (operator.pow, 2),
+    "ToFloat": (float, 1),
+    "TruncToInt": (int, 1),
+}
+
+
+def out_of_range(path: str, dim: int, size: int, declared: Dim) -> DynamicShapeError:
+    """A call came with a size that the user excluded."""
+    top = "any" if declared.max is None else declared.max
+    return DynamicShapeError(
+        f"{path} has size {size} in dimension {dim}, outside of the declared {declared.min} to {top}.",
+        fix="declare a wider ws.Dim, or pad the batch.",
+    )
+
+
+def _only_excludes_one(expression: Any) -> bool:
+    """`Ne(s0, 1)`: the trace assumed no broadcasting over a declared dim, which holds for size 1 too."""
+    return isinstance(expression, sympy.Ne) and sympy.Integer(1) in expression.args
+
+
+def _checker(expression: Any, free: Sequence[Any]) -> Callable[[dict[str, int]], bool]:
+    def check(sizes: dict[str, int]) -> bool:
+        return bool(expression.subs({symbol: sizes[str(symbol)] for symbol in free}))
+
+    return check

@@ -1,0 +1,192 @@
+"""Where state lives in the user's objects: a slot can be read, rebound and emptied.
+
+    model.fc.weight                        ModuleSlot(fc, "_parameters", "weight")
+    model.fc.weight.grad                   GradSlot(weight)
+    optimizer.state[model.fc.weight].step  OptimizerStateSlot(optimizer, weight, "step")
+    optimizer.param_groups[0].betas[1]     HyperSlot(optimizer, 0, "betas", 1)
+    batch['x']                             BatchSlot(3)
+
+Slots hold the objects that own the state, never the state, so `load_state_dict` between two steps is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, MutableSequence
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wholestep.ir.signature import InputKind
+
+
+class Absent:
+    """Stands for a slot that holds nothing."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = Absent()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place that holds one tensor or number."""
+
+    kind: InputKind
+    path: str
+    of: str | None
+
+    def get(self) -> Any:
+        raise NotImplementedError
+
+    def set(self, value: Any) -> None:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class MappingSlot(Slot):
+    """An entry of a dictionary: a module's parameter or buffer, an attribute, a global, an item of a user's dict."""
+
+    mapping: MutableMapping[Any, Any]
+    key: Any
+
+    def get(self) -> Any:
+        return self.mapping.get(self.key, ABSENT)
+
+    def set(self, value: Any) -> None:
+        self.mapping[self.key] = value
+
+    def remove(self) -> None:
+        self.mapping.pop(self.key, None)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleSlot(MappingSlot):
+    """A parameter or buffer of a module."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSlot(Slot):
+    """An element of a list."""
+
+    sequence: MutableSequence[Any]
+    index: int
+
+    def get(self) -> Any:
+        return self.sequence[self.index] if self.index < len(self.sequence) else ABSENT
+
+    def set(self, value: Any) -> None:
+        self.sequence[self.index] = value
+
+
+@dataclass(frozen=True, eq=False)
+class CellSlot(Slot):
+    """A variable of an enclosing function."""
+
+    cell: CellType
+
+    def get(self) -> Any:
+        return self.cell.cell_contents
+
+    def set(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSlot(Slot):
+    """A tensor inside an immutable container: it can be read, not replaced."""
+
+    value: Any
+
+    def get(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, eq=False)
+class GradSlot(Slot):
+    """`param.grad`."""
+
+    param: Tensor
+
+    def get(self) -> Any:
+        return self.param.grad
+
+    def set(self, value: Any) -> None:
+        self.param.grad = value
+
+    def remove(self) -> None:
+        self.param.grad = None
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerStateSlot(Slot):
+    """`optimizer.state[param][key]`."""
+
+    optimizer: Optimizer
+    param: Any
+    key: Any
+
+    def get(self) -> Any:
+        entry = self.optimizer.state.get(self.param)
+        return ABSENT if entry is None else entry.get(self.key, ABSENT)
+
+    def set(self, value: Any) -> None:
+        self.optimizer.state[self.param][self.key] = value
+
+    def remove(self) -> None:
+        self.optimizer.state[self.param].pop(self.key, None)
+
+
+@dataclass(frozen=True, eq=False)
+class HyperSlot(Slot):
+    """`optimizer.param_groups[group][key]`, or one element of it."""
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    index: int | None
+
+    def get(self) -> Any:
+        groups = self.optimizer.param_groups
+        if self.group >= len(groups):
+            return ABSENT
+        value = groups[self.group].get(self.key, ABSENT)
+        if self.index is None or value is ABSENT:
+            return value
+        return value[self.index] if isinstance(value, list | tuple) and self.index < len(value) else ABSENT
+
+    def set(self, value: Any) -> None:
+        group = self.optimizer.param_groups[self.group]
+        if self.index is None:
+            group[self.key] = value
+        else:
+            items = list(group[self.key])
+            items[self.index] = value
+            group[self.key] = type(group[self.key])(items)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSlot(Slot):
+    """A leaf of the arguments of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorSlot(Slot):
+    """A random generator that the step draws from by name."""
+
+    generator: torch.Generator
+
+    def get(self) -> Any:
+        return self.generator

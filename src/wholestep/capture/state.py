@@ -1,0 +1,281 @@
+"""The user's state, swapped for fakes while a step is traced, and put back whatever happens.
+
+Every tensor that the step can change is replaced where the user's code will look for it: in the modules, in the
+optimizers' groups and state, in `param.grad`, in the scalers, in closures. Numbers in param groups and in optimizer state
+become scalars of the graph. `restore` runs the undo list backwards; nothing of the user's is written meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import FakeTensorMode, mark_parameter, new_fake
+from wholestep.capture.discover import World
+from wholestep.capture.slots import (
+    FixedSlot,
+    GradSlot,
+    HyperSlot,
+    MappingSlot,
+    ModuleSlot,
+    OptimizerStateSlot,
+    SequenceSlot,
+    Slot,
+)
+from wholestep.errors import CapturedTensorError, UnsupportedError
+from wholestep.ir.signature import InputKind
+
+MakeScalar = Callable[[Slot, Any], Any]
+"""Turns a number in a slot into the SymFloat or SymInt that the step will see."""
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One tensor of the user's and the fake that stands for it."""
+
+    real: Tensor
+    fake: Tensor
+    slot: Slot
+
+
+@dataclass(eq=False)
+class GroupShape:
+    """What a param group looked like: its parameters, the numbers that became inputs, and everything else."""
+
+    params: list[Tensor]
+    constants: dict[str, Any]
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+class StateTable:
+    """All state that a step works on, real and fake side by side."""
+
+    def __init__(self, world: World, fake_mode: FakeTensorMode, make_scalar: MakeScalar) -> None:
+        self.world = world
+        self.tracked: dict[int, Tracked] = {}
+        """By identity of the real tensor."""
+        self.by_fake: dict[int, Tracked] = {}
+        self.groups: dict[Optimizer, list[GroupShape]] = {}
+        self.state_numbers: list[tuple[Slot, Any]] = []
+        self.fake_groups: dict[Optimizer, list[dict[str, Any]]] = {}
+        self.fake_state_before: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
+        self.parameters: list[Tracked] = []
+        self.module_slots: list[tuple[ModuleSlot, Tracked]] = []
+        self._mode = fake_mode
+        self._make_scalar = make_scalar
+        self._undo: list[Callable[[], None]] = []
+
+    # Building.
+
+    def build(self) -> None:
+        """Make a fake for every tensor of modules, optimizers and scalers."""
+        for module, path in self.world.modules.items():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    self._module_tensor(module, "_parameters", name, param, InputKind.PARAMETER, path)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._module_tensor(module, "_buffers", name, buffer, InputKind.BUFFER, path)
+        for optimizer, path in self.world.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, param in enumerate(group["params"]):
+                    if id(param) not in self.tracked:
+                        found = self.world.tensors.get(id(param))
+                        where = f"{path}.param_groups[{g}].params[{i}]"
+                        slot = found[1] if found else SequenceSlot(InputKind.PARAMETER, where, None, group["params"], i)
+                        self._track(param, _as_kind(slot, InputKind.PARAMETER))
+        for real, slot in self.world.tensors.values():
+            if real.requires_grad and id(real) not in self.tracked and real.is_leaf:
+                self._track(real, _as_kind(slot, InputKind.PARAMETER))
+        for tracked in list(self.tracked.values()):
+            if tracked.slot.kind is InputKind.PARAMETER:
+                self.parameters.append(tracked)
+
+    def path_of(self, real: Any) -> str:
+        """How a person reaches a tensor; its key as text for anything else."""
+        found = self.tracked.get(id(real))
+        return found.slot.path if found else str(real)
+
+    def _module_tensor(
+        self, module: nn.Module, where: str, name: str, real: Tensor, kind: InputKind, path: str
+    ) -> None:
+        slot = ModuleSlot(kind, f"{path}.{name}", None, getattr(module, where), name, module)
+        tracked = self.tracked.get(id(real)) or self._track(real, slot)
+        self.module_slots.append((slot, tracked))
+
+    def _track(self, real: Tensor, slot: Slot) -> Tracked:
+        self.refuse_odd_tensor(real, slot.path)
+        fake = new_fake(self._mode, real)
+        if isinstance(real, nn.Parameter):
+            mark_parameter(fake)
+        if real.requires_grad and real.is_leaf:
+            fake.requires_grad_(True)
+        tracked = Tracked(real, fake, slot)
+        self.tracked[id(real)] = tracked
+        self.by_fake[id(fake)] = tracked
+        return tracked
+
+    def track_input(self, real: Tensor, slot: Slot, fake: Tensor | None = None) -> Tracked:
+        """A batch leaf or a captured tensor becomes an input."""
+        if fake is None:
+            return self._track(real, slot)
+        if real.requires_grad and real.is_leaf:
+            fake.requires_grad_(True)
+        tracked = Tracked(real, fake, slot)
+        self.tracked[id(real)] = tracked
+        self.by_fake[id(fake)] = tracked
+        return tracked
+
+    @staticmethod
+    def refuse_odd_tensor(real: Tensor, path: str) -> None:
+        """Only plain strided tensors are captured."""
+        if type(real) not in (Tensor, nn.Parameter, nn.Buffer) and type(real).__torch_dispatch__ is not (
+            Tensor.__torch_dispatch__
+        ):
+            raise UnsupportedError(
+                f"{path} is a {type(real).__name__}; tensor subclasses are not captured.",
+                fix="pass a plain tensor (for DTensor, use the parallel= option).",
+            )
+        if real.is_sparse or real.layout is not torch.strided:
+            raise UnsupportedError(f"{path} has layout {real.layout}.", fix="call .to_dense() before the step.")
+        if real.requires_grad and not real.is_leaf:
+            raise CapturedTensorError(
+                f"{path} was computed outside of the step and carries an autograd history.",
+                fix="compute it inside of the step, or detach() it.",
+            )
+
+    # Swapping.
+
+    def swap_in(self) -> None:
+        """Put the fakes where the user's code looks."""
+        for slot, tracked in self.module_slots:
+            self._swap(slot, tracked.fake)
+        for tracked in self.parameters:
+            if not isinstance(tracked.slot, ModuleSlot | FixedSlot):
+                self._swap(tracked.slot, tracked.fake)
+            self._grad(tracked)
+        for optimizer, path in self.world.optimizers.items():
+            self._swap_optimizer(optimizer, path)
+        for scaler, path in self.world.scalers.items():
+            for attr in ("_scale", "_growth_tracker"):
+                real = getattr(scaler, attr)
+                if isinstance(real, Tensor):
+                    slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
+                    self._swap(slot, self._track(real, slot).fake)
+
+    def restore(self) -> None:
+        """Everything back to where it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def on_restore(self, undo: Callable[[], None]) -> None:
+        """Run `undo` when the user's state is put back."""
+        self._undo.append(undo)
+
+    def _swap(self, slot: Slot, fake: Any) -> None:
+        before = slot.get()
+        slot.set(fake)
+        self._undo.append(lambda: slot.set(before))
+
+    def _grad(self, tracked: Tracked) -> None:
+        grad = tracked.real.grad
+        if grad is None:
+            return
+        slot = GradSlot(InputKind.GRADIENT, f"{tracked.slot.path}.grad", tracked.slot.path, tracked.real)
+        found = self.tracked.get(id(grad)) or self._track(grad, slot)
+        tracked.fake.grad = found.fake
+
+    def _swap_optimizer(self, optimizer: Optimizer, path: str) -> None:
+        shapes: list[GroupShape] = []
+        fake_groups: list[dict[str, Any]] = []
+        for g, group in enumerate(optimizer.param_groups):
+            shape = GroupShape(list(group["params"]), {})
+            fake_group: dict[str, Any] = {"params": [self.tracked[id(p)].fake for p in group["params"]]}
+            for key, value in group.items():
+                if key != "params":
+                    fake_group[key] = self._hyper(optimizer, path, g, key, value, shape)
+            shapes.append(shape)
+            fake_groups.append(fake_group)
+        self.groups[optimizer] = shapes
+        self.fake_groups[optimizer] = [dict(group) for group in fake_groups]
+        real_groups, real_state = optimizer.param_groups, optimizer.state
+        fake_state = self._fake_state(optimizer, path)
+        self.fake_state_before[optimizer] = {k: dict(v) for k, v in fake_state.items()}
+        vars(optimizer)["param_groups"] = fake_groups
+        vars(optimizer)["state"] = fake_state
+
+        def undo() -> None:
+            vars(optimizer)["param_groups"] = real_groups
+            vars(optimizer)["state"] = real_state
+
+        self._undo.append(undo)
+
+    def _hyper(self, optimizer: Optimizer, path: str, g: int, key: str, value: Any, shape: GroupShape) -> Any:
+        where = f"{path}.param_groups[{g}].{key}"
+        if isinstance(value, Tensor):
+            slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+            found = self.tracked.get(id(value)) or self._track(value, slot)
+            shape.numbers[key] = value
+            return found.fake
+        if type(value) is float:
+            shape.numbers[key] = value
+            slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+            return self._make_scalar(slot, value)
+        if type(value) in (tuple, list) and any(isinstance(v, float | Tensor) for v in value):
+            shape.numbers[key] = value
+            items = []
+            for i, item in enumerate(value):
+                slot = HyperSlot(InputKind.HYPER_PARAMETER, f"{where}[{i}]", None, optimizer, g, key, i)
+                if isinstance(item, Tensor):
+                    items.append((self.tracked.get(id(item)) or self._track(item, slot)).fake)
+                else:
+                    items.append(self._make_scalar(slot, item) if type(item) is float else item)
+            return type(value)(items)
+        shape.constants[key] = value
+        return value
+
+    def _fake_state(self, optimizer: Optimizer, path: str) -> dict[Any, dict[Any, Any]]:
+        fake_state: dict[Any, dict[Any, Any]] = defaultdict(dict)
+        for owner, entries in optimizer.state.items():
+            tracked = self.tracked.get(id(owner))
+            owner_path = tracked.slot.path if tracked else str(owner)
+            key = tracked.fake if tracked else owner
+            if not isinstance(entries, dict):
+                fake_state[key] = entries
+                continue
+            fake_entries: dict[Any, Any] = {}
+            for name, value in entries.items():
+                where = f"{path}.state[{owner_path}].{name}"
+                slot = OptimizerStateSlot(
+                    InputKind.OPTIMIZER_STATE, where, owner_path if tracked else None, optimizer, owner, name
+                )
+                if isinstance(value, Tensor):
+                    found = self.tracked.get(id(value)) or self._track(value, slot)
+                    fake_entries[name] = found.fake
+                elif type(value) in (int, float):
+                    self.state_numbers.append((slot, value))
+                    fake_entries[name] = self._make_scalar(slot, value)
+                else:
+                    _refuse_nested_tensors(value, where)
+                    fake_entries[name] = value
+            fake_state[key] = fake_entries
+        return fake_state
+
+
+def _as_kind(slot: Slot, kind: InputKind) -> Slot:
+    return replace(slot, kind=kind)
+
+
+def _refuse_nested_tensors(value: Any, path: str) -> None:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    if any(isinstance(item, Tensor) for item in items):
+        raise UnsupportedError(
+            f"{path} is a {type(value).__name__} of tensors.",
+            fix="keep each tensor of the optimizer state under a key of its own.",
+        )

@@ -1,0 +1,517 @@
+"""Trace a step once: run the user's function on fakes, record the graph, read off what changed, put everything back."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, without_modes
+from wholestep.capture.amp import select_instead_of_branch
+from wholestep.capture.captured import Captured, HostCall
+from wholestep.capture.collect import collect
+from wholestep.capture.discover import World, discover
+from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
+from wholestep.capture.intercept import FunctionMode
+from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues, recipe_of
+from wholestep.capture.location import location_of_exception, user_location
+from wholestep.capture.patches import patched
+from wholestep.capture.python_state import Attributes, ReadTracker
+from wholestep.capture.recorder import Recorder
+from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
+from wholestep.capture.shapes import Shapes
+from wholestep.capture.slots import BatchSlot, GeneratorSlot, Slot
+from wholestep.capture.state import StateTable, Tracked
+from wholestep.capture.tree import Flat, flatten
+from wholestep.errors import (
+    CapturedTensorError,
+    ControlFlowError,
+    ItemError,
+    Location,
+    OptimizerClosureError,
+    RandomStateError,
+    SideEffectError,
+    UnsupportedError,
+    WholestepError,
+)
+from wholestep.ir.signature import InputKind
+from wholestep.options import Dim, Options
+
+_one_capture_at_a_time = threading.RLock()
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    symbolic_numbers: frozenset[str] = frozenset(),
+) -> Captured:
+    """Capture one call of a step. Nothing is computed and nothing of the user's is changed."""
+    started = time.perf_counter()
+    with _one_capture_at_a_time:
+        capture = Capture(fn, args, kwargs, options, symbolic_numbers)
+        captured = capture.run()
+    captured.seconds = time.perf_counter() - started
+    return captured
+
+
+class Capture:
+    """One trace. Host of the recorder, the scalars and the patches."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        symbolic_numbers: frozenset[str],
+    ) -> None:
+        self.fn = fn
+        self.options = options
+        self.symbolic_numbers = symbolic_numbers
+        self.phase = "forward"
+        self.module_path = ""
+        self.flat: Flat = flatten((args, kwargs))
+        self.leaf_paths = _name_leaves(fn, self.flat, len(args))
+        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True))
+        self.shapes = Shapes()
+        self.dynamic_dims = _dynamic_dims(options, self.leaf_paths, self.flat.leaves)
+        if self.dynamic_dims:
+            self.shapes.declare()
+        self.fake_mode: FakeTensorMode = new_fake_mode(self.shapes.env)
+        self.graph = fx.Graph()
+        self.recorder = Recorder(self.graph, self.fake_mode, self)
+        self.table = StateTable(self.world, self.fake_mode, self.make_scalar)
+        self.constants: dict[str, Tensor] = {}
+        self.guards: dict[str, ScalarGuard] = {}
+        self.host_calls: list[HostCall] = []
+        self.skip_flags: dict[Optimizer, fx.Node] = {}
+        self.slot_of: dict[fx.Node, Slot] = {}
+        self.snapshots: list[Attributes] = []
+        self.readers: list[tuple[ReadTracker, str]] = []
+        self.lifted: dict[int, Tensor] = {}
+        self.scalar_slots: dict[int, Slot] = {}
+        self.steps_seen: list[Optimizer] = []
+        self.api = ""
+        self._leaf_nodes: dict[int, fx.Node] = {}
+        self._generators: dict[int, fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+        self._known = KnownValues(self._known_placeholder)
+        self._item_nodes: dict[fx.Node, ScalarNode] = {}
+
+    # The way of one capture.
+
+    def run(self) -> Captured:
+        rng = _RandomState(self.world)
+        try:
+            self._build_inputs()
+            if self.options.hooks == "refuse":
+                refuse_hooks(self.world, self.table.parameters)
+            with self._swapped():
+                result = self._trace(rng)
+                captured = collect(self, result)
+        finally:
+            rng.restore()
+        return captured
+
+    def _build_inputs(self) -> None:
+        self.table.build()
+        self.fake_leaves: list[Any] = []
+        for i, leaf in enumerate(self.flat.leaves):
+            if isinstance(leaf, Tensor):
+                tracked = self.table.tracked.get(id(leaf)) or self._batch_leaf(leaf, i)
+                self.fake_leaves.append(tracked.fake)
+            else:
+                self.fake_leaves.append(leaf)
+
+    def _batch_leaf(self, leaf: Tensor, i: int) -> Tracked:
+        path = self.leaf_paths[i]
+        slot = BatchSlot(InputKind.BATCH, path, None, i)
+        dims = self.dynamic_dims.get(i)
+        if not dims:
+            return self.table.track_input(leaf, slot)
+        return self.table.track_input(leaf, slot, self.shapes.fake_of(self.fake_mode, leaf, i, dims, path))
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        try:
+            self.table.swap_in()
+            for tracked in list(self.table.tracked.values()):
+                self._placeholder_for(tracked)
+            if self.options.hooks == "trace":
+                trace_parameter_hooks(self.table.parameters)
+            self._swap_python_objects()
+            yield
+        finally:
+            for reader, _ in self.readers:
+                reader.stop()
+            for snapshot in reversed(self.snapshots):
+                snapshot.restore()
+            self.table.restore()
+
+    def _swap_python_objects(self) -> None:
+        for module, path in self.world.modules.items():
+            self.snapshots.append(Attributes(module, path))
+        internal = frozenset({"param_groups", "state"})
+        for optimizer, path in self.world.optimizers.items():
+            self.snapshots.append(Attributes(optimizer, path, internal))
+            self._wrap_optimizer(optimizer)
+        for scaler, path in self.world.scalers.items():
+            self.snapshots.append(Attributes(scaler, path, frozenset({"_scale", "_growth_tracker"})))
+            vars(scaler)["_maybe_opt_step"] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
+        for scheduler, path in self.world.schedulers.items():
+            self.snapshots.append(Attributes(scheduler, path))
+            self._wrap_scheduler(scheduler, path)
+        for holder, path in self.world.holders.values():
+            self.snapshots.append(Attributes(holder, path))
+            self._lift_numbers(holder, path)
+            reader = ReadTracker(holder)
+            reader.start()
+            self.readers.append((reader, path))
+
+    def _lift_numbers(self, holder: Any, path: str) -> None:
+        from wholestep.capture.slots import MappingSlot
+
+        for key, value in list(vars(holder).items()):
+            where = f"{path}.{key}"
+            if where in self.symbolic_numbers and type(value) in (int, float):
+                slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, vars(holder), key)
+                vars(holder)[key] = self.make_scalar(slot, value)
+
+    def _trace(self, rng: _RandomState) -> Any:
+        fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
+        with ExitStack() as stack:
+            stack.enter_context(patched(self))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self.fake_mode)
+            stack.enter_context(self.recorder)
+            stack.enter_context(FunctionMode(self))
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
+            try:
+                result = self.fn(*fake_args, **fake_kwargs)
+            except WholestepError as error:
+                raise self._located(error) from error.__cause__
+        rng.check_untouched()
+        return result
+
+    @staticmethod
+    def _located(error: WholestepError) -> WholestepError:
+        """An error raised without a line gets the deepest line of the user's code."""
+        if error.location is not None:
+            return error
+        where = location_of_exception(error)
+        return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
+
+    # Optimizers and schedulers while tracing.
+
+    def _wrap_optimizer(self, optimizer: Optimizer) -> None:
+        original = optimizer.step
+
+        def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if closure is not None:
+                raise OptimizerClosureError(
+                    "optimizer.step(closure) may evaluate the model any number of times.",
+                    fix="compute the loss and call backward() before optimizer.step(), without a closure.",
+                    location=user_location(),
+                )
+            if self.host_calls:
+                raise SideEffectError(
+                    f"{self.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
+                    "learning rate in this same call.",
+                    fix="call scheduler.step() after optimizer.step(), as torch asks for.",
+                    location=user_location(),
+                )
+            before, self.phase = self.phase, "optimizer"
+            self.steps_seen.append(optimizer)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        vars(optimizer)["step"] = step
+
+    def _wrap_scheduler(self, scheduler: Any, path: str) -> None:
+        def step(*args: Any, **kwargs: Any) -> None:
+            if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+                raise ItemError(
+                    f"{path}.step() takes the value of a tensor.",
+                    fix="return the tensor from the step and call the scheduler outside of it.",
+                    location=user_location(),
+                )
+            self.host_calls.append(HostCall(scheduler, path, args, kwargs))
+
+        def get_last_lr() -> Any:
+            raise SideEffectError(
+                f"{path}.get_last_lr() inside of the step would be the same number on every replay.",
+                fix="read it outside of the step.",
+                location=user_location(),
+            )
+
+        vars(scheduler)["step"] = step
+        vars(scheduler)["get_last_lr"] = get_last_lr
+
+    def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None:
+        """State that this optimizer creates appears only where the flag is false."""
+        self.skip_flags[optimizer] = flag
+
+    # Host of the recorder.
+
+    def path_of_module(self, module: nn.Module) -> str:
+        return self.world.modules.get(module, self.module_path)
+
+    def in_recompute(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _placeholder_for(self, tracked: Tracked) -> fx.Node:
+        node = self._placeholder(tracked.slot)
+        self.recorder.register_input(tracked.fake, node)
+        return node
+
+    def _placeholder(self, slot: Slot) -> fx.Node:
+        """A new input, after the ones there are."""
+        first = next(iter(self.graph.nodes), None)
+        if self._last_placeholder is not None:
+            point = self.graph.inserting_after(self._last_placeholder)
+        elif first is not None:
+            point = self.graph.inserting_before(first)
+        else:
+            point = self.graph.inserting_before()
+        with point:
+            node = self.graph.placeholder(_identifier(slot.path))
+        self._last_placeholder = node
+        self.slot_of[node] = slot
+        return node
+
+    def lift(self, tensor: Tensor) -> Tensor:
+        """A real tensor that the step's code holds becomes an input, if a later call can find it again."""
+        known = self.lifted.get(id(tensor))
+        if known is not None:
+            return known
+        tracked = self.table.tracked.get(id(tensor))
+        if tracked is None:
+            found = self.world.tensors.get(id(tensor))
+            if found is None:
+                raise CapturedTensorError(
+                    f"the step reads a tensor of shape {tuple(tensor.shape)} that is not reachable from its arguments, "
+                    "closure, globals or modules, so a later call could not find it again.",
+                    fix="pass it as an argument, or keep it as a buffer or attribute of a module.",
+                    location=user_location(),
+                )
+            if tensor.requires_grad:
+                raise CapturedTensorError(
+                    f"{found[1].path} requires grad and cannot be exchanged where it is kept.",
+                    fix="make it a parameter of a module, or pass it as an argument.",
+                    location=user_location(),
+                )
+            tracked = self.table.track_input(tensor, found[1])
+            self._placeholder_for(tracked)
+        self.lifted[id(tensor)] = tracked.fake
+        return tracked.fake
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        """Data that the step's own code wrote down, kept with the graph."""
+        name = f"_constant{len(self.constants)}"
+        with without_modes():
+            self.constants[name] = tensor.detach().clone()
+        node = self.graph.create_node("get_attr", name)
+        node.meta["constant"] = self.constants[name]
+        return node
+
+    def generator(self, generator: torch.Generator) -> fx.Node:
+        """A generator that the step draws from by name is an input."""
+        known = self._generators.get(id(generator))
+        if known is None:
+            path = self.world.generators.get(id(generator), (generator, ""))[1]
+            if not path and generator is not torch.default_generator:
+                raise RandomStateError(
+                    "the step draws from a generator that a later call could not find again.",
+                    fix="pass the generator as an argument or keep it in a variable that the step names.",
+                    location=user_location(),
+                )
+            slot = GeneratorSlot(InputKind.RNG_STATE, path or "torch.default_generator", None, generator)
+            known = self._placeholder(slot)
+            self._generators[id(generator)] = known
+        return known
+
+    def shape_arg(self, value: Any) -> Any:
+        return self.shapes.node(value, self.emit_scalar, self.recorder.node_of)
+
+    # Host of the scalars.
+
+    def make_scalar(self, slot: Slot, value: Number) -> Any:
+        """A number in a slot becomes a scalar of the graph."""
+        if slot.path and isinstance(value, float | int):
+            return ScalarNode(self, type(value), value, slot.path, leaf=slot).as_python()
+        return value
+
+    def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
+        return self.recorder.emit_function(target, args, value)
+
+    def leaf_scalar(self, leaf: Any, value: Number | None) -> fx.Node:
+        if id(leaf) not in self._leaf_nodes:
+            node = self._placeholder(leaf)
+            node.meta["val"] = value
+            self._leaf_nodes[id(leaf)] = node
+        return self._leaf_nodes[id(leaf)]
+
+    def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]:
+        wrapped = torch.SymInt(symbol)
+        return self.shape_arg(wrapped), symbol.hint
+
+    def add_guard(self, guard: ScalarGuard) -> None:
+        self.guards.setdefault(guard.key, guard)
+
+    def location_here(self) -> Location | None:
+        return user_location()
+
+    def item(self, tensor: Tensor, node: fx.Node) -> Any:
+        """`.item()`: allowed for state that is known at the call, and inside of an optimizer."""
+        known = self._item_nodes.get(node)
+        if known is not None:
+            return known.as_python()
+        kind = {True: float}.get(tensor.dtype.is_floating_point, bool if tensor.dtype is torch.bool else int)
+        value = self._known.of(node)
+        if tensor.dtype.is_complex or (value is None and self.phase != "optimizer"):
+            raise self._value_leaves(tensor)
+        with without_modes():
+            number = value.item() if isinstance(value, Tensor) else value
+        leaf = ItemLeaf(node, recipe_of(node) if value is not None else None)
+        scalar = ScalarNode(self, kind, number, f"{node.name}.item()", leaf=leaf)
+        scalar._fx = self.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
+        self._item_nodes[node] = scalar
+        return scalar.as_python()
+
+    def _known_placeholder(self, node: fx.Node) -> Any | None:
+        slot = self.slot_of[node]
+        if slot.kind not in KNOWN_KINDS:
+            return None
+        fake = node.meta.get("val")
+        tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
+        return tracked.real if tracked is not None else fake
+
+    def _value_leaves(self, tensor: Tensor) -> WholestepError:
+        where = user_location()
+        shape = tuple(tensor.shape)
+        if self.api in ("__bool__", "is_nonzero"):
+            return ControlFlowError(
+                f"Python branches on the value of a tensor of shape {shape}.",
+                fix="use torch.where or multiply by a mask; or decide outside of the step and pass a bool.",
+                location=where,
+            )
+        name = {"__float__": "float()", "__int__": "int()", "__index__": "an index"}.get(self.api, ".item()")
+        return ItemError(
+            f"{name} takes the value of a tensor of shape {shape} out of the graph.",
+            fix="return the tensor from the step and read its value outside.",
+            location=where,
+        )
+
+
+class _RandomState:
+    """Generators as they were; a trace must not move them."""
+
+    def __init__(self, world: World) -> None:
+        self._generators = [torch.default_generator, *(g for g, _ in world.generators.values())]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._generators += list(torch.cuda.default_generators)
+        self._states = [g.get_state() for g in self._generators]
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def check_untouched(self) -> None:
+        if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
+            raise RandomStateError(
+                "the step draws from Python's or numpy's random generator; every replay would use the same numbers.",
+                fix="draw with torch, or pass the random number as an argument.",
+            )
+        for generator, state in zip(self._generators, self._states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                raise RandomStateError(
+                    f"the step seeds or moves {generator} in a way that the graph does not record.",
+                    fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
+                )
+
+    def restore(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _same_numpy(before: Any, now: Any) -> bool:
+    if before is None or now is None:
+        return True
+    return bool((before[1] == now[1]).all()) and before[2:] == now[2:]
+
+
+def _identifier(path: str) -> str:
+    name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
+    while "__" in name:
+        name = name.replace("__", "_")
+    return name if name and not name[0].isdigit() else f"input_{name}"
+
+
+def _name_leaves(fn: Callable[..., Any], flat: Flat, positional: int) -> list[str]:
+    """Paths that start with the name of the argument: `batch['x']` instead of `[0][2]['x']`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for i in range(positional):
+        if i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL:
+            names.append(parameters[i].name)
+        else:
+            names.append(f"arg{i}")
+    renamed: list[str] = []
+    for path in flat.paths:
+        if path.startswith("[0]["):
+            index, _, rest = path[4:].partition("]")
+            renamed.append(names[int(index)] + rest)
+        else:
+            key, _, rest = path[4:].partition("]")
+            renamed.append(key.strip("'\"") + rest)
+    return renamed
+
+
+def _dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[int, dict[int, Dim]]:
+    """For each batch leaf, the dimensions that were declared dynamic by a path that leads to it."""
+    found: dict[int, dict[int, Dim]] = {}
+    for declared, dims in (options.dynamic or {}).items():
+        matched = False
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            inside = path == declared or (path.startswith(declared) and path[len(declared)] in ".[")
+            if not inside or not isinstance(leaf, Tensor):
+                continue
+            matched = True
+            for dim, spec in dims.items():
+                if -leaf.dim() <= dim < leaf.dim():
+                    found.setdefault(i, {})[dim % leaf.dim()] = spec
+        if not matched:
+            from wholestep.errors import DynamicShapeError
+
+            tensors = [p for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
+            raise DynamicShapeError(
+                f"dynamic names {declared!r}, and no tensor argument has that path.",
+                fix=f"the tensor arguments are {', '.join(tensors) or 'none'}.",
+            )
+    return found
+
+
+__all__ = ["Capture", "FakeTensor", "UnsupportedError", "trace_step"]

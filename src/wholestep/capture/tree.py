@@ -1,0 +1,103 @@
+"""Flattening what is passed to and returned from a step.
+
+torch's pytrees, plus mappings that wrap a dict without being registered (Hugging Face's BatchEncoding is a UserDict).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep._torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Leaves of a tree with their paths, and how to build it again."""
+
+    leaves: list[Any]
+    paths: list[str]
+    rebuild: Callable[[list[Any]], Any]
+    spec: Any
+
+
+class _Wrapped:
+    """A UserDict on its way through a pytree: its data travels, the rest of the object is copied when rebuilt."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wrapped) and type(self.original) is type(other.original)
+
+    def __hash__(self) -> int:
+        return hash(type(self.original))
+
+
+def flatten(tree: Any, root: str = "") -> Flat:
+    """Leaves, paths such as `batch['x'][0]`, and the inverse."""
+    wrapped: list[_Wrapped] = []
+    plain = _unwrap(tree, wrapped)
+    with_paths, spec = pytree.tree_flatten_with_path(plain)
+    leaves = [leaf for _, leaf in with_paths]
+    paths = [root + pytree.keystr(path) for path, _ in with_paths]
+
+    def rebuild(new: list[Any]) -> Any:
+        return _rewrap(pytree.tree_unflatten(new, spec))
+
+    return Flat(leaves, paths, rebuild if wrapped else (lambda new: pytree.tree_unflatten(new, spec)), spec)
+
+
+class _Node(dict):  # type: ignore[type-arg]
+    """The data of one wrapped mapping, marked with the object it came from."""
+
+    wrapper: _Wrapped
+
+
+def _flatten_node(node: _Node) -> tuple[list[Any], Any]:
+    return list(node.values()), (node.wrapper, tuple(node.keys()))
+
+
+def _flatten_node_with_keys(node: _Node) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(pytree.MappingKey(k), v) for k, v in node.items()], (node.wrapper, tuple(node.keys()))
+
+
+def _unflatten_node(values: Any, context: Any) -> _Node:
+    wrapper, keys = context
+    node = _Node(zip(keys, values, strict=True))
+    node.wrapper = wrapper
+    return node
+
+
+pytree.register_pytree_node(
+    _Node, _flatten_node, _unflatten_node, flatten_with_keys_fn=_flatten_node_with_keys, serialized_type_name=None
+)
+
+
+def _unwrap(tree: Any, found: list[_Wrapped]) -> Any:
+    if isinstance(tree, UserDict):
+        wrapper = _Wrapped(tree)
+        found.append(wrapper)
+        node = _Node({k: _unwrap(v, found) for k, v in tree.data.items()})
+        node.wrapper = wrapper
+        return node
+    if type(tree) is dict:
+        return {k: _unwrap(v, found) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_unwrap(v, found) for v in tree)
+    return tree
+
+
+def _rewrap(tree: Any) -> Any:
+    if isinstance(tree, _Node):
+        rebuilt = copy.copy(tree.wrapper.original)
+        rebuilt.data = {k: _rewrap(v) for k, v in tree.items()}
+        return rebuilt
+    if type(tree) is dict:
+        return {k: _rewrap(v) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_rewrap(v) for v in tree)
+    return tree

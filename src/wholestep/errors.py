@@ -1,0 +1,192 @@
+"""Errors for the person who reads them: a stable code, what happened, the node and the user's line, what to do.
+
+Every code has a page in `docs/errors/`; the message ends with its address.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DOCS = "docs/errors"
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        where = f"{_short(self.file)}:{self.line}"
+        return f"{where} in {self.function}" if self.function else where
+
+
+class WholestepError(ValueError):
+    """The root of everything wholestep raises on purpose. Subclasses carry the code."""
+
+    code = "WS-ERROR"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        fix: str = "",
+        node: str = "",
+        location: Location | None = None,
+        around: Sequence[str] = (),
+    ) -> None:
+        self.what = what
+        self.fix = fix
+        self.node = node
+        self.location = location
+        self.around = tuple(around)
+        super().__init__(self._render())
+
+    def _render(self) -> str:
+        lines = [f"[{self.code}] {self.what}"]
+        if self.location is not None:
+            lines.append(f"  at    {self.location}")
+            if self.location.text:
+                lines.append(f"            {self.location.text}")
+        if self.node:
+            lines.append(f"  node  {self.node}")
+        if self.around:
+            lines.append("  near  " + "\n        ".join(self.around))
+        if self.fix:
+            lines.append(f"  fix   {self.fix}")
+        lines.append(f"  docs  {DOCS}/{self.code}.md")
+        return "\n".join(lines)
+
+
+class CaptureError(WholestepError):
+    """The step could not be turned into a graph that replays like eager. Nothing of the user's was changed."""
+
+    code = "WS-CAPTURE"
+
+
+class ControlFlowError(CaptureError):
+    """Python branched on the value of a tensor."""
+
+    code = "WS-CONTROL-FLOW"
+
+
+class ItemError(CaptureError):
+    """The value of a tensor left the graph as a Python object."""
+
+    code = "WS-ITEM"
+
+
+class DataShapeError(CaptureError):
+    """The shape of a result depends on the values of a tensor."""
+
+    code = "WS-DATA-SHAPE"
+
+
+class HookError(CaptureError):
+    """A hook would run while tracing and never again."""
+
+    code = "WS-HOOK"
+
+
+class CapturedTensorError(CaptureError):
+    """The step reads a tensor that no later call could find again."""
+
+    code = "WS-CAPTURED-TENSOR"
+
+
+class OptimizerClosureError(CaptureError):
+    """`optimizer.step(closure)` re-evaluates the model an unknown number of times."""
+
+    code = "WS-OPT-CLOSURE"
+
+
+class OverlapError(CaptureError):
+    """An in-place write goes through a view whose elements overlap."""
+
+    code = "WS-OVERLAP"
+
+
+class AliasError(CaptureError):
+    """Two inputs share memory and the step writes to one of them."""
+
+    code = "WS-ALIAS"
+
+
+class SparseError(CaptureError):
+    """A sparse gradient or tensor appeared in the step."""
+
+    code = "WS-SPARSE"
+
+
+class ParameterDataError(CaptureError):
+    """The step replaces the storage of a parameter or puts another parameter in its place."""
+
+    code = "WS-PARAM-DATA"
+
+
+class SideEffectError(CaptureError):
+    """The step changes Python state that a replay would not change."""
+
+    code = "WS-SIDE-EFFECT"
+
+
+class RandomStateError(CaptureError):
+    """The step uses randomness that the graph cannot replay."""
+
+    code = "WS-RNG"
+
+
+class UnsupportedError(CaptureError):
+    """An operator, tensor type or mode that wholestep does not capture."""
+
+    code = "WS-UNSUPPORTED"
+
+
+class DynamicShapeError(CaptureError):
+    """A dimension was declared dynamic and cannot be."""
+
+    code = "WS-DYNAMIC"
+
+
+class OptionError(WholestepError, TypeError):
+    """An option that does not exist, or a value that it does not take."""
+
+    code = "WS-OPTION"
+
+
+class GraphFormatError(WholestepError):
+    """A file or string that is not a StepGraph wholestep can read."""
+
+    code = "WS-FORMAT"
+
+
+class VerifyError(WholestepError):
+    """A graph broke a rule that every StepGraph obeys."""
+
+    code = "WS-VERIFY"
+
+
+class RecompileWarning(UserWarning):
+    """A step was captured more often than `max_recompiles`."""
+
+
+def all_error_types() -> list[type[WholestepError]]:
+    """Every error class that carries a code of its own, in the order of definition."""
+    found: list[type[WholestepError]] = []
+    queue: list[type[WholestepError]] = [WholestepError]
+    while queue:
+        cls = queue.pop(0)
+        if "code" in vars(cls):
+            found.append(cls)
+        queue.extend(cls.__subclasses__())
+    return found
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

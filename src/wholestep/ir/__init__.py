@@ -1,0 +1,42 @@
+"""The graph of a step and what is true of it. Everything here may be imported by every other package."""
+
+from wholestep.ir.fingerprint import node_digests
+from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.readable import format_node
+from wholestep.ir.signature import (
+    ChangeKind,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    Signature,
+    StateChange,
+    TensorSpec,
+    WriteBack,
+)
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.values import tensor_spec
+from wholestep.ir.verify import verify
+
+__all__ = [
+    "ChangeKind",
+    "InputKind",
+    "InputSpec",
+    "NodeMeta",
+    "OutputKind",
+    "OutputSpec",
+    "Signature",
+    "StateChange",
+    "StepGraph",
+    "TensorSpec",
+    "WriteBack",
+    "call_on_copies",
+    "format_node",
+    "node_digests",
+    "node_meta",
+    "set_node_meta",
+    "tensor_spec",
+    "update_node_meta",
+    "verify",
+]

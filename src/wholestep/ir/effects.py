@@ -1,0 +1,120 @@
+"""What an operator writes, shares and communicates, read from its schema once per operator."""
+
+from __future__ import annotations
+
+import operator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import OpOverload, op_name, schema_of
+
+COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
+
+_HIDDEN_WRITES = {
+    # Update running statistics (arguments 3 and 4) when `training` (argument 5) is true; the schema does not say so.
+    "aten::native_batch_norm": 5,
+    "aten::cudnn_batch_norm": 5,
+    "aten::miopen_batch_norm": 5,
+}
+
+_HIDDEN_VIEWS = frozenset({"aten::_unsafe_view"})
+"""Share memory with their first argument although the schema promises a new tensor."""
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether running the node changes the contents of one of its arguments."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if _schema_writes(target):
+        return True
+    training = _HIDDEN_WRITES.get(op_name(target))
+    return training is not None and len(node.args) > training and bool(node.args[training]) and bool(node.args[3])
+
+
+def shared_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the result of a node may share without writing to it (views, parts of lists)."""
+    target = node.target
+    if target is operator.getitem:
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    if not isinstance(target, OpOverload):
+        return []
+    positions = _shared_positions(target)
+    if not positions:
+        return []
+    found: list[fx.Node] = []
+    for position, name in positions:
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, fx.Node)]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def returns_tensors(op: OpOverload) -> bool:
+    """Whether an operator has a tensor, or a list of tensors, among its results."""
+    return any("Tensor" in str(result.type) for result in schema_of(op).returns)
+
+
+def is_wait(target: Any) -> bool:
+    """Whether a target waits for a collective."""
+    return isinstance(target, OpOverload) and _is_communication(target) and "wait_tensor" in op_name(target)
+
+
+def is_collective(target: Any) -> bool:
+    """Whether a target starts a collective whose result must be waited on."""
+    return isinstance(target, OpOverload) and _is_communication(target) and "wait_tensor" not in op_name(target)
+
+
+@lru_cache(maxsize=4096)
+def _is_communication(op: OpOverload) -> bool:
+    return op.namespace in COLLECTIVE_NAMESPACES
+
+
+@lru_cache(maxsize=4096)
+def _schema_writes(op: OpOverload) -> bool:
+    return bool(schema_of(op).is_mutable)
+
+
+@lru_cache(maxsize=4096)
+def _shared_positions(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    schema = schema_of(op)
+    if op_name(op) in _HIDDEN_VIEWS:
+        return ((0, schema.arguments[0].name),)
+    shared: set[str] = set()
+    for result in schema.returns:
+        if result.alias_info is not None:
+            shared |= result.alias_info.before_set
+    if not shared:
+        return ()
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.before_set & shared
+    )
+
+
+def is_data_dependent(target: Any) -> bool:
+    """Whether the value or the shape of a result depends on the contents of the arguments."""
+    if not isinstance(target, OpOverload):
+        return False
+    return torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
+
+
+@lru_cache(maxsize=4096)
+def written_positions(op: OpOverload) -> tuple[int, ...]:
+    """Schema positions of the arguments whose contents an operator changes, said by its schema or not."""
+    if op_name(op) in _HIDDEN_WRITES:
+        return (3, 4)
+    arguments = schema_of(op).arguments
+    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def write_condition(op: OpOverload) -> str:
+    """The boolean argument that must be true for an operator to write ("" where it always does)."""
+    return "training" if op_name(op) in _HIDDEN_WRITES else ""

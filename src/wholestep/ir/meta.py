@@ -1,0 +1,43 @@
+"""The one typed key that wholestep keeps in `node.meta`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from wholestep._torch_compat import OpOverload
+from wholestep.errors import Location
+
+KEY = "wholestep"
+
+
+@dataclass(frozen=True)
+class NodeMeta:
+    """What wholestep knows about a node beyond torch's `val`."""
+
+    module_path: str = ""
+    """The module whose forward (or whose backward) made this node, as the user would reach it."""
+    location: Location | None = None
+    phase: str = "forward"
+    """forward, backward, optimizer or epilogue."""
+    in_place: OpOverload | None = None
+    """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
+    recompute: bool = False
+    """Made again in the backward by activation checkpointing."""
+
+
+def node_meta(node: fx.Node) -> NodeMeta:
+    """The wholestep metadata of a node; an empty one if it has none."""
+    found = node.meta.get(KEY)
+    return found if isinstance(found, NodeMeta) else NodeMeta()
+
+
+def set_node_meta(node: fx.Node, meta: NodeMeta) -> None:
+    """Attach metadata to a node."""
+    node.meta[KEY] = meta
+
+
+def update_node_meta(node: fx.Node, **changes: object) -> None:
+    """Change some fields of a node's metadata."""
+    set_node_meta(node, replace(node_meta(node), **changes))  # type: ignore[arg-type]

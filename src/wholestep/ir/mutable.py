@@ -1,0 +1,124 @@
+"""A mutating operator without a functional variant, called on copies so that the graph stays functional.
+
+    eager    mylib.update_(p, g)                              writes p
+    graph    new = call_on_copies(mylib.update_.default, (0,), p, g)
+             p1 = new[0]                                      what p would have become; p itself is untouched
+
+The result is one flat tuple: what the operator returns (without the results that are the written arguments
+themselves), then the new value of each written argument, lists flattened, None left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep._torch_compat import OpOverload, schema_of
+
+
+def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Call `op` with copies in place of the arguments at the schema positions `mutated`."""
+    positional, named = list(args), dict(kwargs)
+    copies: dict[int, Tensor] = {}
+    new: list[Tensor] = []
+    for position in mutated:
+        copied = _copy(_argument(op, position, args, kwargs), copies)
+        new += _tensors(copied)
+        if position < len(positional):
+            positional[position] = copied
+        elif (name := _names(op)[position]) in named:
+            named[name] = copied
+    returned = op(*positional, **named)
+    return (*_own_results(op, tuple(mutated), returned), *new)
+
+
+@lru_cache(maxsize=1024)
+def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
+    """The schema positions of the arguments that `op` says it writes."""
+    return tuple(i for i, a in enumerate(schema_of(op).arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def split_results(
+    op: OpOverload, mutated: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any], flat: Sequence[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `call_on_copies` returned (values, or the nodes that stand for them) as (own results, new values)."""
+    written = sum(len(_tensors(_argument(op, position, args, kwargs))) for position in mutated)
+    cut = len(flat) - written
+    return tuple(flat[:cut]), tuple(flat[cut:])
+
+
+@lru_cache(maxsize=1024)
+def returns_written(op: OpOverload, mutated: tuple[int, ...]) -> tuple[bool, ...]:
+    """For each result of `op`: whether it is one of the written arguments rather than something new."""
+    schema = schema_of(op)
+    written: set[str] = set()
+    for position in mutated:
+        info = schema.arguments[position].alias_info
+        if info is not None:
+            written |= info.before_set
+    return tuple(r.alias_info is not None and bool(r.alias_info.before_set & written) for r in schema.returns)
+
+
+@lru_cache(maxsize=1024)
+def _names(op: OpOverload) -> tuple[str, ...]:
+    return tuple(a.name for a in schema_of(op).arguments)
+
+
+def _argument(op: OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[position] if position < len(args) else kwargs.get(_names(op)[position])
+
+
+def _own_results(op: OpOverload, mutated: tuple[int, ...], returned: Any) -> list[Any]:
+    aliases = returns_written(op, mutated)
+    if not aliases:
+        return []
+    results = (returned,) if len(aliases) == 1 else returned
+    own: list[Any] = []
+    for result, is_written in zip(results, aliases, strict=True):
+        if is_written:
+            continue
+        if isinstance(result, list | tuple):
+            own.extend(result)
+        else:
+            own.append(result)
+    return own
+
+
+def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_copy(item, copies) for item in value]
+    if value is None:
+        return None
+    if id(value) not in copies:
+        copies[id(value)] = copy_with_strides(value)
+    return copies[id(value)]
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [item for item in value if item is not None]
+    return [] if value is None else [value]
+
+
+def copy_with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also where they overlap or leave gaps (there the memory between is copied too)."""
+    if tensor.is_contiguous() or _is_dense(tensor):
+        return tensor.clone(memory_format=torch.preserve_format)
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,67 @@
+"""One training step as one FX graph with a typed signature.
+
+placeholders     one per `signature.inputs`, in order
+body             functional: nothing is written
+epilogue         copy_(placeholder, value), one per `signature.write_backs`
+output           one flat tuple, an entry per `signature.outputs`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from wholestep._torch_compat import has_plain_codegen
+from wholestep.ir.fingerprint import fingerprint
+from wholestep.ir.readable import readable
+from wholestep.ir.serialize import read_step_graph, write_step_graph
+from wholestep.ir.signature import Signature
+
+
+class StepGraph:
+    """A step: its graph (`gm`) and what every input and output is (`signature`)."""
+
+    def __init__(self, gm: fx.GraphModule, signature: Signature) -> None:
+        self.gm = gm
+        self.signature = signature
+        if not has_plain_codegen(gm.graph):
+            gm.graph.set_codegen(CodeGen())
+            gm.recompile()
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the graph has, with placeholders and output."""
+        return len(self.gm.graph.nodes)
+
+    def print_readable(self, file: TextIO | None = None, *, print_output: bool = True) -> str:
+        """The step as Python text with module paths and the user's lines; also printed, to `file` or to stdout."""
+        text = readable(self.gm, self.signature)
+        if print_output:
+            print(text, file=file)
+        return text
+
+    def to_json(self) -> str:
+        """The step as versioned JSON, readable with `from_json`."""
+        return write_step_graph(self.gm, self.signature)
+
+    @classmethod
+    def from_json(cls, text: str, *, allow_ops: Iterable[str] = ()) -> StepGraph:
+        """Read what `to_json` wrote.
+
+        Operators outside torch's own namespaces are refused unless `allow_ops` names them ("mylib::op", "mylib::*").
+        """
+        return cls(*read_step_graph(text, allow_ops=allow_ops))
+
+    def fingerprint(self) -> str:
+        """A hash of what the step computes: equal for equal steps, in every process, whatever nodes are called."""
+        return fingerprint(self.gm, self.signature)
+
+    def __repr__(self) -> str:
+        signature = self.signature
+        return (
+            f"StepGraph({self.num_nodes} nodes, {len(signature.inputs)} inputs, {len(signature.outputs)} outputs, "
+            f"{len(signature.write_backs)} write-backs)"
+        )

@@ -1,0 +1,303 @@
+"""What is true of every StepGraph between capture and lowering, checked in one walk over the graph.
+
+    level 0   nothing
+    level 1   the graph is well formed and functional, its epilogue and outputs are those of the signature, nothing is
+              read after it was written, every collective is waited on before it is used, values are known
+    level 2   also: the recorded shapes, strides, dtypes and devices are what the operators give (propagate.py)
+
+A fault raises VerifyError with the node, the user's line and the nodes around it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload
+from wholestep.errors import VerifyError
+from wholestep.ir.effects import is_collective, is_wait, returns_tensors, shared_inputs, writes
+from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.propagate import propagate
+from wholestep.ir.readable import describe_value, format_node
+from wholestep.ir.rng import get_rng_state
+from wholestep.ir.signature import TensorSpec
+from wholestep.ir.step_graph import StepGraph
+
+_COPY = torch.ops.aten.copy_.default
+_OPS = ("placeholder", "get_attr", "call_function", "output")
+_AROUND = 2
+
+
+def verify(step_graph: StepGraph, level: int = 1) -> None:
+    """Raise VerifyError if the graph breaks a rule."""
+    if level <= 0:
+        return
+    graph = _Graph(step_graph)
+    for rule in RULES:
+        rule(graph)
+    if level >= 2:
+        propagate(step_graph.gm, graph.fail)
+
+
+class _Graph:
+    """A step's nodes by position, and how to complain about one."""
+
+    def __init__(self, step_graph: StepGraph) -> None:
+        self.gm = step_graph.gm
+        self.signature = step_graph.signature
+        self.nodes: list[fx.Node] = list(step_graph.gm.graph.nodes)
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.epilogue = _find_epilogue(self.nodes)
+
+    def results(self) -> tuple[Any, ...]:
+        """The values of the output node."""
+        last = self.nodes[-1] if self.nodes else None
+        if last is None or last.op != "output" or not last.args or not isinstance(last.args[0], tuple | list):
+            self.fail(last, "the graph does not end in an output node with one flat tuple.")
+        return tuple(last.args[0])
+
+    def fail(self, node: fx.Node | None, what: str, fix: str = "") -> NoReturn:
+        """Raise VerifyError about a node."""
+        if node is None:
+            raise VerifyError(what, fix=fix)
+        around: list[str] = []
+        if node in self.nodes:
+            position = self.nodes.index(node)
+            start = max(0, position - _AROUND)
+            for i, near in enumerate(self.nodes[start : position + _AROUND + 1], start):
+                around.append(("> " if i == position else "  ") + _clip(format_node(near)))
+        raise VerifyError(
+            what, fix=fix, node=_clip(format_node(node)), location=node_meta(node).location, around=around
+        )
+
+
+def well_formed(graph: _Graph) -> None:
+    """torch.fx's own lint, and only the kinds of nodes a StepGraph has."""
+    for node in graph.nodes:
+        if node.op not in _OPS:
+            graph.fail(node, f"a StepGraph has no {node.op} nodes.", fix="call torch operators only.")
+    try:
+        graph.gm.graph.lint()
+    except (RuntimeError, AssertionError, ValueError, AttributeError) as error:
+        graph.fail(_node_named_in(graph, str(error)), f"torch.fx finds the graph malformed: {error}")
+
+
+def inputs_match(graph: _Graph) -> None:
+    """Placeholders are the signature's inputs, in order, with the same dtype and shape."""
+    specs = graph.signature.inputs
+    if len(graph.inputs) != len(specs):
+        graph.fail(
+            graph.inputs[-1] if graph.inputs else None,
+            f"the graph has {len(graph.inputs)} placeholders, the signature {len(specs)} inputs.",
+        )
+    for position, (node, spec) in enumerate(zip(graph.inputs, specs, strict=True)):
+        if graph.nodes[position] is not node:
+            graph.fail(node, f"placeholder {node.name} comes after other nodes.")
+        if node.name != spec.name:
+            graph.fail(node, f"placeholder {position} is {node.name}, the signature calls it {spec.name}.")
+        _check_spec(graph, node, spec.tensor, f"input {spec.path}")
+
+
+def outputs_match(graph: _Graph) -> None:
+    """The output node has one value per output of the signature, and state changes name existing ones."""
+    results, specs = graph.results(), graph.signature.outputs
+    if len(results) != len(specs):
+        graph.fail(graph.nodes[-1], f"the graph has {len(results)} outputs, the signature {len(specs)}.")
+    for number, (value, spec) in enumerate(zip(results, specs, strict=True)):
+        if isinstance(value, list | tuple | dict):
+            graph.fail(graph.nodes[-1], f"output {number} is a {type(value).__name__}; outputs are flat.")
+        if isinstance(value, fx.Node):
+            _check_spec(graph, value, spec.tensor, f"output {number} ({spec.path})")
+    for change in graph.signature.state_changes:
+        for index in (change.output, change.unless):
+            if index is not None and not 0 <= index < len(specs):
+                graph.fail(graph.nodes[-1], f"the state change of {change.path} names output {index} of {len(specs)}.")
+
+
+def epilogue_matches(graph: _Graph) -> None:
+    """The `copy_` nodes before the output are the signature's write-backs, and each placeholder has at most one."""
+    expected = {(write.target, write.value) for write in graph.signature.write_backs}
+    written: set[fx.Node] = set()
+    for node in graph.epilogue:
+        target, value = _written(node), node.args[1]
+        if target in written:
+            graph.fail(node, f"{target.name} is written twice in the epilogue.")
+        written.add(target)
+        if (target.name, str(value)) not in expected:
+            graph.fail(node, f"the signature has no write-back of {value} into {target.name}.")
+        for user in node.users:
+            if user.op != "output":
+                graph.fail(user, f"{user.name} uses the result of the epilogue's {node.name}.")
+    if len(graph.epilogue) != len(graph.signature.write_backs):
+        done = {(str(node.args[0]), str(node.args[1])) for node in graph.epilogue}
+        missing = next(
+            (write for write in graph.signature.write_backs if (write.target, write.value) not in done), None
+        )
+        what = f"copy_({missing.target}, {missing.value})" if missing else "a write-back that is listed twice"
+        graph.fail(graph.nodes[-1], f"the epilogue right before the output lacks {what}.")
+
+
+def functional(graph: _Graph) -> None:
+    """Nothing but the epilogue writes into a tensor."""
+    epilogue = set(graph.epilogue)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in epilogue and writes(node):
+            graph.fail(
+                node,
+                f"{node.name} writes into one of its arguments outside of the epilogue.",
+                fix="use the functional operator and write back at the end of the graph.",
+            )
+
+
+def nothing_read_after_write(graph: _Graph) -> None:
+    """No value read after a write shares memory with what was written."""
+    written_at = {_written(node): i for i, node in enumerate(graph.epilogue)}
+    if not written_at:
+        return
+    shares: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in written_at}
+    epilogue = set(graph.epilogue)
+    nothing: frozenset[fx.Node] = frozenset()
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in epilogue:
+            for source in shared_inputs(node):
+                if source in shares:
+                    shares[node] = shares.get(node, nothing) | shares[source]
+    for i, node in enumerate(graph.epilogue):
+        value = node.args[1]
+        for root in shares.get(value, nothing) if isinstance(value, fx.Node) else nothing:
+            if written_at[root] < i or (root is node.args[0] and value is not root):
+                graph.fail(
+                    node,
+                    f"{node.name} reads {value}, which shares memory with {root.name} after that was written.",
+                    fix=f"write {root.name} later, or copy the value before.",
+                )
+    for number, value in enumerate(graph.results()):
+        for root in shares.get(value, nothing) if isinstance(value, fx.Node) else nothing:
+            graph.fail(
+                graph.nodes[-1],
+                f"output {number} is {value}, which shares memory with {root.name} after that was written.",
+                fix="return the value that is written (or the copy_ node) for the new contents, a clone for the old.",
+            )
+
+
+def collectives_waited(graph: _Graph) -> None:
+    """The result of a collective reaches other nodes only through `wait_tensor` (views of it may come before)."""
+    pending: dict[fx.Node, tuple[fx.Node, int | None]] = {}
+    open_: dict[tuple[fx.Node, int | None], None] = {}
+    for node in graph.nodes:
+        if is_collective(node.target):
+            _forbid_pending(graph, node, pending)
+            value = node.meta.get("val")
+            if isinstance(value, list | tuple):
+                open_.update(dict.fromkeys((node, i) for i in range(len(value))))
+            else:
+                open_[node, None] = None
+            pending[node] = (node, None)
+        elif is_wait(node.target):
+            source = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+            if isinstance(source, fx.Node) and source in pending:
+                open_.pop(pending[source], None)
+        elif pending:
+            sources = [source for source in shared_inputs(node) if source in pending]
+            if sources and node.op == "call_function" and len(node.all_input_nodes) == 1:
+                root = pending[sources[0]]
+                is_part = node.target is operator.getitem and root[1] is None and type(node.args[1]) is int
+                pending[node] = (root[0], node.args[1]) if is_part else root  # type: ignore[assignment]
+                continue
+            _forbid_pending(graph, node, pending)
+    for collective, part in open_:
+        which = "" if part is None else f"result {part} of "
+        graph.fail(
+            collective, f"{which}the collective {collective.name} is never waited on.", fix="add its wait_tensor."
+        )
+
+
+def values_known(graph: _Graph) -> None:
+    """Every node that makes a tensor says in `val` what it looks like."""
+    tensors = {spec.name for spec in graph.signature.inputs if spec.tensor is not None}
+    for node in graph.nodes:
+        if "val" not in node.meta and _makes_tensors(node, tensors):
+            graph.fail(node, f"{node.name} has no `val`: its shape and dtype are unknown.")
+
+
+RULES: tuple[Callable[[_Graph], None], ...] = (
+    well_formed,
+    inputs_match,
+    outputs_match,
+    epilogue_matches,
+    functional,
+    nothing_read_after_write,
+    collectives_waited,
+    values_known,
+)
+"""Level 1, in the order in which the rules may rely on each other."""
+
+
+def _find_epilogue(nodes: list[fx.Node]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for node in reversed(nodes[:-1]):
+        target = node.args[0] if node.target is _COPY and len(node.args) >= 2 else None
+        if not (isinstance(target, fx.Node) and target.op == "placeholder"):
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def _written(node: fx.Node) -> fx.Node:
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    return target
+
+
+def _forbid_pending(graph: _Graph, node: fx.Node, pending: dict[fx.Node, tuple[fx.Node, int | None]]) -> None:
+    for source in node.all_input_nodes:
+        if source in pending:
+            graph.fail(
+                node,
+                f"{node.name} uses {source.name}, a result of the collective {pending[source][0].name}, "
+                "which was not waited on.",
+                fix=f"use the wait_tensor of {source.name}.",
+            )
+
+
+def _makes_tensors(node: fx.Node, tensors: set[str]) -> bool:
+    if node.op == "placeholder":
+        return node.name in tensors
+    if node.op == "get_attr":
+        return True
+    if isinstance(node.target, OpOverload):
+        return returns_tensors(node.target)
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _holds_tensor(source.meta.get("val"))
+    return node.target in (get_rng_state, call_on_copies)
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
+
+
+def _check_spec(graph: _Graph, node: fx.Node, spec: TensorSpec | None, what: str) -> None:
+    value = node.meta.get("val")
+    if spec is None or value is None:
+        return
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype == spec.dtype and [str(d) for d in value.shape] == [str(d) for d in spec.shape]:
+            return
+    found, expected = describe_value(value), f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
+    graph.fail(node, f"{what} is {found}, the signature says {expected}.")
+
+
+def _node_named_in(graph: _Graph, message: str) -> fx.Node | None:
+    words = set(message.replace("'", " ").replace('"', " ").replace(",", " ").split())
+    return next((node for node in graph.nodes if node.name in words), None)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + " .."

@@ -1,0 +1,85 @@
+"""Options of `ws.compile`, checked when they are given and frozen after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from wholestep.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a batch tensor that may differ from call to call, between `min` and `max` (both included)."""
+
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min < 1 or (self.max is not None and self.max < self.min):
+            raise OptionError(f"Dim(min={self.min}, max={self.max}) is empty or below 1.", fix="use 1 <= min <= max.")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is captured, rewritten and run."""
+
+    lower: str = "eager"
+    """`eager`: run the graph operator by operator, bit for bit like eager PyTorch."""
+    passes: Any = None
+    parallel: Any = None
+    dynamic: Mapping[str, Mapping[int, Dim]] | None = None
+    """Path of a batch leaf (or of a part of the batch) to the dimensions that may vary."""
+    verify: int = 1
+    """0: nothing; 1: structure after capture and each pass; 2: metadata too; 3: also replay on real tensors."""
+    max_recompiles: int = 8
+    hooks: str = "refuse"
+    """`refuse` hooks, or `trace` what they compute."""
+    name: str = field(default="")
+    """What messages call this step; its function's name by default."""
+
+    def __post_init__(self) -> None:
+        if self.lower != "eager":
+            raise OptionError(
+                f"lower={self.lower!r} is not available in this version.", fix='use lower="eager" (the default).'
+            )
+        for name in ("passes", "parallel"):
+            if getattr(self, name) is not None:
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r} is not available in this version.", fix=f"leave {name}=None."
+                )
+        if self.verify not in (0, 1, 2, 3):
+            raise OptionError(f"verify={self.verify!r}", fix="use 0, 1, 2 or 3.")
+        if not isinstance(self.max_recompiles, int) or self.max_recompiles < 0:
+            raise OptionError(f"max_recompiles={self.max_recompiles!r}", fix="use a whole number, 0 or more.")
+        if self.hooks not in ("refuse", "trace"):
+            raise OptionError(f"hooks={self.hooks!r}", fix='use "refuse" or "trace".')
+        _check_dynamic(self.dynamic)
+
+    @classmethod
+    def of(cls, **given: Any) -> Options:
+        """Options from keyword arguments; an unknown name says which there are."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise OptionError(
+                f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}.",
+                fix=f"the options are {', '.join(sorted(known))}.",
+            )
+        return cls(**given)
+
+
+def _check_dynamic(dynamic: Any) -> None:
+    if dynamic is None:
+        return
+    good = isinstance(dynamic, Mapping) and all(
+        isinstance(path, str)
+        and isinstance(dims, Mapping)
+        and all(isinstance(d, int) and isinstance(dim, Dim) for d, dim in dims.items())
+        for path, dims in dynamic.items()
+    )
+    if not good:
+        raise OptionError(
+            f"dynamic={dynamic!r}", fix='use {"batch": {0: ws.Dim(min=1, max=64)}}: path, then dimension to range.'
+        )

@@ -1,0 +1,282 @@
+"""Turn functional updates back into the in-place operators that eager ran, so that a step needs eager's memory.
+
+    before                                      after
+    m1 = lerp(m, g, 0.1)                        lerp_(m, g, 0.1)
+    p1 = addcdiv(p, m1, d)                      addcdiv_(p, m, d)
+    x1 = select_scatter(x, y, 0, 2)             copy_(select(x, 0, 2), y)
+    copy_(m, m1); copy_(p, p1); output(..)      output(..)
+
+Needs: the normal form.  Numerics: exact.  Legal where nothing reads the old contents afterwards: no later node uses the
+written tensor or anything that shares its memory, and an input is written only if the epilogue writes it anyway.
+Capture noted on each node the operator that eager ran there (`NodeMeta.in_place`), so the result is eager's own kernel.
+Epilogue copies that remain move up to the last read of what they overwrite.  Cost: one walk over the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import OpOverload, schema_of
+from wholestep.ir.effects import shared_inputs, written_positions
+from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.step_graph import StepGraph
+
+aten = torch.ops.aten
+
+_SCATTERS: dict[Any, Any] = {
+    aten.select_scatter.default: aten.select.int,
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+
+
+def reinplaced(step_graph: StepGraph) -> fx.GraphModule:
+    """A copy of the graph that updates in place; the StepGraph stays in normal form."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(step_graph.gm.graph, env)
+    graph.output(result)
+    for old, new in env.items():
+        new.meta = old.meta
+    reinplace(graph)
+    return fx.GraphModule(step_graph.gm, graph, "WholeStepInPlace")
+
+
+def reinplace(graph: fx.Graph) -> int:
+    """Rewrite a graph in normal form; returns how many updates became in-place."""
+    return _Reinplace(graph).run()
+
+
+class _Reinplace:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.exact: dict[fx.Node, fx.Node] = {}
+        """For a node that is an input updated in place: the input."""
+        self.last_read: dict[fx.Node, int] = {}
+        self.written_back: dict[fx.Node, fx.Node] = {}
+        self._index()
+
+    def run(self) -> int:
+        count = 0
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in _SCATTERS:
+                count += self._scatter(node)
+            elif node_meta(node).in_place is not None:
+                count += self._update(node)
+        self._finish_epilogue()
+        self.graph.eliminate_dead_code(_is_needed)
+        self.graph.lint()
+        return count
+
+    # What shares memory with what, and until when it is read.
+
+    def _index(self) -> None:
+        for node in self.nodes:
+            self.root[node] = self._find_root(node)
+        epilogue = {n for n in self.nodes if n.op == "call_function" and n.target is aten.copy_.default}
+        for i, node in enumerate(self.nodes):
+            for source in node.all_input_nodes:
+                if node in epilogue and source is node.args[0]:
+                    self.written_back[source] = node
+                    if source is not node.args[1]:
+                        continue
+                if node.op == "output" and source.op == "placeholder":
+                    continue  # the user gets the object itself, updated
+                root = self.root[source]
+                self.last_read[root] = max(self.last_read.get(root, -1), i)
+
+    def _find_root(self, node: fx.Node) -> fx.Node:
+        if node.op != "call_function":
+            return node
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            return self.root[source] if _is_view(source) else node
+        if _is_view(node) and isinstance(node.args[0], fx.Node):
+            return self.root[node.args[0]]
+        return node
+
+    def _free_to_write(self, target: fx.Node, at: fx.Node) -> bool:
+        root = self.root[target]
+        if root.op == "get_attr" or (root.op == "placeholder" and root not in self.written_back):
+            return False
+        return self.last_read.get(root, -1) <= self.order[at]
+
+    def _merge(self, result: fx.Node, target: fx.Node) -> None:
+        """`result` now is the memory of `target`."""
+        old, new = self.root[result], self.root[target]
+        self.last_read[new] = max(self.last_read.get(new, -1), self.last_read.get(old, -1))
+        self._aliases_of(old, new)
+        base = self.exact.get(target, target)
+        if base.op == "placeholder":
+            self.exact[result] = base
+
+    def _aliases_of(self, old: fx.Node, new: fx.Node) -> None:
+        stack = [old]
+        while stack:
+            node = stack.pop()
+            if self.root.get(node) is old:
+                self.root[node] = new
+                stack.extend(n for n in node.users if self.root.get(n) is old)
+
+    # Updates.
+
+    def _update(self, node: fx.Node) -> bool:
+        op = node_meta(node).in_place
+        assert op is not None
+        positions, args = _written_positions(node, op)
+        targets: list[fx.Node] = []
+        for position in positions:
+            value = args[position] if position < len(args) else node.kwargs.get(_argument_name(op, position))
+            targets.extend(_nodes(value))
+        roots = [self.root[t] for t in targets]
+        if not targets or len(set(roots)) != len(roots):
+            return False
+        others = [n for n in _nodes([a for i, a in enumerate(args) if i not in positions]) if n not in targets]
+        others += [n for n in _nodes(list(node.kwargs.values())) if n not in targets]
+        if any(self.root[n] in roots for n in others) or _reads_a_target(args, positions, targets):
+            return False
+        if not all(self._free_to_write(t, node) and _same_geometry(t, node, op) for t in targets):
+            return False
+        self._rewrite(node, op, positions, args, targets)
+        return True
+
+    def _rewrite(
+        self, node: fx.Node, op: OpOverload, positions: tuple[int, ...], args: tuple[Any, ...], targets: list[fx.Node]
+    ) -> None:
+        schema = schema_of(op)
+        fresh = sum(1 for r in schema.returns if r.alias_info is None)
+        flat = node.target is call_on_copies
+        single = len(positions) == 1 and fresh == 0 and not flat
+        pieces = list(node.users) if not single or _is_list(node) else []
+        node.target = op
+        node.args = args
+        if not pieces:
+            self._merge(node, targets[0])
+            return
+        for piece in pieces:
+            index = piece.args[1]
+            assert isinstance(index, int)
+            if index < fresh:
+                if fresh == 1:
+                    piece.replace_all_uses_with(node)
+                    self.root[node] = self.root[piece]
+                continue
+            if flat:
+                self._replace(piece, targets[index - fresh])
+            elif single:
+                self._replace(piece, targets[index])
+            else:
+                value = args[positions[index - fresh]]
+                if isinstance(value, fx.Node):
+                    self._replace(piece, value)
+                else:
+                    for item in list(piece.users):
+                        self._replace(item, value[item.args[1]])
+
+    def _replace(self, piece: fx.Node, target: fx.Node) -> None:
+        self._merge(piece, target)
+        base = self.exact.get(target)
+        if base is not None:
+            self.exact[piece] = base
+        piece.replace_all_uses_with(target)
+
+    def _scatter(self, node: fx.Node) -> bool:
+        """`x1 = select_scatter(x, y, ..)` where x is not read again: write y into the view of x."""
+        target, source = node.args[0], node.args[1]
+        assert isinstance(target, fx.Node)
+        shared = isinstance(source, fx.Node) and self.root[source] is self.root[target]
+        if shared or not self._free_to_write(target, node) or not _dense_like(target, node):
+            return False
+        with self.graph.inserting_before(node):
+            view = self.graph.call_function(_SCATTERS[node.target], (target, *node.args[2:]), node.kwargs)
+            copy = self.graph.call_function(aten.copy_.default, (view, source))
+        for made in (view, copy):
+            made.meta = dict(node.meta)
+            self.order[made] = self.order[node]
+            self.root[made] = self.root[target]
+        self._merge(node, target)
+        node.replace_all_uses_with(target)
+        base = self.exact.get(target, target)
+        if base.op == "placeholder":
+            self.exact[target] = base
+        return True
+
+    def _finish_epilogue(self) -> None:
+        for target, copy in self.written_back.items():
+            value = copy.args[1]
+            assert isinstance(value, fx.Node)
+            if value is target or self.exact.get(value) is target:
+                self.graph.erase_node(copy)
+                continue
+            point = max(self.order[value], self.last_read.get(target, -1))
+            if self.order[copy] > point + 1 and self.nodes[point].op == "call_function":
+                self.nodes[point].append(copy)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return not schema_of(node.target).is_mutable and bool(shared_inputs(node))
+
+
+def _written_positions(node: fx.Node, op: OpOverload) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    if node.target is call_on_copies:
+        return tuple(node.args[1]), tuple(node.args[2:])  # type: ignore[arg-type]
+    return written_positions(op), node.args
+
+
+def _argument_name(op: OpOverload, position: int) -> str:
+    return str(schema_of(op).arguments[position].name)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [n for item in value for n in _nodes(item)]
+    return []
+
+
+def _reads_a_target(args: tuple[Any, ...], positions: tuple[int, ...], targets: list[fx.Node]) -> bool:
+    return any(n in targets for i, a in enumerate(args) if i not in positions for n in _nodes(a))
+
+
+def _is_list(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _same_geometry(target: fx.Node, node: fx.Node, op: OpOverload) -> bool:
+    """A result of another dtype or shape than its target was fitted by a copy that follows; leave it."""
+    val = node.meta.get("val")
+    have = target.meta.get("val")
+    if isinstance(val, torch.Tensor) and isinstance(have, torch.Tensor):
+        return val.dtype == have.dtype and val.shape == have.shape
+    return True
+
+
+def _dense_like(target: fx.Node, node: fx.Node) -> bool:
+    have, want = target.meta["val"], node.meta["val"]
+    return bool(have.shape == want.shape and have.stride() == want.stride() and have.dtype == want.dtype)
+
+
+def _is_needed(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if isinstance(node.target, OpOverload):
+        if schema_of(node.target).is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+            return True
+        if node_meta(node).in_place is node.target:
+            return True
+    return node.is_impure()

@@ -1,0 +1,74 @@
+"""Replay one captured graph: inputs in, graph, state changes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep.capture.captured import Captured, Change
+from wholestep.capture.slots import GradSlot
+from wholestep.ir.signature import ChangeKind
+from wholestep.passes.reinplace import reinplaced
+from wholestep.runtime.gather import Gather
+from wholestep.runtime.guards import Guards
+
+
+class Entry:
+    """A captured graph that is ready to run."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.step_graph = captured.step_graph
+        self.gather = Gather(captured.inputs, captured.leaves)
+        self.guards = Guards(captured, self.gather)
+        self.executable: fx.GraphModule = reinplaced(captured.step_graph)
+        self._forward = self.executable.forward
+        self._release = _releasable(captured)
+        self._results = captured.result_leaves
+        self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or c not in self._release]
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Run the graph on gathered inputs and apply what it changes."""
+        for change in self._release:
+            change.slot.remove()
+        with torch.no_grad():
+            outputs = self._forward(*inputs)
+        del inputs
+        for change in self._changes:
+            _apply(change, outputs)
+        for call in self.captured.host_calls:
+            call.scheduler.step(*call.args, **call.kwargs)
+        if len(self._results) == 1 and self._results[0][0] == "output" and self.captured.rebuild_result is None:
+            return outputs[self._results[0][1]]
+        leaves = [outputs[value] if kind == "output" else value for kind, value in self._results]
+        return self.captured.rebuild_result(leaves)
+
+
+def _apply(change: Change, outputs: tuple[Any, ...]) -> None:
+    if change.unless is not None and bool(outputs[change.unless]):
+        return
+    if change.output is not None:
+        change.slot.set(outputs[change.output])
+    elif change.kind is ChangeKind.REMOVED:
+        change.slot.remove()
+    else:
+        change.slot.set(change.constant)
+
+
+def _releasable(captured: Captured) -> list[Change]:
+    """Gradients that eager drops or replaces before it needs the memory: dropped before the graph runs.
+
+    Only where the graph does not read them and no condition can keep them.
+    """
+    read = {id(slot.param) for slot in captured.inputs if isinstance(slot, GradSlot)}
+    found = []
+    for change in captured.changes:
+        slot = change.slot
+        if isinstance(slot, GradSlot) and change.unless is None and id(slot.param) not in read:
+            found.append(change)
+    return found
+
+
+__all__ = ["Entry", "Tensor"]

@@ -1,0 +1,68 @@
+"""Read the inputs of a graph from the user's objects: one pass over the slots, grouped by how they are reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wholestep.capture.slots import (
+    ABSENT,
+    BatchSlot,
+    GradSlot,
+    MappingSlot,
+    OptimizerStateSlot,
+    Slot,
+)
+
+
+class Gather:
+    """Reads all inputs of one graph, in the order of its placeholders."""
+
+    def __init__(self, slots: list[Slot], leaves: list[Any]) -> None:
+        self.slots = slots
+        self._examples = {id(s): (leaves[s.index] if isinstance(s, BatchSlot) else s.get()) for s in slots}
+        self.tensor_slots = [s for s in slots if isinstance(self._examples[id(s)], Tensor)]
+        self._tensor_positions = [i for i, s in enumerate(slots) if isinstance(self._examples[id(s)], Tensor)]
+        self._size = len(slots)
+        self._mapping = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, MappingSlot)]
+        self._grads = [(i, s.param) for i, s in enumerate(slots) if isinstance(s, GradSlot)]
+        self._batch = [(i, s.index) for i, s in enumerate(slots) if isinstance(s, BatchSlot)]
+        by_optimizer: dict[Any, list[tuple[int, Any, Any]]] = {}
+        for i, s in enumerate(slots):
+            if isinstance(s, OptimizerStateSlot):
+                by_optimizer.setdefault(s.optimizer, []).append((i, s.param, s.key))
+        self._states = list(by_optimizer.items())
+        fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
+        self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast)]
+
+    def example(self, slot: Slot) -> Any:
+        """What the slot held at capture."""
+        return self._examples[id(slot)]
+
+    def read(self, leaves: list[Any]) -> list[Any] | None:
+        """The inputs now; None if some slot is gone."""
+        values: list[Any] = [None] * self._size
+        try:
+            for i, index in self._batch:
+                values[i] = leaves[index]
+            for i, mapping, key in self._mapping:
+                values[i] = mapping[key]
+            for i, param in self._grads:
+                values[i] = param.grad
+            for optimizer, entries in self._states:
+                state = optimizer.state
+                for i, param, key in entries:
+                    values[i] = state[param][key]
+        except (KeyError, IndexError):
+            return None
+        for i, slot in self._others:
+            value = slot.get()
+            if value is ABSENT:
+                return None
+            values[i] = value
+        return values
+
+    def tensors(self, leaves: list[Any], values: list[Any]) -> list[Any]:
+        """The inputs that were tensors at capture."""
+        return [values[i] for i in self._tensor_positions]

@@ -1,0 +1,385 @@
+"""Whether a captured graph may run for a call: cheap checks in the order in which they usually fail.
+
+Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of parameters,
+equality of module attributes, one C++ call over all tensors. `why_not` repeats the checks slowly to say what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import TensorChecks
+from wholestep.capture.captured import Captured
+from wholestep.capture.known import ItemLeaf
+from wholestep.capture.shapes import out_of_range
+from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, Slot
+from wholestep.runtime.gather import Gather
+
+
+def ambient_state() -> tuple[Any, ...]:
+    """Modes of the process that decide what eager would do."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+class Guards:
+    """The conditions of one captured graph."""
+
+    def __init__(self, captured: Captured, gather: Gather) -> None:
+        self._captured = captured
+        self._gather = gather
+        self._ambient = ambient_state()
+        self._spec = captured.spec
+        self._leaves = captured.leaves
+        self._tensor_leaves = [i for i, leaf in enumerate(captured.leaves) if isinstance(leaf, Tensor)]
+        self._fixed_leaves = [i for i, leaf in enumerate(captured.leaves) if not isinstance(leaf, Tensor)]
+        self._fixed_values = [captured.leaves[i] for i in self._fixed_leaves]
+        self._build_modules()
+        self._build_state()
+        self._build_optimizers()
+        self._build_tensors()
+        self._build_scalars()
+        self._build_variables()
+
+    # Building.
+
+    def _build_modules(self) -> None:
+        plain = [(m, p) for m, p in self._captured.modules if id(m) not in self._captured.volatile]
+        self._volatile_modules = [
+            (m, p, self._captured.volatile[id(m)], dict(vars(m)))
+            for m, p in self._captured.modules
+            if id(m) in self._captured.volatile
+        ]
+        self._module_paths = [p for _, p in plain]
+        self._module_dicts = [vars(m) for m, _ in plain]
+        self._module_before = [dict(vars(m)) for m, _ in plain]
+        self._child_dicts = [vars(m)["_modules"] for m, _ in self._captured.modules]
+        self._child_before = [dict(d) for d in self._child_dicts]
+        self._registered = [
+            (vars(m)[where], len(vars(m)[where]))
+            for m, _ in self._captured.modules
+            for where in ("_parameters", "_buffers")
+        ]
+
+    def _build_state(self) -> None:
+        table = self._captured.table
+        self._slot_pairs = [(slot.mapping, slot.key) for slot, _ in table.module_slots if slot.mapping is not None]
+        self._slot_paths = [slot.path for slot, _ in table.module_slots]
+        buffers = {id(slot) for slot, _ in table.module_slots if slot.kind.value == "buffer"}
+        self._is_buffer = [id(slot) in buffers for slot, _ in table.module_slots]
+        self._param_pairs = [pair for pair, buf in zip(self._slot_pairs, self._is_buffer, strict=True) if not buf]
+        self._param_paths = [path for path, buf in zip(self._slot_paths, self._is_buffer, strict=True) if not buf]
+        self._param_objects = [
+            t.real for (s, t), buf in zip(table.module_slots, self._is_buffer, strict=True) if not buf
+        ]
+        self._empty_buffers = [
+            (m._buffers, name, f"{path}.{name}")
+            for m, path in self._captured.modules
+            for name, buffer in m._buffers.items()
+            if buffer is None
+        ]
+        self._grad_owners = [t.real for t in table.parameters]
+        self._grad_paths = [t.slot.path for t in table.parameters]
+        self._grad_absent = [t.real.grad is None for t in table.parameters]
+        self._requires_grad = [t.real.requires_grad for t in table.parameters]
+
+    def _build_optimizers(self) -> None:
+        self._optimizers: list[tuple[Optimizer, str, list[Any], list[list[Any]], list[tuple[Any, list[Any]]], int]] = []
+        for optimizer, path in self._captured.world.optimizers.items():
+            shapes = self._captured.table.groups[optimizer]
+            constants = [dict(shape.constants) for shape in shapes]
+            params = [shape.params for shape in shapes]
+            state = [
+                (owner, list(entries) if isinstance(entries, dict) else entries)
+                for owner, entries in optimizer.state.items()
+            ]
+            self._optimizers.append((optimizer, path, constants, params, state, len(optimizer.state)))
+
+    def _build_tensors(self) -> None:
+        tensors, dims, names = [], [], []
+        for slot in self._gather.tensor_slots:
+            value = self._captured.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()
+            tensors.append(value)
+            declared = self._captured.dynamic_dims.get(slot.index, {}) if isinstance(slot, BatchSlot) else {}
+            dims.append(frozenset(declared))
+            names.append(slot.path)
+        unused = [i for i in self._tensor_leaves if not any(_is_leaf(s, i) for s in self._gather.tensor_slots)]
+        self._unused_leaves = unused
+        for i in unused:
+            tensors.append(self._captured.leaves[i])
+            dims.append(frozenset(self._captured.dynamic_dims.get(i, {})))
+            names.append(self._captured.leaf_paths[i])
+        self._tensor_names = names
+        self._tensors = TensorChecks(tensors, dims, names) if tensors else None
+        self._aliases = _aliased_leaves(self._captured)
+
+    def _build_scalars(self) -> None:
+        self._scalar_guards = self._captured.scalar_guards
+        self._shape_guards = self._captured.shapes.guards()
+        self._dims = [
+            (leaf, dim, declared, self._captured.leaf_paths[leaf])
+            for leaf, dims in self._captured.dynamic_dims.items()
+            for dim, declared in dims.items()
+        ]
+        self._number_slots = [s for s in self._captured.inputs if _is_number_slot(s)]
+        self._scaler_state = [
+            (scaler, path, scaler._scale is None, scaler._growth_tracker is None, _scaler_constants(scaler))
+            for scaler, path in self._captured.world.scalers.items()
+        ]
+
+    def _build_variables(self) -> None:
+        self._variables = [(path, slot, value) for path, slot, value in self._captured.world.variables]
+        self._reads = [(obj, path, list(values.items())) for obj, path, values in self._captured.reads]
+        self._identities = [
+            (slot, tracked.real)
+            for tracked in self._captured.table.tracked.values()
+            for slot in (tracked.slot,)
+            if slot.kind.value in ("captured", "parameter") and not isinstance(slot, BatchSlot)
+        ]
+
+    # Checking.
+
+    def hold(self, leaves: list[Any], spec: Any, state: list[Any]) -> bool:
+        """Whether the graph may run. `state` is what `gather` read."""
+        if state is None or ambient_state() != self._ambient or spec != self._spec:
+            return False
+        for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
+            leaf = leaves[i]
+            if leaf is not value and not _same_number(leaf, value):
+                return False
+        try:
+            return (
+                self._module_dicts == self._module_before
+                and self._child_dicts == self._child_before
+                and all(map(is_, [m.get(k) for m, k in self._param_pairs], self._param_objects))
+                and [p.grad is None for p in self._grad_owners] == self._grad_absent
+                and [p.requires_grad for p in self._grad_owners] == self._requires_grad
+                and all(len(d) == n for d, n in self._registered)
+                and self._optimizers_hold()
+                and self._tensors_hold(leaves, state)
+                and next(self._slow_differences(leaves), None) is None
+            )
+        except (RuntimeError, KeyError, TypeError, ValueError):
+            # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
+            return False
+
+    def _tensors_hold(self, leaves: list[Any], state: list[Any]) -> bool:
+        if self._tensors is None:
+            return True
+        tensors = self._gather.tensors(leaves, state)
+        if self._unused_leaves:
+            tensors = [*tensors, *(leaves[i] for i in self._unused_leaves)]
+        return self._tensors.hold(tensors)
+
+    def _optimizers_hold(self) -> bool:
+        for optimizer, _, constants, params, state, size in self._optimizers:
+            groups = optimizer.param_groups
+            if len(groups) != len(params) or len(optimizer.state) != size:
+                return False
+            for group, known, owned in zip(groups, constants, params, strict=True):
+                now = group["params"]
+                if len(now) != len(owned) or not all(map(is_, now, owned)):
+                    return False
+                for key, value in known.items():
+                    if group.get(key, ABSENT) is not value and group.get(key, ABSENT) != value:
+                        return False
+            current = optimizer.state
+            for owner, names in state:
+                if owner not in current:
+                    return False
+                entries = current[owner]
+                if isinstance(entries, dict) and len(entries) != len(names):
+                    return False
+        return True
+
+    def _slow_differences(self, leaves: list[Any]) -> Iterator[str]:
+        """The rarer conditions; each difference as text."""
+        for module, path, volatile, before in self._volatile_modules:
+            now = {k: v for k, v in vars(module).items() if k not in volatile}
+            if now != {k: v for k, v in before.items() if k not in volatile}:
+                yield f"an attribute of {path} changed"
+        for buffers, name, path in self._empty_buffers:
+            if buffers.get(name) is not None:
+                yield f"{path} is no longer None"
+        for path, slot, value in self._variables:
+            now = slot.get()
+            if now is not value and not _same_number(now, value):
+                yield f"{path} was {value!r} and is {now!r}"
+        for obj, path, values in self._reads:
+            attributes = vars(obj)
+            for name, value in values:
+                now = attributes.get(name, ABSENT)
+                if now is not value and not _same_number(now, value):
+                    yield f"{path}.{name} was {value!r} and is {now!r}"
+        for slot, real in self._identities:
+            if slot.get() is not real:
+                yield f"{slot.path} is another tensor"
+        for scaler, path, no_scale, no_tracker, constants in self._scaler_state:
+            if (scaler._scale is None, scaler._growth_tracker is None) != (no_scale, no_tracker):
+                yield f"{path} has {'' if no_scale else 'no longer '}been used"
+            if _scaler_constants(scaler) != constants:
+                yield f"a setting of {path} changed"
+        for slot in self._number_slots:
+            if type(slot.get()) is not type(self._gather.example(slot)):
+                yield f"{slot.path} has type {type(slot.get()).__name__}"
+        for first, second in self._aliases:
+            if leaves[first] is not leaves[second]:
+                yield f"{self._captured.leaf_paths[first]} and {self._captured.leaf_paths[second]} are two tensors"
+        yield from self._scalar_differences(leaves)
+
+    def _scalar_differences(self, leaves: list[Any]) -> Iterator[str]:
+        if self._dims:
+            sizes = self._check_dims(leaves)
+            for text, check in self._shape_guards:
+                if not check(sizes):
+                    yield f"sizes {sizes} break {text}"
+        if self._scalar_guards:
+            value = self._leaf_value()
+            for guard in self._scalar_guards:
+                if not guard.holds(value):
+                    yield f"{guard.describe()} no longer holds"
+
+    def _check_dims(self, leaves: list[Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for leaf, dim, declared, path in self._dims:
+            size = leaves[leaf].shape[dim]
+            if size < declared.min or (declared.max is not None and size > declared.max):
+                raise out_of_range(path, dim, size, declared)
+        for name, places in self._captured.shapes.sources.items():
+            for leaf, dim in places:
+                size = leaves[leaf].shape[dim]
+                if sizes.setdefault(name, size) != size:
+                    raise TypeError("sizes that were equal are not")
+        return sizes
+
+    def _leaf_value(self) -> Callable[[Any], Any]:
+        slots = self._captured.placeholder_slots
+
+        def placeholder(node: Any) -> Any:
+            return slots[node].get()
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, ItemLeaf):
+                assert leaf.recipe is not None
+                found = leaf.recipe(placeholder)
+                return found.item() if isinstance(found, Tensor) else found
+            if isinstance(leaf, Slot):
+                return leaf.get()
+            raise TypeError(f"cannot evaluate {leaf!r}")
+
+        return value
+
+    # Explaining.
+
+    def why_not(self, leaves: list[Any], spec: Any, state: list[Any] | None) -> str:
+        """The first difference between this graph's conditions and a call, for people."""
+        return next(self._reasons(leaves, spec, state), "a condition that could not be named")
+
+    def changed_number(self) -> str | None:
+        """The path of a number on a plain object that differs, if that is all there is."""
+        for obj, path, values in self._reads:
+            for name, value in values:
+                now = vars(obj).get(name, ABSENT)
+                if type(now) is type(value) and type(now) in (int, float) and now != value:
+                    return f"{path}.{name}"
+        return None
+
+    def _reasons(self, leaves: list[Any], spec: Any, state: list[Any] | None) -> Iterator[str]:
+        if ambient_state() != self._ambient:
+            yield "autocast, grad mode, inference mode or the default dtype is different"
+        if spec != self._spec:
+            yield "the arguments have another structure"
+            return
+        for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
+            if leaves[i] is not value and not _same_number(leaves[i], value):
+                plain = isinstance(value, int | float | str | bool | type(None))
+                was = f"was {value!r} and is {leaves[i]!r}" if plain else "is another object"
+                yield f"{self._captured.leaf_paths[i]} {was}"
+        for path, before, now in zip(self._module_paths, self._module_before, self._module_dicts, strict=True):
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if old is not new and not _same_number(old, new):
+                    yield f"{path}.{key} was {_brief(old)} and is {_brief(new)}"
+        if self._child_dicts != self._child_before:
+            yield "a submodule was replaced, added or removed"
+        for path, (mapping, key), real in zip(self._param_paths, self._param_pairs, self._param_objects, strict=True):
+            if mapping.get(key) is not real:
+                yield f"{path} is another parameter"
+        if any(len(d) != n for d, n in self._registered):
+            yield "a parameter or buffer was registered or removed"
+        for optimizer, path, _constants, params, state_shape, size in self._optimizers:
+            if len(optimizer.param_groups) != len(params):
+                yield f"{path} has {len(optimizer.param_groups)} param groups instead of {len(params)}"
+            if len(optimizer.state) != size or any(o not in optimizer.state for o, _ in state_shape):
+                yield f"{path} has state for {len(optimizer.state)} parameters instead of {size}"
+        if not self._optimizers_hold():
+            yield "an option, a parameter or the state of an optimizer changed"
+        for path, owner, absent in zip(self._grad_paths, self._grad_owners, self._grad_absent, strict=True):
+            if (owner.grad is None) != absent:
+                yield f"{path}.grad is {'set' if absent else 'None'}"
+        for path, owner, required in zip(self._grad_paths, self._grad_owners, self._requires_grad, strict=True):
+            if owner.requires_grad != required:
+                yield f"{path}.requires_grad is {owner.requires_grad}"
+        if state is None:
+            yield "some state that the graph reads is gone"
+            return
+        if not self._tensors_hold(leaves, state) and self._tensors is not None:
+            tensors = [*self._gather.tensors(leaves, state), *(leaves[i] for i in self._unused_leaves)]
+            yield self._tensors.explain(tensors)
+        yield from self._slow_differences(leaves)
+
+
+def _same_number(now: Any, value: Any) -> bool:
+    if type(now) is not type(value):
+        return False
+    if isinstance(value, int | float | str | bool | complex | bytes | torch.dtype | torch.device | torch.Size):
+        return bool(now == value) or (value != value and now != now)
+    return False
+
+
+def _brief(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+
+
+def _is_leaf(slot: Slot, index: int) -> bool:
+    return isinstance(slot, BatchSlot) and slot.index == index
+
+
+def _is_number_slot(slot: Slot) -> bool:
+    return not isinstance(slot, BatchSlot | GeneratorSlot) and type(slot.get()) in (int, float)
+
+
+def _scaler_constants(scaler: Any) -> tuple[Any, ...]:
+    return (
+        scaler._enabled,
+        getattr(scaler, "_init_scale", None),
+        getattr(scaler, "_growth_factor", None),
+        getattr(scaler, "_backoff_factor", None),
+        getattr(scaler, "_growth_interval", None),
+    )
+
+
+def _aliased_leaves(captured: Captured) -> list[tuple[int, int]]:
+    """Argument leaves that were one tensor object at capture."""
+    first: dict[int, int] = {}
+    pairs = []
+    for i, leaf in enumerate(captured.leaves):
+        if isinstance(leaf, Tensor):
+            if id(leaf) in first:
+                pairs.append((first[id(leaf)], i))
+            first.setdefault(id(leaf), i)
+    return pairs

@@ -1,0 +1,1 @@
+"""The parity cases: one file per group of features, each ending in an explicit list named CASES."""

@@ -1,0 +1,25 @@
+"""Settings of the whole suite: one thread, the same hypothesis examples on every run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+torch.set_num_threads(1)
+
+slow_by_nature = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=slow_by_nature)
+settings.register_profile("search", deadline=None, max_examples=1000, suppress_health_check=slow_by_nature)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_state() -> None:
+    """No test sees the random numbers that another one left."""
+    torch.manual_seed(0)
