@@ -89,6 +89,11 @@ def new_fake(mode: FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = N
     return FakeTensor(mode, elem, like.device)
 
 
+def generator_key(generator: torch.Generator) -> int:
+    """Identity of a generator; dispatch hands out a new Python object each time (`Generator._cdata`). 2.11, 2.13."""
+    return int(generator._cdata)
+
+
 def mark_parameter(tensor: Tensor) -> None:
     """Make `isinstance(tensor, nn.Parameter)` true (`Tensor._is_param`). 2.11, 2.13."""
     tensor._is_param = True  # type: ignore[attr-defined]
@@ -217,6 +222,12 @@ def foreach_type_lists() -> list[list[type]]:
 
     return [_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
 
+
+MODULE_APPLY = "_apply"
+"""The method of nn.Module behind `.to()`, `.half()`, `.cuda()`. 2.11, 2.13."""
+
+RNN_WEIGHTS_CHANGED = "_weights_have_changed"
+"""The method of nn.RNNBase that re-packs weights; fakes in place of weights would look like a change. 2.11, 2.13."""
 
 FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """Functions of `torch` that take hyper-parameters as plain floats; wrapped while tracing. 2.11, 2.13."""

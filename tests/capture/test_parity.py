@@ -59,7 +59,16 @@ def test_a_hugging_face_model_trains_unmodified(each: Case) -> None:
 
 @pytest.mark.parametrize(
     "each",
-    cases_on("cpu", optimizers.OTHERS, gradients.OTHERS, buffers_and_randomness.OTHERS, precision.OTHERS),
+    cases_on(
+        "cpu",
+        optimizers.OTHERS,
+        schedules.OTHERS,
+        gradients.OTHERS,
+        networks.OTHERS,
+        buffers_and_randomness.OTHERS,
+        precision.OTHERS,
+        huggingface.OTHERS,
+    ),
 )
 def test_what_no_list_promises_is_equal_or_refused(each: Case) -> None:
     assert_parity_or_refusal(each, device())

@@ -121,6 +121,8 @@ def random_in_the_step(where: torch.device, draw: Callable[[torch.Tensor], torch
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout_of_a_half": lambda x: F.dropout(x),
+    "dropout_of_a_transposed_tensor": lambda x: F.dropout(x.t(), 0.3),
     "dropout_inplace": lambda x: F.dropout(x + 0, 0.3, inplace=True),
     "dropout1d": lambda x: F.dropout1d(x.unsqueeze(0), 0.3),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
@@ -135,6 +137,11 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "randperm": lambda x: x[torch.randperm(5, device=x.device)],
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()) * x,
     "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.7),
+    "bernoulli_of_a_half": lambda x: x * torch.empty_like(x).bernoulli_(),
+    "bernoulli_by_a_tensor": lambda x: x * torch.empty_like(x).bernoulli_(x.detach().sigmoid()),
+    "bernoulli_through_a_transposed_view": lambda x: x * torch.zeros(6, 5, device=x.device).t().bernoulli_(0.3),
+    "uniform_through_a_strided_view": lambda x: x + torch.zeros(5, 12, device=x.device)[:, ::2].uniform_(),
+    "randn_like_a_transposed_tensor": lambda x: x + torch.randn_like(x.t()).t(),
     "normal": lambda x: torch.normal(x.detach(), 0.1) * x,
     "normal_": lambda x: x + torch.empty_like(x).normal_(0.0, 0.5),
     "uniform_": lambda x: x + torch.empty(6, device=x.device).uniform_(-1, 1),

@@ -343,7 +343,7 @@ CASES: list[Case] = [
     case(frozen_and_unused_parameters, True),
     case(frozen_and_unused_parameters, False),
     case(parameters_outside_the_optimizer),
-    case(parts_used_on_some_steps, graphs=4),
+    case(parts_used_on_some_steps, graphs=5),
     case(detached_and_stopped_parts),
     case(only_backward),
     *(case(evaluation, how, graphs=1) for how in ("plain", "no_grad", "decorated")),

@@ -135,11 +135,14 @@ def vision_transformer(where: torch.device) -> Run:
 
 CASES: list[Case] = [
     *(case(training, name, mask) for name in ("GPT2", "Llama", "Bert") for mask in (False, True)),
-    case(training_with_recomputation),
+    case(training_with_recomputation, options={"hooks": "trace"}),
     case(training_in_bfloat16, steps=4),
 ]
 
 SMOKE: list[Case] = [
-    *(case(training, name, True, steps=3) for name in LANGUAGE_MODELS if name not in ("GPT2", "Llama", "Bert")),
+    *(case(training, name, True, steps=3) for name in LANGUAGE_MODELS if name not in ("GPT2", "Llama", "Bert", "OPT")),
     case(vision_transformer, steps=3),
 ]
+
+# OPT draws a number for every layer and branches on it, also where no layer is ever dropped.
+OTHERS: list[Case] = [case(training, "OPT", True, steps=3, graphs=None)]

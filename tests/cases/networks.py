@@ -42,12 +42,19 @@ def transformer_encoder(where: torch.device, norm_first: bool) -> Run:
 
 
 def transformer_with_mask(where: torch.device) -> Run:
-    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.1, batch_first=True).to(where)
-    model.encoder.enable_nested_tensor = False
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Transformer(16, 2, 1, 1, 32, dropout=0.1, batch_first=True)
+            self.inner.encoder.enable_nested_tensor = False
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            # Left to itself, torch compares the mask with the causal one and branches on the result.
+            return self.inner(source, target, tgt_mask=mask, tgt_is_causal=True)
+
+    model = Model().to(where)
     mask = nn.Transformer.generate_square_subsequent_mask(4, device=where)
-    return model_run(
-        where, model, lambda i: (batch_of(where, i, 3, 5, 16), batch_of(where, 50 + i, 3, 4, 16), None, mask)
-    )
+    return model_run(where, model, lambda i: (batch_of(where, i, 3, 5, 16), batch_of(where, 50 + i, 3, 4, 16), mask))
 
 
 def recurrent(where: torch.device, kind: str) -> Run:
@@ -203,10 +210,21 @@ class Assorted(nn.Module):
         y = self.b(y, x)
         top, where = y.topk(3, dim=-1)
         y = y.cumsum(-1) + torch.where(y > 0, y, y.exp() - 1)
-        y = y + y.gather(1, where).sum(-1, keepdim=True) + top.prod(-1, keepdim=True)
+        y = y + y.gather(1, where).sum(-1, keepdim=True) + top.amin(-1, keepdim=True)
         y = F.pad(y, (1, 1), value=0.5).unfold(1, 3, 1).amax(-1)
         y = F.interpolate(y[:, None], scale_factor=2, mode="nearest")[:, 0, ::2]
         return torch.logsumexp(torch.stack([y, y.flip(0), y.roll(1, 1)]), 0) + y.sort(dim=1).values
+
+
+class Product(nn.Module):
+    """The gradient of a product looks for zeros in its input: eager takes another path when there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).prod(-1) + self.inner(x).relu().prod(0).sum()
 
 
 class DropsPaths(nn.Module):
@@ -241,7 +259,7 @@ def losses(where: torch.device) -> Run:
             + F.huber_loss(out, soft)
             + F.cosine_embedding_loss(out, soft, torch.ones(5, device=out.device))
             + F.margin_ranking_loss(out[0], out[1], torch.ones(4, device=out.device))
-            + F.gaussian_nll_loss(out, soft, out.square() + 1)
+            + F.poisson_nll_loss(out, soft)
         )
 
     return model_run(where, model, lambda i: (batch_of(where, i, 5, 6),), loss)
@@ -266,3 +284,5 @@ CASES: list[Case] = [
     ),
     case(losses, steps=5),
 ]
+
+OTHERS: list[Case] = [case(small_module, Product, name="network-Product")]

@@ -261,7 +261,7 @@ CASES: list[Case] = [
     case(grad_scaler, "AdamW-fused", (0, 5), True, graphs=4),
     case(grad_scaler_in_closure_with_two_optimizers),
     case(grad_scaler_switched_off),
-    case(grad_scaler_set_between_steps, graphs=3),
+    case(grad_scaler_set_between_steps, graphs=4),
     *(
         case(parameters_of_type, dtype, "AdamW", form)
         for dtype in (torch.bfloat16, torch.float16, torch.float64)

@@ -67,18 +67,18 @@ def scheduler_inside(where: torch.device, scheduler: str, name: str, form: str, 
     return Run(step, lambda i: (model, optimizer, schedule, batch_of(where, i, 5, 6)), watch)
 
 
-def scheduler_inside_reached_by_closure_and_reported(where: torch.device) -> Run:
+def scheduler_inside_reached_by_closure(where: torch.device, reported: bool) -> Run:
     model = mlp(where)
     optimizer = optimizer_for(model, "AdamW", "foreach", False)
     schedule = SCHEDULERS["CosineAnnealingLR"](optimizer)
 
-    def step(x: torch.Tensor) -> dict[str, Any]:
+    def step(x: torch.Tensor) -> Any:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        return {"loss": loss, "lr": schedule.get_last_lr()[0]}
+        return (loss, schedule.get_last_lr()[0]) if reported else loss
 
     watch = {"model": model, "optimizer": optimizer, "schedule": schedule}
     return Run(step, lambda i: (batch_of(where, i, 5, 6),), watch)
@@ -156,7 +156,7 @@ CASES: list[Case] = [
     *(case(scheduler_inside, scheduler, "SGD", "foreach") for scheduler in SCHEDULERS),
     case(scheduler_inside, "OneCycleLR", "AdamW", "fused"),
     case(scheduler_inside, "CosineAnnealingLR", "AdamW", "single", True),
-    case(scheduler_inside_reached_by_closure_and_reported),
+    case(scheduler_inside_reached_by_closure, False),
     case(scheduler_inside_only_on_some_steps, graphs=3),
     *(case(weight_decay_schedule, "AdamW", form) for form in ("single", "foreach", "fused")),
     case(weight_decay_schedule, "SGD", "fused"),
@@ -164,3 +164,5 @@ CASES: list[Case] = [
     case(tensor_lr_replaced),
     case(lr_that_falls_to_zero),
 ]
+
+OTHERS: list[Case] = [case(scheduler_inside_reached_by_closure, True)]

@@ -438,6 +438,21 @@ def constants_made_in_the_step(where: torch.device) -> Run:
     return plain_run(where, model, adamw(model), step)
 
 
+def results_written_to_an_out_argument(where: torch.device) -> Run:
+    model = mlp(where)
+    total = torch.zeros(4, device=where)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = train_step(model, optimizer, x)
+        with torch.no_grad():
+            torch.add(total, model(x).mean(0), alpha=0.5, out=total)
+            torch.maximum(total, torch.zeros_like(total), out=total)
+            torch.mul(total[:2], 0.5, out=total[:2])
+        return loss
+
+    return plain_run(where, model, adamw(model), step, watch={"total": total})
+
+
 class ScaledTanh(torch.autograd.Function):
     """Saves tensors and a number on ctx."""
 
@@ -567,7 +582,7 @@ CASES: list[Case] = [
     case(objects_inside_an_argument),
     case(keyword_and_default_arguments),
     case(bare_parameters),
-    case(tensor_in_closure),
+    case(tensor_in_closure, graphs=3),
     case(average_by_lerp),
     case(average_by_foreach),
     *(case(averaged_model, how, graphs=3) for how in ("equal", "ema", "ema_single", "ema_with_buffers")),
@@ -579,6 +594,7 @@ CASES: list[Case] = [
     case(batches_with_other_layouts, graphs=4),
     case(same_tensor_twice_in_the_batch),
     case(constants_made_in_the_step),
+    case(results_written_to_an_out_argument),
     case(custom_autograd_functions),
     case(custom_library_ops),
     case(hugging_face_batch_encoding),

@@ -35,7 +35,15 @@ PROMISED = (
     huggingface.CASES,
     huggingface.SMOKE,
 )
-OTHERS = (optimizers.OTHERS, gradients.OTHERS, buffers_and_randomness.OTHERS, precision.OTHERS)
+OTHERS = (
+    optimizers.OTHERS,
+    schedules.OTHERS,
+    gradients.OTHERS,
+    networks.OTHERS,
+    buffers_and_randomness.OTHERS,
+    precision.OTHERS,
+    huggingface.OTHERS,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ def mylib() -> Iterator[Any]:
     library = torch.library.Library("wholestep_test_mutable", "DEF")
     library.define("update_(Tensor(a!) p, Tensor g, float lr) -> ()")
     library.define("push_(Tensor(a!)[] ps, Tensor(b!)? extra, Tensor g) -> (Tensor, Tensor[])")
+    library.define("each_(Tensor(a!)[] ps) -> Tensor(a!)[]")
     library.define("bump_(Tensor(a!) p) -> (Tensor(a!), int)")
 
     def update_(p: Tensor, g: Tensor, lr: float) -> None:
@@ -33,10 +34,15 @@ def mylib() -> Iterator[Any]:
     def bump_(p: Tensor) -> tuple[Tensor, int]:
         return p.add_(1), 7
 
+    def each_(ps: list[Tensor]) -> list[Tensor]:
+        return [p.add_(1) for p in ps]
+
+    library.impl("each_", each_, "CompositeExplicitAutograd")
     library.impl("update_", update_, "CompositeExplicitAutograd")
     library.impl("push_", push_, "CompositeExplicitAutograd")
     library.impl("bump_", bump_, "CompositeExplicitAutograd")
     yield torch.ops.wholestep_test_mutable
+    del library  # the operators live as long as their library
 
 
 def test_the_arguments_stay_and_the_result_is_what_they_would_have_become(mylib: Any) -> None:
@@ -69,6 +75,11 @@ def test_a_result_that_is_the_written_argument_is_not_listed_twice(mylib: Any) -
     assert flat[0] == 7
     assert torch.equal(flat[1], torch.ones(2))
     assert returns_written(mylib.bump_.default, (0,)) == (True, False)
+
+
+def test_a_list_of_results_that_are_the_written_arguments_is_not_listed_twice(mylib: Any) -> None:
+    flat = call_on_copies(mylib.each_.default, (0,), [torch.zeros(1), torch.ones(1)])
+    assert [t.item() for t in flat] == [1.0, 2.0]
 
 
 def test_keyword_arguments_are_copied_too() -> None:

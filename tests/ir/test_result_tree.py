@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.result_tree import check, describe, render
+from wholestep.ir.result_tree import check, describe, describe_leaf, render
 
 Point = namedtuple("Point", ["x", "y"])
 A, B = torch.zeros(1), torch.ones(1)
@@ -49,6 +49,12 @@ def test_a_result_is_described_and_shown(tree: object, description: dict[str, An
     assert describe(tree, number_of) == description
     assert render(description) == text
     check(json.loads(json.dumps(description)), outputs=2)
+
+
+def test_a_stand_in_for_a_leaf_can_bring_its_own_description() -> None:
+    tree = {"a": B, "n": A}
+    described = describe(tree, lambda leaf: describe_leaf(5) if leaf is A else number_of(leaf))
+    assert render(described) == "{'a': out1, 'n': 5}"
 
 
 def test_a_hugging_face_output_keeps_its_keys() -> None:

@@ -65,5 +65,7 @@ class Captured:
     """By identity of an object, the attributes that the step itself sets."""
     reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
     """Plain objects, their paths, and the attributes that the step read with the values they had."""
+    containers: list[tuple[Any, str, Any]] = field(default_factory=list)
+    """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
     seconds: float = 0.0

@@ -94,6 +94,7 @@ class _Collector:
             spec=capture.flat.spec,
             volatile=self.volatile,
             reads=list(self._reads()),
+            containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
             modules=list(capture.world.modules.items()),
         )
 
@@ -203,7 +204,7 @@ class _Collector:
                 self._bind(slot, new, created=old is ABSENT)
 
     def _scaler_tensor(self, scaler: Any, attr: str, path: str) -> None:
-        now = vars(scaler)[attr]
+        now = vars(scaler).get(attr)
         if isinstance(now, FakeTensor) and id(now) not in self.table.by_fake:
             slot = MappingSlot(InputKind.SCALER_STATE, path, None, vars(scaler), attr)
             self._bind(slot, now, created=True)
@@ -318,6 +319,14 @@ class _Collector:
                 if name in before and where not in self.capture.symbolic_numbers and name not in skip:
                     values[name] = before[name]
             yield reader.obj, path, values
+
+    def _may_read(self, path: str) -> bool:
+        """A container in an attribute of a plain object counts only if the step read that attribute."""
+        for reader, holder in self.capture.readers:
+            if path.startswith(holder + "."):
+                name = path[len(holder) + 1 :].split(".")[0].split("[")[0]
+                return name in reader.names
+        return True
 
     # The graph.
 

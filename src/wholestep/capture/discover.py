@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep._torch_compat import generator_key
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.ir.signature import InputKind
 
@@ -43,6 +44,10 @@ class World:
     """Plain objects (a Trainer, a config) by identity."""
     tensors: dict[int, tuple[Tensor, Slot]] = field(default_factory=dict)
     """Tensors that are no module's parameter or buffer, by identity."""
+    other_slots: list[tuple[Tensor, Slot]] = field(default_factory=list)
+    """Further places that hold a tensor which was already found (`_flat_weights` of an RNN)."""
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    """Lists and dicts that the step's code names or its modules hold."""
     generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
     """Plain values in closures and globals that the step's own code names: path, slot, value."""
@@ -66,8 +71,12 @@ class _Walk:
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         if isinstance(value, _PLAIN) or value is None:
             return
+        if isinstance(value, Tensor) and slot is not None and value.requires_grad:
+            self.world.other_slots.append((value, slot))
         if id(value) in self._seen or depth > _MAX_DEPTH:
             return
+        if isinstance(value, list | dict):
+            self.world.containers.append((value, path))
         self._seen.add(id(value))
         self._keep.append(value)
         world = self.world
@@ -85,7 +94,7 @@ class _Walk:
             if slot is not None:
                 world.tensors[id(value)] = (value, slot)
         elif isinstance(value, torch.Generator):
-            world.generators[id(value)] = (value, path)
+            world.generators[generator_key(value)] = (value, path)
         elif isinstance(value, dict | UserDict):
             mapping = value.data if isinstance(value, UserDict) else value
             for key, item in list(mapping.items()):

@@ -24,11 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
-from wholestep._torch_compat import FUSED_OPTIMIZER_FUNCTIONS, FakeTensor, adafactor_module, foreach_type_lists
+from wholestep._torch_compat import (
+    FUSED_OPTIMIZER_FUNCTIONS,
+    MODULE_APPLY,
+    RNN_WEIGHTS_CHANGED,
+    FakeTensor,
+    adafactor_module,
+    foreach_type_lists,
+)
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.errors import RandomStateError
+from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError
 from wholestep.ir import rng
 
 _MATH = ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
@@ -72,6 +79,11 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(batchnorm, "float", lambda original, value: _float(value))
         for name, method in (("min", "sym_min"), ("max", "sym_max")):
             patch(adafactor_module(), name, lambda original, a, b, _m=method: _extremum(_m, a, b))
+        patch(nn.Module, MODULE_APPLY, _refuse_module_change)
+        patch(nn.Module, "register_parameter", _refuse_module_change)
+        patch(nn.Module, "__setattr__", _set_attribute)
+        patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
+        patch(torch, "from_numpy", _refuse_array)
         _patch_rng(host, patch)
         for types in foreach_type_lists():
             types.append(FakeTensor)
@@ -80,6 +92,28 @@ def patched(host: PatchHost) -> Iterator[None]:
 
 
 _BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+
+def _refuse_module_change(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterDataError(
+        f"the step converts or replaces parameters of a {type(module).__name__}.",
+        fix="convert the module outside of the step; to change values, write into parameters under torch.no_grad().",
+        location=user_location(),
+    )
+
+
+def _set_attribute(original: Any, module: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, nn.Parameter) and value is not vars(module).get("_parameters", {}).get(name):
+        _refuse_module_change(original, module)
+    original(module, name, value)
+
+
+def _refuse_array(original: Any, array: Any) -> Any:
+    raise CapturedTensorError(
+        f"torch.from_numpy reads an array of shape {array.shape} that the graph would not see change.",
+        fix="make the tensor outside of the step and pass it as an argument.",
+        location=user_location(),
+    )
 
 
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -113,7 +113,7 @@ def _same_plain(before: Any, after: Any) -> bool:
         return False
     if isinstance(before, int | float | str | bool | bytes | type(None)):
         return bool(before == after)
-    if isinstance(before, _CONTAINERS | tuple) and not holds_tensor(before) and not holds_tensor(after):
+    if isinstance(before, (*_CONTAINERS, tuple)) and not holds_tensor(before) and not holds_tensor(after):
         try:
             return bool(before == after)
         except Exception:  # an element whose comparison fails is not the same

@@ -39,7 +39,7 @@ from wholestep._torch_compat import (
 )
 from wholestep.capture.location import location_of, user_frame, user_location
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.capture.schema import OpFacts, bind, op_facts
+from wholestep.capture.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.views import invert_view
 from wholestep.errors import (
     DataShapeError,
@@ -343,7 +343,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _flag(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return bool(bind(facts, args, kwargs, facts.names.index(facts.writes_if)))
+        flag = bind(facts, args, kwargs, facts.names.index(facts.writes_if))
+        return bool(flag) and bind(facts, args, kwargs, facts.writes[0]) is not None
 
     def _register_outputs(self, node: fx.Node, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -400,7 +401,9 @@ class Recorder(TorchDispatchMode):
         value = self._value(fake)
         if func is aten.detach_.default:
             return func(*fake_args, **fake_kwargs)
-        functional = getattr(getattr(aten, func.name().split("::")[1].split(".")[0].removesuffix("_")), _overload(func))
+        functional = view_variant(func)
+        if functional is None:
+            raise UnsupportedError(f"{func} has no view form.", location=user_location(), fix="use the out-of-place form.")
         was = fake.detach()
         before = Value(was, self._read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index)
         self._values[id(was)] = before
@@ -441,7 +444,15 @@ class Recorder(TorchDispatchMode):
             _refuse_overlap(func, target)
         functional = facts.functional
         exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
+        if facts.is_random and not exact:
+            functional = None  # random numbers are drawn in memory order: keep the memory
+        for name in facts.out_names if functional is not None else ():
+            fake_kwargs.pop(name)
+            node_kwargs.pop(name)
+            exact = False
         plain = None if functional is None or exact else functional(*fake_args, **fake_kwargs)
+        if plain is not None:
+            fake_kwargs.update(zip(facts.out_names, targets, strict=False))
         out = func(*fake_args, **fake_kwargs)
         if facts.is_random:
             self._note_random(targets, fake_args)
@@ -454,7 +465,8 @@ class Recorder(TorchDispatchMode):
         else:
             vals = plain if plain is not None else _functional_vals(fresh, targets)
             node = self._create(functional, tuple(node_args), node_kwargs, vals)
-            node.meta[KEY] = self._meta(func)
+            if not facts.out_names:
+                node.meta[KEY] = self._meta(func)
             pieces = list(self._pieces(node, vals))
             fresh_nodes, new_nodes = pieces[: len(fresh)], pieces[len(fresh) :]
         for fake, fresh_node in zip(fresh, fresh_nodes, strict=True):
@@ -609,11 +621,6 @@ class Recorder(TorchDispatchMode):
 _HOP_FIX = "call the plain implementation instead (for flex_attention: scaled_dot_product_attention)."
 
 
-def _overload(func: OpOverload) -> str:
-    name = func.name().split(".")
-    return name[1] if len(name) > 1 else "default"
-
-
 def _map(items: tuple[Any, ...], fn: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(fn(item) for item in items)
 
@@ -658,8 +665,11 @@ def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[
 
 
 def _refuse_overlap(func: Any, tensor: Tensor) -> None:
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride == 0 and size > 1:
+    reach = 0
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+        overlaps = stride <= reach
+        reach += stride * (size - 1)
+        if overlaps:
             raise OverlapError(
                 f"{func} writes through a view whose elements share memory (shape {tuple(tensor.shape)}, "
                 f"strides {tuple(tensor.stride())}).",

@@ -49,6 +49,8 @@ class OpFacts:
     is_random: bool
     functional: OpOverload | None
     """Computes the written values out of place, as extra results after its own."""
+    out_names: tuple[str, ...]
+    """`out=` arguments: written, never read, and absent from the functional operator."""
     fresh_results: int
     """How many leading results of the operator do not alias a written argument."""
 
@@ -73,6 +75,7 @@ def op_facts(op: OpOverload) -> OpFacts:
         replaces_storage=base in _METADATA_WRITES,
         is_random=torch.Tag.nondeterministic_seeded in tags,
         functional=_functional_variant(op) if writes and not inplace_view else None,
+        out_names=tuple(a.name for a in schema.arguments if a.is_out),
         fresh_results=sum(1 for r in schema.returns if r.alias_info is None),
     )
 
@@ -89,10 +92,23 @@ def _functional_variant(op: OpOverload) -> OpOverload | None:
     candidates: list[OpOverload] = []
     for name in (base.removesuffix("_"), base.removesuffix("_") + "_functional", base):
         candidates += find_overloads(namespace, name)
-    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments if not a.is_out]
     exact = [o for o in candidates if o is not op and _is_functional(o, wanted, fresh + written)]
     same_name = [o for o in exact if overload_name(o) == (overload or "default")]
     return (same_name or exact or [None])[0]
+
+
+def view_variant(op: OpOverload) -> OpOverload | None:
+    """`transpose.int` for `transpose_`: the operator that returns the view which `op` turns its argument into."""
+    qualified = op.name().split(".")[0]
+    namespace, base = qualified.split("::")
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    for candidate in find_overloads(namespace, base.removesuffix("_")):
+        arguments = schema_of(candidate).arguments
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        if not writes and [(a.name, str(a.type)) for a in arguments] == wanted:
+            return candidate
+    return None
 
 
 def _is_functional(op: OpOverload, wanted: list[tuple[str, str]], results: int) -> bool:

@@ -90,6 +90,11 @@ class SequenceSlot(Slot):
 
 
 @dataclass(frozen=True, eq=False)
+class GroupParamSlot(SequenceSlot):
+    """A parameter that only an optimizer's param group refers to."""
+
+
+@dataclass(frozen=True, eq=False)
 class CellSlot(Slot):
     """A variable of an enclosing function."""
 

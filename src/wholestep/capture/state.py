@@ -21,11 +21,11 @@ from wholestep.capture.discover import World
 from wholestep.capture.slots import (
     FixedSlot,
     GradSlot,
+    GroupParamSlot,
     HyperSlot,
     MappingSlot,
     ModuleSlot,
     OptimizerStateSlot,
-    SequenceSlot,
     Slot,
 )
 from wholestep.errors import CapturedTensorError, UnsupportedError
@@ -88,7 +88,7 @@ class StateTable:
                     if id(param) not in self.tracked:
                         found = self.world.tensors.get(id(param))
                         where = f"{path}.param_groups[{g}].params[{i}]"
-                        slot = found[1] if found else SequenceSlot(InputKind.PARAMETER, where, None, group["params"], i)
+                        slot = found[1] if found else GroupParamSlot(InputKind.PARAMETER, where, None, group["params"], i)
                         self._track(param, _as_kind(slot, InputKind.PARAMETER))
         for real, slot in self.world.tensors.values():
             if real.requires_grad and id(real) not in self.tracked and real.is_leaf:
@@ -156,15 +156,18 @@ class StateTable:
         """Put the fakes where the user's code looks."""
         for slot, tracked in self.module_slots:
             self._swap(slot, tracked.fake)
+        for real, slot in self.world.other_slots:
+            if id(real) in self.tracked and not isinstance(slot, FixedSlot):
+                self._swap(slot, self.tracked[id(real)].fake)
         for tracked in self.parameters:
-            if not isinstance(tracked.slot, ModuleSlot | FixedSlot):
+            if not isinstance(tracked.slot, ModuleSlot | FixedSlot | GroupParamSlot):
                 self._swap(tracked.slot, tracked.fake)
             self._grad(tracked)
         for optimizer, path in self.world.optimizers.items():
             self._swap_optimizer(optimizer, path)
         for scaler, path in self.world.scalers.items():
             for attr in ("_scale", "_growth_tracker"):
-                real = getattr(scaler, attr)
+                real = vars(scaler).get(attr)
                 if isinstance(real, Tensor):
                     slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
                     self._swap(slot, self._track(real, slot).fake)

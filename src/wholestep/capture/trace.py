@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, without_modes
+from wholestep._torch_compat import FakeTensor, FakeTensorMode, generator_key, new_fake_mode, without_modes
 from wholestep.capture.amp import select_instead_of_branch
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
@@ -25,6 +25,7 @@ from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues, recipe_of
 from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.patches import patched
+from wholestep.capture.plain import skeleton
 from wholestep.capture.python_state import Attributes, ReadTracker
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
@@ -84,6 +85,7 @@ class Capture:
         self.flat: Flat = flatten((args, kwargs))
         self.leaf_paths = _name_leaves(fn, self.flat, len(args))
         self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True))
+        self.contents = [(c, path, skeleton(c)) for c, path in self.world.containers]
         self.shapes = Shapes()
         self.dynamic_dims = _dynamic_dims(options, self.leaf_paths, self.flat.leaves)
         if self.dynamic_dims:
@@ -162,15 +164,15 @@ class Capture:
     def _swap_python_objects(self) -> None:
         for module, path in self.world.modules.items():
             self.snapshots.append(Attributes(module, path))
-        internal = frozenset({"param_groups", "state"})
+        internal = frozenset({"param_groups", "state", "step"})
         for optimizer, path in self.world.optimizers.items():
             self.snapshots.append(Attributes(optimizer, path, internal))
             self._wrap_optimizer(optimizer)
         for scaler, path in self.world.scalers.items():
-            self.snapshots.append(Attributes(scaler, path, frozenset({"_scale", "_growth_tracker"})))
+            self.snapshots.append(Attributes(scaler, path, frozenset({"_scale", "_growth_tracker", "_maybe_opt_step"})))
             vars(scaler)["_maybe_opt_step"] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
         for scheduler, path in self.world.schedulers.items():
-            self.snapshots.append(Attributes(scheduler, path))
+            self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
             self._wrap_scheduler(scheduler, path)
         for holder, path in self.world.holders.values():
             self.snapshots.append(Attributes(holder, path))
@@ -330,10 +332,11 @@ class Capture:
 
     def generator(self, generator: torch.Generator) -> fx.Node:
         """A generator that the step draws from by name is an input."""
-        known = self._generators.get(id(generator))
+        key = generator_key(generator)
+        known = self._generators.get(key)
         if known is None:
-            path = self.world.generators.get(id(generator), (generator, ""))[1]
-            if not path and generator is not torch.default_generator:
+            generator, path = self.world.generators.get(key, (generator, ""))
+            if not path and key != generator_key(torch.default_generator):
                 raise RandomStateError(
                     "the step draws from a generator that a later call could not find again.",
                     fix="pass the generator as an argument or keep it in a variable that the step names.",
@@ -341,7 +344,7 @@ class Capture:
                 )
             slot = GeneratorSlot(InputKind.RNG_STATE, path or "torch.default_generator", None, generator)
             known = self._placeholder(slot)
-            self._generators[id(generator)] = known
+            self._generators[key] = known
         return known
 
     def shape_arg(self, value: Any) -> Any:

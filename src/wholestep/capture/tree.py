@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from wholestep._torch_compat import pytree
 
 
@@ -41,7 +43,7 @@ def flatten(tree: Any, root: str = "") -> Flat:
     """Leaves, paths such as `batch['x'][0]`, and the inverse."""
     wrapped: list[_Wrapped] = []
     plain = _unwrap(tree, wrapped)
-    with_paths, spec = pytree.tree_flatten_with_path(plain)
+    with_paths, spec = pytree.tree_flatten_with_path(plain, is_leaf=_is_size)
     leaves = [leaf for _, leaf in with_paths]
     paths = [root + pytree.keystr(path) for path, _ in with_paths]
 
@@ -49,6 +51,10 @@ def flatten(tree: Any, root: str = "") -> Flat:
         return _rewrap(pytree.tree_unflatten(new, spec))
 
     return Flat(leaves, paths, rebuild if wrapped else (lambda new: pytree.tree_unflatten(new, spec)), spec)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 class _Node(dict):  # type: ignore[type-arg]

@@ -86,16 +86,14 @@ def _shared_positions(op: OpOverload) -> tuple[tuple[int, str], ...]:
     schema = schema_of(op)
     if op_name(op) in _HIDDEN_VIEWS:
         return ((0, schema.arguments[0].name),)
-    shared: set[str] = set()
-    for result in schema.returns:
-        if result.alias_info is not None:
-            shared |= result.alias_info.before_set
-    if not shared:
-        return ()
+    sets = [result.alias_info.before_set for result in schema.returns if result.alias_info is not None]
+    shared: set[str] = set().union(*sets)
+    # Of a list (`Tensor(a)[]`) the schema only tells that it is annotated: it may share with any annotated argument.
+    is_list = not all(sets)
     return tuple(
         (i, a.name)
         for i, a in enumerate(schema.arguments)
-        if a.alias_info is not None and a.alias_info.before_set & shared
+        if a.alias_info is not None and (is_list or a.alias_info.before_set & shared)
     )
 
 

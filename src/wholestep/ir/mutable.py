@@ -60,7 +60,11 @@ def returns_written(op: OpOverload, mutated: tuple[int, ...]) -> tuple[bool, ...
         info = schema.arguments[position].alias_info
         if info is not None:
             written |= info.before_set
-    return tuple(r.alias_info is not None and bool(r.alias_info.before_set & written) for r in schema.returns)
+    # Of a list (`Tensor(a!)[]`) the schema only tells that it is written, not which argument it is.
+    return tuple(
+        r.alias_info is not None and (r.alias_info.is_write or bool(r.alias_info.before_set & written))
+        for r in schema.returns
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -93,16 +93,17 @@ class RecordReader:
         raise GraphFormatError(f"{where}: {shown(data)} is not of the kind expected there.")
 
     def _union(self, choices: tuple[Any, ...], data: Any, where: str) -> Any:
-        for choice in choices:
+        if data is None and type(None) in choices:
+            return None
+        others = [choice for choice in choices if choice is not type(None)]
+        if len(others) == 1:
+            return self._value(others[0], data, where)
+        for choice in others:
             try:
                 return self._value(choice, data, where)
-            except GraphFormatError as error:
-                last = error
-        raise (
-            last
-            if len(choices) == 2 and type(None) in choices and data is not None
-            else GraphFormatError(f"{where}: {shown(data)} is not of a kind expected there.")
-        )
+            except GraphFormatError:
+                continue
+        raise GraphFormatError(f"{where}: {shown(data)} is not of a kind expected there.")
 
     def _tuple(self, items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
         if isinstance(data, list):

@@ -20,16 +20,18 @@ _SCALARS = (int, float, str, bool, type(None))
 _MAX_DEPTH = 100
 
 
-def describe(tree: object, is_tensor_output: Callable[[object], int | None]) -> dict[str, Any]:
-    """The description of a result; `is_tensor_output` gives the output number of a leaf, or None if it is not one."""
+def describe(tree: object, is_tensor_output: Callable[[object], int | dict[str, Any] | None]) -> dict[str, Any]:
+    """The description of a result.
+
+    `is_tensor_output` gives the output number of a leaf, None if it is not an output, or the description of a leaf that
+    stands for something else (see `describe_leaf`).
+    """
     output = is_tensor_output(tree)
     if output is not None:
-        return {"output": output}
-    if type(tree) in _SCALARS:
-        return {"value": tree}
+        return output if isinstance(output, dict) else {"output": output}
     children = pytree_children(tree)
     if children is None:
-        return {"object": _class_name(tree)}
+        return describe_leaf(tree)
     described = [describe(child, is_tensor_output) for child in children]
     if type(tree) is tuple:
         return {"tuple": described}
@@ -44,6 +46,11 @@ def describe(tree: object, is_tensor_output: Callable[[object], int | None]) -> 
     if keys is not None:
         node["keys"] = keys
     return node | {"children": described}
+
+
+def describe_leaf(value: object) -> dict[str, Any]:
+    """The description of a leaf that is not an output."""
+    return {"value": value} if type(value) in _SCALARS else {"object": _class_name(value)}
 
 
 def render(description: Any) -> str:

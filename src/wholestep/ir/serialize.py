@@ -80,7 +80,7 @@ def _write_node(
     line: dict[str, Any] = {"op": node.op, "name": node.name}
     if node.op == "call_function":
         line["target"] = target_name(node.target)
-    elif node.op != "output":
+    elif node.op == "get_attr":
         line["target"] = node.target
     if node.args:
         line["args"] = [arguments.write(arg) for arg in node.args]
@@ -182,8 +182,16 @@ class _Reader:
             raise GraphFormatError(f"expected a list of arguments, found {shown(line['args'])}.")
         if (kwargs and op != "call_function") or (args and op in ("placeholder", "get_attr")):
             raise GraphFormatError(f"a {op} node takes no such arguments.")
-        node = self._graph.create_node(op, self._read_target(op, target, args), tuple(args), kwargs, name=name)
-        if node.name != name:
+        if op == "placeholder":
+            self._check_placeholder(target)
+            target = name
+        elif op == "output":
+            self._check_output(target, args)
+            target = "output"
+        else:
+            target = self._read_target(op, target)
+        node = self._graph.create_node(op, target, tuple(args), kwargs, name=name)
+        if node.name != name or name == "self":
             raise GraphFormatError(f"{shown(name)} is the name of another node, or one that Python code cannot use.")
         self._nodes[name] = node
         if "val" in line:
@@ -191,24 +199,26 @@ class _Reader:
         if "origin" in line:
             set_node_meta(node, self._origin(line["origin"]))
 
-    def _read_target(self, op: str, target: Any, args: list[Any]) -> Any:
-        if op == "output":
-            if not (len(args) == 1 and isinstance(args[0], tuple)):
-                raise GraphFormatError("the output node must hold one flat tuple.")
-            if not all(isinstance(item, fx.Node | int | float | str | None) for item in args[0]):
-                raise GraphFormatError("the output node must hold one flat tuple of nodes and numbers.")
-            return "output"
-        if op == "placeholder":
-            if self._nodes and next(reversed(self._nodes.values())).op != "placeholder":
-                raise GraphFormatError("placeholders come before all other nodes.")
-            return check_identifier(target, "the name of an argument")
+    def _check_placeholder(self, target: Any) -> None:
+        if target is not None:
+            raise GraphFormatError("a placeholder has a name and no target.")
+        if self._nodes and next(reversed(self._nodes.values())).op != "placeholder":
+            raise GraphFormatError("placeholders come before all other nodes.")
+
+    def _check_output(self, target: Any, args: list[Any]) -> None:
+        if target is not None or not (len(args) == 1 and isinstance(args[0], tuple)):
+            raise GraphFormatError("the output node must hold one flat tuple.")
+        if not all(isinstance(item, fx.Node | int | float | str | None) for item in args[0]):
+            raise GraphFormatError("the output node must hold one flat tuple of nodes and numbers.")
+
+    def _read_target(self, op: str, target: Any) -> Any:
         if not isinstance(target, str):
             raise GraphFormatError(f"{shown(target)} is not a target.")
-        if op == "get_attr":
-            if target not in self._constants:
-                raise GraphFormatError(f"the constant {shown(target)} is not in the file.")
-            return target
-        return self._targets.read(target)
+        if op == "call_function":
+            return self._targets.read(target)
+        if target not in self._constants:
+            raise GraphFormatError(f"the constant {shown(target)} is not in the file.")
+        return target
 
     def _origin(self, index: Any) -> NodeMeta:
         if type(index) is not int or not 0 <= index < len(self._origins):

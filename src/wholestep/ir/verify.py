@@ -155,7 +155,10 @@ def functional(graph: _Graph) -> None:
 
 
 def nothing_read_after_write(graph: _Graph) -> None:
-    """No value read after a write shares memory with what was written."""
+    """No value read after a write shares memory with what was written.
+
+    A placeholder among the outputs is the user's own tensor and means its contents after the step.
+    """
     written_at = {_written(node): i for i, node in enumerate(graph.epilogue)}
     if not written_at:
         return
@@ -177,6 +180,8 @@ def nothing_read_after_write(graph: _Graph) -> None:
                     fix=f"write {root.name} later, or copy the value before.",
                 )
     for number, value in enumerate(graph.results()):
+        if isinstance(value, fx.Node) and value.op == "placeholder":
+            continue
         for root in shares.get(value, nothing) if isinstance(value, fx.Node) else nothing:
             graph.fail(
                 graph.nodes[-1],

@@ -62,6 +62,7 @@ class _Reinplace:
         self.exact: dict[fx.Node, fx.Node] = {}
         """For a node that is an input updated in place: the input."""
         self.last_read: dict[fx.Node, int] = {}
+        self.last_write: dict[fx.Node, int] = {}
         self.written_back: dict[fx.Node, fx.Node] = {}
         self._index()
 
@@ -116,6 +117,7 @@ class _Reinplace:
     def _merge(self, result: fx.Node, target: fx.Node) -> None:
         """`result` now is the memory of `target`."""
         old, new = self.root[result], self.root[target]
+        self.last_write[new] = max(self.last_write.get(new, -1), self.order[result])
         self.last_read[new] = max(self.last_read.get(new, -1), self.last_read.get(old, -1))
         self._aliases_of(old, new)
         base = self.exact.get(target, target)
@@ -220,7 +222,7 @@ class _Reinplace:
             if value is target or self.exact.get(value) is target:
                 self.graph.erase_node(copy)
                 continue
-            point = max(self.order[value], self.last_read.get(target, -1))
+            point = max(self.order[value], self.last_read.get(target, -1), self.last_write.get(self.root[value], -1))
             if self.order[copy] > point + 1 and self.nodes[point].op == "call_function":
                 self.nodes[point].append(copy)
 

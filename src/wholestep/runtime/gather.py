@@ -16,6 +16,9 @@ from wholestep.capture.slots import (
 )
 
 
+_NOTHING: dict[Any, Any] = {}
+
+
 class Gather:
     """Reads all inputs of one graph, in the order of its placeholders."""
 
@@ -53,7 +56,7 @@ class Gather:
             for optimizer, entries in self._states:
                 state = optimizer.state
                 for i, param, key in entries:
-                    values[i] = state[param][key]
+                    values[i] = state.get(param, _NOTHING)[key]
         except (KeyError, IndexError):
             return None
         for i, slot in self._others:

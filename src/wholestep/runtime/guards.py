@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import TensorChecks
 from wholestep.capture.captured import Captured
 from wholestep.capture.known import ItemLeaf
+from wholestep.capture.plain import skeleton
 from wholestep.capture.shapes import out_of_range
 from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, Slot
 from wholestep.runtime.gather import Gather
@@ -117,8 +118,17 @@ class Guards:
             declared = self._captured.dynamic_dims.get(slot.index, {}) if isinstance(slot, BatchSlot) else {}
             dims.append(frozenset(declared))
             names.append(slot.path)
-        unused = [i for i in self._tensor_leaves if not any(_is_leaf(s, i) for s in self._gather.tensor_slots)]
-        self._unused_leaves = unused
+        read = {s.index for s in self._gather.tensor_slots if isinstance(s, BatchSlot)}
+        tracked = self._captured.table.tracked
+        self._unused_leaves = unused = []
+        self._leaf_slots: list[tuple[int, Slot]] = []
+        """Argument leaves that are also found elsewhere: a parameter passed to the step, the same tensor twice."""
+        for i in self._tensor_leaves:
+            slot = tracked[id(self._captured.leaves[i])].slot
+            if not isinstance(slot, BatchSlot):
+                self._leaf_slots.append((i, slot))
+            elif i not in read and slot.index == i:
+                unused.append(i)
         for i in unused:
             tensors.append(self._captured.leaves[i])
             dims.append(frozenset(self._captured.dynamic_dims.get(i, {})))
@@ -137,13 +147,14 @@ class Guards:
         ]
         self._number_slots = [s for s in self._captured.inputs if _is_number_slot(s)]
         self._scaler_state = [
-            (scaler, path, scaler._scale is None, scaler._growth_tracker is None, _scaler_constants(scaler))
+            (scaler, path, _scale(scaler) is None, _tracker(scaler) is None, _scaler_constants(scaler))
             for scaler, path in self._captured.world.scalers.items()
         ]
 
     def _build_variables(self) -> None:
         self._variables = [(path, slot, value) for path, slot, value in self._captured.world.variables]
         self._reads = [(obj, path, list(values.items())) for obj, path, values in self._captured.reads]
+        self._containers = self._captured.containers
         self._identities = [
             (slot, tracked.real)
             for tracked in self._captured.table.tracked.values()
@@ -225,17 +236,23 @@ class Guards:
                 now = attributes.get(name, ABSENT)
                 if now is not value and not _same_number(now, value):
                     yield f"{path}.{name} was {value!r} and is {now!r}"
+        for container, path, contents in self._containers:
+            if skeleton(container) != contents:
+                yield f"the contents of {path} changed"
         for slot, real in self._identities:
             if slot.get() is not real:
                 yield f"{slot.path} is another tensor"
         for scaler, path, no_scale, no_tracker, constants in self._scaler_state:
-            if (scaler._scale is None, scaler._growth_tracker is None) != (no_scale, no_tracker):
+            if (_scale(scaler) is None, _tracker(scaler) is None) != (no_scale, no_tracker):
                 yield f"{path} has {'' if no_scale else 'no longer '}been used"
             if _scaler_constants(scaler) != constants:
                 yield f"a setting of {path} changed"
         for slot in self._number_slots:
             if type(slot.get()) is not type(self._gather.example(slot)):
                 yield f"{slot.path} has type {type(slot.get()).__name__}"
+        for i, slot in self._leaf_slots:
+            if leaves[i] is not slot.get():
+                yield f"{self._captured.leaf_paths[i]} is no longer {slot.path}"
         for first, second in self._aliases:
             if leaves[first] is not leaves[second]:
                 yield f"{self._captured.leaf_paths[first]} and {self._captured.leaf_paths[second]} are two tensors"
@@ -355,12 +372,16 @@ def _brief(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
 
 
-def _is_leaf(slot: Slot, index: int) -> bool:
-    return isinstance(slot, BatchSlot) and slot.index == index
-
-
 def _is_number_slot(slot: Slot) -> bool:
     return not isinstance(slot, BatchSlot | GeneratorSlot) and type(slot.get()) in (int, float)
+
+
+def _scale(scaler: Any) -> Any:
+    return vars(scaler).get("_scale")
+
+
+def _tracker(scaler: Any) -> Any:
+    return vars(scaler).get("_growth_tracker")
 
 
 def _scaler_constants(scaler: Any) -> tuple[Any, ...]:
