@@ -14,8 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 slow_by_nature = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=slow_by_nature)
-settings.register_profile("search", deadline=None, max_examples=1000, suppress_health_check=slow_by_nature)
+common = settings(deadline=None, database=None, suppress_health_check=slow_by_nature)
+settings.register_profile("ci", common, derandomize=True, max_examples=40)
+settings.register_profile("search", common, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

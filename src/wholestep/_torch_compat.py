@@ -49,6 +49,14 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def below_autograd() -> AbstractContextManager[Any]:
+    """Run kernels as autograd runs them: nothing is recorded, grad mode is not touched. 2.11, 2.13.
+
+    Some kernels look at the grad mode (oneDNN's LSTM keeps its workspace only where it is on), so `no_grad` would not do.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def find_overloads(namespace: str, name: str) -> list[OpOverload]:
     """All overloads of `namespace::name`; none if there is no such operator."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
@@ -229,6 +237,9 @@ MODULE_APPLY = "_apply"
 RNN_WEIGHTS_CHANGED = "_weights_have_changed"
 """The method of nn.RNNBase that re-packs weights; fakes in place of weights would look like a change. 2.11, 2.13."""
 
+AMP_UPDATE_SCALE = "_amp_update_scale_"
+"""The function of `torch` behind GradScaler.update; takes its factors as plain numbers. 2.11, 2.13."""
+
 FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """Functions of `torch` that take hyper-parameters as plain floats; wrapped while tracing. 2.11, 2.13."""
 
@@ -266,6 +277,31 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
     ):
         found.extend(hooks.values())
     return found
+
+
+def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """The live dictionaries that hold hooks, to see at each call whether any was added. 2.11, 2.13."""
+    from torch.nn.modules import module as _module
+    from torch.optim import optimizer as _optimizer
+
+    found: list[Any] = [
+        _module._global_forward_pre_hooks,
+        _module._global_forward_hooks,
+        _module._global_backward_hooks,
+        _module._global_backward_pre_hooks,
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    ]
+    for m in modules:
+        found += [m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks]
+    for o in optimizers:
+        found += [o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks]
+    return found
+
+
+def hooks_of_tensors(tensors: Sequence[Tensor]) -> list[Any]:
+    """The hook dictionaries of many tensors; None where there are none. 2.11, 2.13."""
+    return [t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors]  # type: ignore[attr-defined]
 
 
 def global_module_hooks() -> list[Any]:
@@ -310,6 +346,11 @@ def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.Sy
     ) if hasattr(env, "constrain_symbol_range") else None
     env.var_to_range[made.node.expr] = ValueRanges(max(low, 2), max(top, 2))
     return made
+
+
+def fixed_symbols(env: ShapeEnv) -> list[tuple[str, int]]:
+    """Symbols that the trace found to have one value only. 2.11, 2.13."""
+    return [(str(symbol), int(value)) for symbol, value in env.replacements.items() if value.is_Integer]
 
 
 def shape_guards(env: ShapeEnv) -> list[Any]:

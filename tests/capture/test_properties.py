@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -139,7 +139,6 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-@settings(max_examples=40)
 @given(PROGRAMS, st.integers(0, len(OPTIMIZERS) - 1), st.sampled_from(["start", "end", "never"]), st.booleans())
 @example([(11, 3, 2), (14, 1, 1), (1, 0, 0), (12, 2, 1), (8, 5, 0)], 3, "start", True)
 @example([(13, 0, 0), (3, 9, 0), (6, 1, 0), (10, 1, 0)], 0, "end", False)
@@ -278,7 +277,6 @@ def run_view_program(program: list[Instruction], base: torch.Tensor) -> list[tor
 VIEW_PROGRAMS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=10)
 
 
-@settings(max_examples=60)
 @given(VIEW_PROGRAMS, st.sampled_from(["batch", "buffer", "clone"]))
 def test_writes_through_random_views_are_seen_through_every_other_view(
     program: list[Instruction], where_from: str
@@ -295,7 +293,6 @@ def test_writes_through_random_views_are_seen_through_every_other_view(
     assert_program_agrees(make)
 
 
-@settings(max_examples=40)
 @given(VIEW_PROGRAMS)
 def test_gradients_flow_through_writes_into_random_views(program: list[Instruction]) -> None:
     def make() -> Run:
@@ -312,7 +309,6 @@ def test_gradients_flow_through_writes_into_random_views(program: list[Instructi
     assert_program_agrees(make)
 
 
-@settings(max_examples=30)
 @given(VIEW_PROGRAMS)
 def test_views_that_a_step_returns_have_the_values_that_the_last_write_left(program: list[Instruction]) -> None:
     def make() -> Run:

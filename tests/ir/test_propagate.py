@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -111,6 +112,18 @@ def test_numbers_of_a_capture_that_has_ended_are_used_by_their_hint_only() -> No
         number = step.gm.graph.call_function(max, (1.0, 2.0))
     number.meta["val"] = torch.SymFloat(Node())
     node.args = (node.args[0], number)
+    verify(step, level=2)
+
+
+def test_numbers_read_from_tensors_may_be_unknown() -> None:
+    step = sgd_step()
+    node = find(step, aten.mul.Tensor)
+    with step.gm.graph.inserting_before(node):
+        item = step.gm.graph.call_function(aten._local_scalar_dense.default, (find(step, aten.mean.default),))
+        number = step.gm.graph.call_function(operator.truediv, (item, 0.0))
+    node.args = (node.args[0], number)
+    verify(step, level=2)
+    item.meta["val"] = number.meta["val"] = None
     verify(step, level=2)
 
 

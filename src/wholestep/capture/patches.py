@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
 from wholestep._torch_compat import (
+    AMP_UPDATE_SCALE,
     FUSED_OPTIMIZER_FUNCTIONS,
     MODULE_APPLY,
     RNN_WEIGHTS_CHANGED,
@@ -74,6 +75,9 @@ def patched(host: PatchHost) -> Iterator[None]:
         for name in FUSED_OPTIMIZER_FUNCTIONS:
             patch(torch, name, lambda original, *a, **k: _with_named_scalars(host, original, (), a, k))
         patch(torch, "batch_norm", lambda original, *a, **k: _with_named_scalars(host, original, _BATCH_NORM, a, k))
+        patch(
+            torch, AMP_UPDATE_SCALE, lambda original, *a, **k: _with_named_scalars(host, original, _UPDATE_SCALE, a, k)
+        )
         for name in _MATH:
             patch(math, name, lambda original, *a, _name=name, **k: _math(_name, original, *a, **k))
         patch(batchnorm, "float", lambda original, value: _float(value))
@@ -91,6 +95,14 @@ def patched(host: PatchHost) -> Iterator[None]:
         yield
 
 
+_UPDATE_SCALE = (
+    "self",
+    "growth_tracker",
+    "found_inf",
+    "scale_growth_factor",
+    "scale_backoff_factor",
+    "growth_interval",
+)
 _BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
 

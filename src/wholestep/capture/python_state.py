@@ -81,6 +81,9 @@ class ReadTracker:
                 names[name] = None
             return base.__getattribute__(this, name)
 
+        if not _is_python_class(base):
+            names.update(dict.fromkeys(attributes))
+            return
         try:
             tracked = type(base.__name__, (base,), {"__getattribute__": __getattribute__, "__slots__": ()})
             tracked.__module__ = base.__module__
@@ -95,6 +98,14 @@ class ReadTracker:
         if self.active:
             object.__setattr__(self.obj, "__class__", self._class)
             self.active = False
+
+
+_HEAP_TYPE = 1 << 9
+
+
+def _is_python_class(cls: type) -> bool:
+    """Whether instances of a class may take a subclass of it: every class above it is written in Python."""
+    return all(c.__flags__ & _HEAP_TYPE and c.__basicsize__ <= 32 for c in cls.__mro__[:-1])
 
 
 def holds_tensor(value: Any) -> bool:

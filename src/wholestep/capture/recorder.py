@@ -76,7 +76,7 @@ _METADATA_QUERIES = frozenset(
     }
 )
 _SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
-_EMPTY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default})
+_BRANCHES_IN_BACKWARD = frozenset({aten.prod, aten.cumprod})
 
 
 class Base:
@@ -317,6 +317,12 @@ class Recorder(TorchDispatchMode):
             )
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if func.overloadpacket in _BRANCHES_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad:
+            raise UnsupportedError(
+                f"the backward of {func} looks for zeros in its input and branches on them.",
+                fix="use exp(sum(log(x))), or detach the input.",
+                location=user_location(),
+            )
         facts = op_facts(func)
         fake_args, node_args = self._convert_all(args)
         fake_kwargs, node_kwargs = self._convert_kwargs(kwargs)

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import (
     FakeTensorMode,
     ShapeEnv,
+    fixed_symbols,
     new_fake,
     new_symbol,
     shape_guards,
@@ -88,6 +89,18 @@ class Shapes:
         self.symbols[name] = (declared, size)
         self.sources[name] = []
         return made
+
+    def refuse_fixed(self) -> None:
+        """A declared dim that the step tied to one size is not dynamic."""
+        if self.env is None:
+            return
+        for name, value in fixed_symbols(self.env):
+            if name in self.symbols:
+                places = ", ".join(f"dimension {dim}" for _, dim in self.sources[name])
+                raise DynamicShapeError(
+                    f"{places} of the batch was declared dynamic, and the step works only for size {value}.",
+                    fix="derive sizes from tensor.shape instead of writing them down, or drop the Dim.",
+                )
 
     def guards(self) -> list[tuple[str, Callable[[dict[str, int]], bool]]]:
         """Conditions on the symbols that the trace relied on: text and check."""

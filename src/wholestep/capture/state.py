@@ -171,6 +171,11 @@ class StateTable:
                 if isinstance(real, Tensor):
                     slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
                     self._swap(slot, self._track(real, slot).fake)
+            for attr in ("_growth_factor", "_backoff_factor", "_growth_interval"):
+                number = vars(scaler).get(attr)
+                if type(number) in (int, float):
+                    slot = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)
+                    self._swap(slot, self._make_scalar(slot, number))
 
     def restore(self) -> None:
         """Everything back to where it was."""

@@ -121,6 +121,7 @@ class Capture:
                 refuse_hooks(self.world, self.table.parameters)
             with self._swapped():
                 result = self._trace(rng)
+                self.shapes.refuse_fixed()
                 captured = collect(self, result)
         finally:
             rng.restore()

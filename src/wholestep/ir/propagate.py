@@ -6,6 +6,7 @@ run on fake tensors, what was recorded is taken as true and the walk goes on fro
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -17,11 +18,13 @@ from wholestep._torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    OpOverload,
     UnsupportedOperatorException,
     fake_tensor,
 )
 from wholestep.ir.constants import find_constant
 from wholestep.ir.effects import is_data_dependent
+from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import describe_value
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.values import hint_of, is_shape_symbol, kind_of
@@ -64,6 +67,9 @@ class _Run:
             # A graph of another machine keeps its constants on the CPU.
             self._compare(node, recorded, constant, device=False)
             self._values[node] = self._fake(constant if recorded is None else recorded)
+        elif _is_arithmetic(node) and recorded is None:
+            # A number that only a run knows, computed from others.
+            self._values[node] = _ANY_NUMBER["float"]
         elif node.op == "placeholder" or self._is_given(node, recorded):
             self._values[node] = self._fake(recorded)
         else:
@@ -120,6 +126,13 @@ class _Run:
             for what, a, b in _differences(old, new):
                 if what != "device" or device:
                     self._fail(node, f"{node.name} has {what} {b}, its `val` says {a}.")
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether a node computes a number out of numbers, or reads one from a tensor."""
+    if isinstance(node.target, OpOverload):
+        return node.target is torch.ops.aten._local_scalar_dense.default
+    return node.op == "call_function" and node.target not in (operator.getitem, call_on_copies, *SIDE_EFFECTS)
 
 
 def _differences(old: Tensor, new: Tensor) -> Iterator[tuple[str, Any, Any]]:

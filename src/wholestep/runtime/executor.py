@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholestep._torch_compat import below_autograd
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import GradSlot
 from wholestep.ir.signature import ChangeKind
@@ -26,6 +27,7 @@ class Entry:
         self.executable: fx.GraphModule = reinplaced(captured.step_graph)
         self._forward = self.executable.forward
         self._release = _releasable(captured)
+        self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._results = captured.result_leaves
         self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or c not in self._release]
 
@@ -33,8 +35,12 @@ class Entry:
         """Run the graph on gathered inputs and apply what it changes."""
         for change in self._release:
             change.slot.remove()
-        with torch.no_grad():
-            outputs = self._forward(*inputs)
+        if self._autocast:
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
+                outputs = self._forward(*inputs)
+        else:
+            with below_autograd():
+                outputs = self._forward(*inputs)
         del inputs
         for change in self._changes:
             _apply(change, outputs)

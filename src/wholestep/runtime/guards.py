@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import TensorChecks
+from wholestep._torch_compat import TensorChecks, hook_registries, hooks_of_tensors
 from wholestep.capture.captured import Captured
 from wholestep.capture.known import ItemLeaf
 from wholestep.capture.plain import skeleton
@@ -151,6 +151,12 @@ class Guards:
             for scaler, path in self._captured.world.scalers.items()
         ]
 
+        self._hook_registries = hook_registries(
+            [m for m, _ in self._captured.modules], list(self._captured.world.optimizers)
+        )
+        self._hook_counts = list(map(len, self._hook_registries))
+        self._tensor_hooks = list(map(bool, hooks_of_tensors(self._grad_owners)))
+
     def _build_variables(self) -> None:
         self._variables = [(path, slot, value) for path, slot, value in self._captured.world.variables]
         self._reads = [(obj, path, list(values.items())) for obj, path, values in self._captured.reads]
@@ -180,6 +186,8 @@ class Guards:
                 and [p.grad is None for p in self._grad_owners] == self._grad_absent
                 and [p.requires_grad for p in self._grad_owners] == self._requires_grad
                 and all(len(d) == n for d, n in self._registered)
+                and list(map(len, self._hook_registries)) == self._hook_counts
+                and list(map(bool, hooks_of_tensors(self._grad_owners))) == self._tensor_hooks
                 and self._optimizers_hold()
                 and self._tensors_hold(leaves, state)
                 and next(self._slow_differences(leaves), None) is None
@@ -351,6 +359,10 @@ class Guards:
         for path, owner, required in zip(self._grad_paths, self._grad_owners, self._requires_grad, strict=True):
             if owner.requires_grad != required:
                 yield f"{path}.requires_grad is {owner.requires_grad}"
+        if list(map(len, self._hook_registries)) != self._hook_counts or (
+            list(map(bool, hooks_of_tensors(self._grad_owners))) != self._tensor_hooks
+        ):
+            yield "a hook was added or removed"
         if state is None:
             yield "some state that the graph reads is gone"
             return
@@ -388,9 +400,6 @@ def _scaler_constants(scaler: Any) -> tuple[Any, ...]:
     return (
         scaler._enabled,
         getattr(scaler, "_init_scale", None),
-        getattr(scaler, "_growth_factor", None),
-        getattr(scaler, "_backoff_factor", None),
-        getattr(scaler, "_growth_interval", None),
     )
 
 
