@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -19,7 +20,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy_functions
@@ -28,9 +29,11 @@ from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
 
 # OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
 # OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
-# pytree: torch's own trees of tensors, the registry that users and Hugging Face register with. 2.11, 2.13.
 # TorchDispatchMode: sees every operator below autograd. 2.11, 2.13.
 # HigherOrderOperator: the type of operators that take functions (`cond`, `auto_functionalized`). 2.11, 2.13.
+
+pytree = _pytree
+"""torch's own trees of tensors: the registry that users and Hugging Face register with. 2.11, 2.13."""
 
 FakeTensor = _fake_tensor.FakeTensor
 """The tensor without data that capture runs the user's code on. 2.11, 2.13."""
@@ -52,7 +55,7 @@ def without_modes() -> AbstractContextManager[Any]:
 def below_autograd() -> AbstractContextManager[Any]:
     """Run kernels as autograd runs them: nothing is recorded, grad mode is not touched. 2.11, 2.13.
 
-    Some kernels look at the grad mode (oneDNN's LSTM keeps its workspace only where it is on), so `no_grad` would not do.
+    Some kernels look at the grad mode (oneDNN's LSTM keeps its workspace only where it is on): `no_grad` would not do.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
@@ -99,12 +102,18 @@ def new_fake(mode: FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = N
 
 def generator_key(generator: torch.Generator) -> int:
     """Identity of a generator; dispatch hands out a new Python object each time (`Generator._cdata`). 2.11, 2.13."""
-    return int(generator._cdata)
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def cuda_is_initialized() -> bool:
+    """Whether this process uses CUDA (`torch.cuda.is_initialized`, which has no types). 2.11, 2.13."""
+    initialized: Any = torch.cuda.is_initialized
+    return bool(initialized())
 
 
 def mark_parameter(tensor: Tensor) -> None:
     """Make `isinstance(tensor, nn.Parameter)` true (`Tensor._is_param`). 2.11, 2.13."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
 
 
 def current_autograd_node() -> Any:
@@ -120,7 +129,7 @@ def is_accumulating_gradient() -> bool:
 
 def autograd_sequence_number() -> int:
     """How many autograd nodes were made; relates a backward node to the line of its forward. 2.11, 2.13."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def node_sequence_number(node: Any) -> int:
@@ -140,7 +149,8 @@ class TensorChecks:
             [None] * t.dim() if dims else list(t.stride()) for t, dims in zip(tensors, dynamic_dims, strict=True)
         ]
         self._names = list(names)
-        self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards: Any = _TensorGuards
+        self._guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all tensors still look as they did."""
@@ -149,6 +159,13 @@ class TensorChecks:
     def explain(self, tensors: Sequence[Tensor]) -> str:
         """Why `hold` is false."""
         return str(self._guards.check_verbose(*tensors, tensor_check_names=self._names))
+
+
+class DispatchMode(TorchDispatchMode):
+    """TorchDispatchMode with types. 2.11, 2.13."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 def _static(sizes: Sequence[int], dynamic: frozenset[int]) -> list[int | None]:
@@ -197,9 +214,7 @@ def symbol_range(env: ShapeEnv, symbol: Any) -> tuple[int | None, int | None]:
     return lower, upper
 
 
-def register_symbol(
-    env: ShapeEnv, symbol: Any, hint: int | float | None, lower: int | None, upper: int | None
-) -> None:
+def register_symbol(env: ShapeEnv, symbol: Any, hint: int | float | None, lower: int | None, upper: int | None) -> None:
     """Make a symbol read from a file known to a ShapeEnv, under its own name. 2.11, 2.13."""
     if hint is not None:
         env.backed_var_to_val[symbol] = sympy.Integer(hint) if symbol.is_integer else sympy.Float(hint)
@@ -220,7 +235,7 @@ def pytree_children(tree: object) -> list[object] | None:
     return children
 
 
-def foreach_type_lists() -> list[list[type]]:
+def foreach_type_lists() -> list[list[Any]]:
     """The lists of tensor types for which torch picks foreach and fused kernels by default. 2.11, 2.13.
 
     FakeTensor joins them while a step is traced, so that the trace takes the path eager takes.
@@ -228,7 +243,8 @@ def foreach_type_lists() -> list[list[type]]:
     from torch.optim import optimizer as _optimizer
     from torch.utils import _foreach_utils
 
-    return [_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    lists: list[Any] = [_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    return lists
 
 
 MODULE_APPLY = "_apply"
@@ -299,9 +315,8 @@ def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[tor
     return found
 
 
-def hooks_of_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """The hook dictionaries of many tensors; None where there are none. 2.11, 2.13."""
-    return [t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors]  # type: ignore[attr-defined]
+HOOK_ATTRIBUTES = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
+"""Read the hook dictionaries of a tensor; None where it never had a hook. 2.11, 2.13."""
 
 
 def global_module_hooks() -> list[Any]:
@@ -339,13 +354,10 @@ def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.Sy
 
     source = ConstantSource(f"wholestep_dim{len(env.var_to_range)}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    made = env.create_symintnode(symbol, hint=hint, source=source)
+    made: Any = env.create_symintnode(symbol, hint=hint, source=source)
     top = high if high is not None else 2**31
-    env.constrain_symbol_range(
-        made.node.expr, compiler_min=max(low, 2), compiler_max=max(top, 2)
-    ) if hasattr(env, "constrain_symbol_range") else None
     env.var_to_range[made.node.expr] = ValueRanges(max(low, 2), max(top, 2))
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def fixed_symbols(env: ShapeEnv) -> list[tuple[str, int]]:

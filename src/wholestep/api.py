@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from wholestep.capture.trace import trace_step
-from wholestep.capture.tree import flatten
+from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
@@ -69,7 +69,8 @@ class CompiledStep(Generic[P, R]):
         return self._last.step_graph if self._last is not None else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._run(self._fn, args, kwargs)
+        result: R = self._run(self._fn, args, kwargs)
+        return result
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -78,29 +79,36 @@ class CompiledStep(Generic[P, R]):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls += 1
-        flat = flatten((args, kwargs))
+        leaves, structure = leaves_of((args, kwargs))
         last = self._last
         if last is not None:
-            state = last.gather.read(flat.leaves)
-            if state is not None and last.guards.hold(flat.leaves, flat.spec, state):
+            state = last.gather.read(leaves)
+            if state is not None and last.guards.hold(leaves, structure, state):
                 return last.run(state)
         for entry in reversed(self._entries):
             if entry is not last:
-                state = entry.gather.read(flat.leaves)
-                if state is not None and entry.guards.hold(flat.leaves, flat.spec, state):
+                state = entry.gather.read(leaves)
+                if state is not None and entry.guards.hold(leaves, structure, state):
                     self._last = entry
                     return entry.run(state)
-        entry = self._capture(fn, args, kwargs, flat)
-        state = entry.gather.read(flat.leaves)
+        entry = self._capture(fn, args, kwargs, leaves, structure)
+        state = entry.gather.read(leaves)
         assert state is not None, "what was just captured can be read"
         self._last = entry
         return entry.run(state)
 
-    def _capture(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], flat: Any) -> Entry:
+    def _capture(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: Any,
+    ) -> Entry:
         reason = None
         if self._last is not None:
-            state = self._last.gather.read(flat.leaves)
-            reason = self._last.guards.why_not(flat.leaves, flat.spec, state)
+            state = self._last.gather.read(leaves)
+            reason = self._last.guards.why_not(leaves, structure, state)
             number = self._last.guards.changed_number()
             if number is not None:
                 self._symbolic_numbers |= {number}
@@ -175,10 +183,11 @@ def compile(fn: Any = None, **options: Any) -> Any:
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     """The StepGraph of one call, with nothing executed and no state changed."""
     options = Options()
-    if isinstance(fn, CompiledStep):
-        fn, options = fn._fn, fn.options
-    elif isinstance(fn, _BoundStep):
-        fn, options = fn.__wholestep_function__, fn._step.options
-    captured = trace_step(fn, args, kwargs, options)
+    step: Any = fn
+    if isinstance(step, CompiledStep):
+        options = step.options
+    elif isinstance(step, _BoundStep):
+        options = step._step.options
+    captured = trace_step(getattr(step, "__wholestep_function__", step), args, kwargs, options)
     verify(captured.step_graph, options.verify)
     return captured.step_graph

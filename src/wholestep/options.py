@@ -51,7 +51,7 @@ class Options:
                 )
         if self.verify not in (0, 1, 2, 3):
             raise OptionError(f"verify={self.verify!r}", fix="use 0, 1, 2 or 3.")
-        if not isinstance(self.max_recompiles, int) or self.max_recompiles < 0:
+        if type(self.max_recompiles) is not int or self.max_recompiles < 0:
             raise OptionError(f"max_recompiles={self.max_recompiles!r}", fix="use a whole number, 0 or more.")
         if self.hooks not in ("refuse", "trace"):
             raise OptionError(f"hooks={self.hooks!r}", fix='use "refuse" or "trace".')

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cases.optimizers import FORMS
 from cases.parts import TiedLanguageModel, WithUnusedParts, adamw, mlp, plain_run
 from harness import Case, Run, batch_of, case, tokens_of
 
@@ -256,9 +257,9 @@ def parameters_outside_the_optimizer(where: torch.device) -> Run:
     return plain_run(where, model, torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9))
 
 
-def parts_used_on_some_steps(where: torch.device) -> Run:
+def parts_used_on_some_steps(where: torch.device, form: str) -> Run:
     model = nn.ModuleDict({"body": nn.Linear(6, 6), "a": nn.Linear(6, 2), "b": nn.Linear(6, 2)}).to(where)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **FORMS["Adam"][form][0])
 
     def step(x: torch.Tensor, head: str) -> torch.Tensor:
         loss = model[head](torch.tanh(model["body"](x))).square().mean()
@@ -343,7 +344,7 @@ CASES: list[Case] = [
     case(frozen_and_unused_parameters, True),
     case(frozen_and_unused_parameters, False),
     case(parameters_outside_the_optimizer),
-    case(parts_used_on_some_steps, graphs=5),
+    *(case(parts_used_on_some_steps, form, graphs=5) for form in ("single", "foreach", "fused")),
     case(detached_and_stopped_parts),
     case(only_backward),
     *(case(evaluation, how, graphs=1) for how in ("plain", "no_grad", "decorated")),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from wholestep.capture.known import Recipe
 from wholestep.capture.scalars import ScalarGuard
 from wholestep.capture.shapes import Shapes
 from wholestep.capture.slots import Slot
@@ -50,17 +51,20 @@ class Captured:
     changes: list[Change]
     result_leaves: list[tuple[str, Any]]
     """Leaves of the user's result: ("output", i) or ("value", object)."""
-    rebuild_result: Callable[[list[Any]], Any]
+    rebuild_result: Callable[[list[Any]], Any] | None
+    """None where the result is a single leaf."""
     host_calls: list[HostCall]
     world: World
     table: StateTable
     shapes: Shapes
     scalar_guards: list[ScalarGuard]
+    items: Recipe | None
+    """Computes the numbers inside of state tensors that the guards look at."""
     placeholder_slots: dict[Any, Slot]
     dynamic_dims: dict[int, dict[int, Any]]
     leaf_paths: list[str]
     leaves: list[Any]
-    spec: Any
+    structure: Any
     volatile: dict[int, set[str]] = field(default_factory=dict)
     """By identity of an object, the attributes that the step itself sets."""
     reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)

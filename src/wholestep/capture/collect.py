@@ -1,4 +1,4 @@
-"""After the trace: what the step returned, what it wrote, created, rebound and removed, as a StepGraph with signature."""
+"""After the trace: what the step returned, wrote, created, rebound and removed, as a StepGraph with signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from wholestep._torch_compat import FakeTensor, OpOverload, storage_key
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.known import ItemLeaf
+from wholestep.capture.known import ItemLeaf, Recipe
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.capture.slots import ABSENT, GradSlot, HyperSlot, MappingSlot, OptimizerStateSlot, Slot
@@ -19,7 +19,7 @@ from wholestep.capture.state import Tracked
 from wholestep.capture.tree import flatten
 from wholestep.errors import AliasError, ItemError, ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
-from wholestep.ir.result_tree import describe
+from wholestep.ir.result_tree import describe, describe_leaf
 from wholestep.ir.signature import (
     ChangeKind,
     InputKind,
@@ -71,6 +71,7 @@ class _Collector:
         for snapshot in capture.snapshots:
             self._attributes(snapshot)
         write_backs = self._epilogue()
+        items = self._item_recipe()  # before dead nodes go
         self._output_node()
         self._drop_unused_inputs()
         gm = fx.GraphModule(_Root(capture.constants), self.graph, "WholeStep")
@@ -81,17 +82,18 @@ class _Collector:
             inputs=inputs,
             changes=self.changes,
             result_leaves=leaves,
-            rebuild_result=flat.rebuild,
+            rebuild_result=None if flat.is_leaf else flat.rebuild,
             host_calls=capture.host_calls,
             world=capture.world,
             table=self.table,
             shapes=capture.shapes,
             scalar_guards=list(capture.guards.values()),
-            placeholder_slots={n: s for n, s in capture.slot_of.items()},
+            items=items,
+            placeholder_slots=dict(capture.slot_of),
             dynamic_dims=capture.dynamic_dims,
             leaf_paths=capture.leaf_paths,
             leaves=capture.flat.leaves,
-            spec=capture.flat.spec,
+            structure=capture.structure,
             volatile=self.volatile,
             reads=list(self._reads()),
             containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
@@ -123,7 +125,7 @@ class _Collector:
 
     def _scalar_node(self, scalar: ScalarNode, path: str) -> Any:
         for leaf in scalar.leaves():
-            if isinstance(leaf, ItemLeaf) and leaf.recipe is None:
+            if isinstance(leaf, ItemLeaf) and not leaf.known:
                 raise ItemError(
                     f"result{path} is a number taken out of a tensor.",
                     fix="return the tensor from the step and read its value outside.",
@@ -163,7 +165,7 @@ class _Collector:
         flag = self.capture.skip_flags.get(optimizer)
         before_all = self.table.fake_state_before[optimizer]
         for owner, entries in optimizer.state.items():
-            tracked = self.table.by_fake.get(id(owner)) if isinstance(owner, Tensor) else None
+            tracked = self.table.by_fake.get(id(owner))
             real_owner = tracked.real if tracked else owner
             owner_path = tracked.slot.path if tracked else str(owner)
             before = before_all.get(owner, {})
@@ -229,9 +231,7 @@ class _Collector:
                 self.changes.append(Change(kind, slot, output=index, unless=unless))
             else:
                 self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
-        elif isinstance(new, _PLAIN):
-            self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
-        elif isinstance(new, tuple | list) and all(isinstance(v, _PLAIN) for v in new):
+        elif isinstance(new, _PLAIN) or (isinstance(new, tuple | list) and all(isinstance(v, _PLAIN) for v in new)):
             self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
         else:
             raise SideEffectError(
@@ -252,8 +252,6 @@ class _Collector:
         obj = snapshot.obj
         is_module = isinstance(obj, torch.nn.Module)
         for key, before, after in snapshot.rebound():
-            if isinstance(obj, Optimizer) and key == "step":
-                continue
             self._attribute(obj, snapshot.path, key, before, after)
         for key, contents, container in snapshot.mutated():
             where = f"{snapshot.path}.{key}"
@@ -319,6 +317,11 @@ class _Collector:
                 if name in before and where not in self.capture.symbolic_numbers and name not in skip:
                     values[name] = before[name]
             yield reader.obj, path, values
+
+    def _item_recipe(self) -> Recipe | None:
+        read = [leaf for g in self.capture.guards.values() for leaf in g.expression.leaves()]
+        nodes = [leaf.node for leaf in read if isinstance(leaf, ItemLeaf)]
+        return Recipe(nodes) if nodes else None
 
     def _may_read(self, path: str) -> bool:
         """A container in an attribute of a plain object counts only if the step read that attribute."""
@@ -407,10 +410,11 @@ class _Leaf:
         self.found = found
 
 
-def _leaf_output(value: Any) -> int | None:
-    if isinstance(value, _Leaf) and value.found[0] == "output":
-        return int(value.found[1])
-    return None
+def _leaf_output(value: Any) -> int | dict[str, Any] | None:
+    if not isinstance(value, _Leaf):
+        return None
+    kind, found = value.found
+    return int(found) if kind == "output" else describe_leaf(found)
 
 
 class _Root(torch.nn.Module):
@@ -425,8 +429,8 @@ class _Root(torch.nn.Module):
 def tensor_spec(fake: Tensor) -> TensorSpec:
     """The metadata of a tensor for the signature."""
     return TensorSpec(
-        tuple(s if isinstance(s, int) else str(s) for s in fake.shape),
-        tuple(s if isinstance(s, int) else str(s) for s in fake.stride()),
+        tuple(int(s) if type(s) is int else str(s) for s in fake.shape),
+        tuple(int(s) if type(s) is int else str(s) for s in fake.stride()),
         str(fake.dtype).removeprefix("torch."),
         str(fake.device),
         fake.requires_grad,
@@ -469,7 +473,7 @@ def _refuse_shared_memory(tracked: Any, written: list[Tracked]) -> None:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     def extent(t: Tensor) -> tuple[int, int]:
-        start = t.storage_offset() * t.element_size()
+        start = int(t.storage_offset()) * t.element_size()
         length = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
         return start, start + length * t.element_size()
 

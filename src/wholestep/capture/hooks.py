@@ -47,10 +47,11 @@ def trace_parameter_hooks(parameters: list[Tracked]) -> None:
     for tracked in parameters:
         after = post_accumulate_hooks(tracked.real)
         for hook in tensor_hooks(tracked.real):
+            fake: Any = tracked.fake
             if any(hook is late for late in after):
-                tracked.fake.register_post_accumulate_grad_hook(hook)
+                fake.register_post_accumulate_grad_hook(hook)
             else:
-                tracked.fake.register_hook(hook)
+                fake.register_hook(hook)
 
 
 def _name(hook: Any) -> str:

@@ -1,4 +1,4 @@
-"""Python-level calls on tensors that must not happen silently while tracing: printing, `.numpy()`, `param.data = ..`."""
+"""Calls on tensors that must not happen silently while tracing: printing, `.numpy()`, `param.data = ..`."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.constant is None
+    return isinstance(value, FakeTensor)

@@ -1,7 +1,7 @@
 """Values that are known when a step is called: those computed only from single-element state, such as a step count.
 
-`state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch on them
-becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state, when the
+`state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch
+on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state, when the
 step is captured and again when the guard is checked.
 """
 
@@ -34,8 +34,8 @@ class ItemLeaf:
     """The number inside of a single-element tensor that a node computes."""
 
     node: fx.Node
-    recipe: Callable[[Callable[[fx.Node], Any]], Any] | None
-    """Computes the tensor from the current value of placeholders; None if it is not known before the step runs."""
+    known: bool
+    """Whether its value can be computed before the step runs."""
 
 
 class KnownValues:
@@ -52,6 +52,19 @@ class KnownValues:
         value = self._compute(node)
         self._memo[node] = value
         return value
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether a known node depends on no input at all."""
+        stack, seen = [node], {node}
+        while stack:
+            current = stack.pop()
+            if current.op == "placeholder":
+                return False
+            for source in current.all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return True
 
     def _compute(self, node: fx.Node) -> Any | None:
         if node.op == "placeholder":
@@ -82,34 +95,36 @@ class KnownValues:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def recipe_of(node: fx.Node) -> Callable[[Callable[[fx.Node], Any]], Any]:
-    """A function that recomputes a known node from new placeholder values, independent of later graph rewrites."""
-    order: list[tuple[fx.Node, str, Any, Any, Any]] = []
-    seen: set[fx.Node] = set()
+class Recipe:
+    """Recomputes known nodes from new placeholder values, whatever happens to the graph later."""
 
-    def visit(n: fx.Node) -> None:
-        if n in seen:
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self._order: list[tuple[fx.Node, str, Any, Any, Any]] = []
+        self._seen: set[fx.Node] = set()
+        for node in nodes:
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        if node in self._seen:
             return
-        seen.add(n)
-        for source in n.all_input_nodes:
-            visit(source)
-        order.append((n, n.op, n.target if n.op != "get_attr" else _constant(n), n.args, n.kwargs))
+        self._seen.add(node)
+        for source in node.all_input_nodes:
+            self._visit(source)
+        target = _constant(node) if node.op == "get_attr" else node.target
+        self._order.append((node, node.op, target, node.args, node.kwargs))
 
-    visit(node)
-
-    def run(placeholder_value: Callable[[fx.Node], Any]) -> Any:
+    def run(self, placeholder_value: Callable[[fx.Node], Any]) -> dict[fx.Node, Any]:
+        """The value of every node of the recipe."""
         env: dict[fx.Node, Any] = {}
-        for n, op, target, args, kwargs in order:
-            if op == "placeholder":
-                env[n] = placeholder_value(n)
-            elif op == "get_attr":
-                env[n] = target
-            else:
-                with torch.no_grad():
-                    env[n] = target(*fx.map_arg(args, env.__getitem__), **fx.map_arg(kwargs, env.__getitem__))
-        return env[node]
-
-    return run
+        with torch.no_grad():
+            for node, op, target, args, kwargs in self._order:
+                if op == "placeholder":
+                    env[node] = placeholder_value(node)
+                elif op == "get_attr":
+                    env[node] = target
+                else:
+                    env[node] = target(*fx.map_arg(args, env.__getitem__), **fx.map_arg(kwargs, env.__getitem__))
+        return env
 
 
 def _constant(node: fx.Node) -> Any:

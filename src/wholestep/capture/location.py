@@ -1,4 +1,4 @@
-"""Which line of the user's code is running: the nearest frame that is neither torch's, ours nor the standard library's."""
+"""Which line of the user's code is running: the nearest frame that is neither torch's nor ours."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import torch
 import wholestep
 from wholestep.errors import Location
 
-_FOREIGN = tuple(
-    os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__) if f is not None
-)
+_FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
 _FOREIGN_FILES = (contextlib.__file__, "<frozen", "<string>")
 
 _is_user_code: dict[CodeType, bool] = {}

@@ -156,11 +156,16 @@ def _with_named_scalars(
             kwargs[name] = scalar.hint
     if not scalars:
         return original(*plain, **kwargs)
-    host.recorder.named_scalars = scalars
+    recorder = host.recorder
+    recorder.named_scalars, recorder.used_scalars = scalars, set()
     try:
-        return original(*plain, **kwargs)
+        result = original(*plain, **kwargs)
     finally:
-        host.recorder.named_scalars = {}
+        recorder.named_scalars = {}
+    for scalar in scalars.values():
+        if id(scalar) not in recorder.used_scalars:
+            scalar.specialise("an operator that takes the number under another name")
+    return result
 
 
 def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,12 +228,12 @@ def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
 
 
 def _cuda(device: Any) -> str:
-    if isinstance(device, int):
-        return f"cuda:{device}"
-    resolved = torch.device(device)
+    resolved = torch.device("cuda", device) if type(device) is int else torch.device(device)
     return f"cuda:{torch.cuda.current_device() if resolved.index is None else resolved.index}"
 
 
 def _state_size(device: str) -> int:
-    generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[torch.device(device).index]
+    generator = (
+        torch.default_generator if device == "cpu" else torch.cuda.default_generators[torch.device(device).index]
+    )
     return int(generator.get_state().numel())

@@ -1,6 +1,6 @@
 """Plain values inside of containers that a step may read, in a form that can be compared at each call.
 
-    {"norm": 1.0, "mask": <tensor>, "model": <module>}   ->   (dict, (("norm", 1.0), ("mask", <id>), ("model", <id>)))
+{"norm": 1.0, "mask": <tensor>, "model": <module>}   ->   (dict, (("norm", 1.0), ("mask", <id>), ("model", <id>)))
 """
 
 from __future__ import annotations

@@ -75,11 +75,12 @@ class ReadTracker:
     def start(self) -> None:
         names, attributes = self.names, vars(self.obj)
         base = self._class
+        read: Any = base.__getattribute__
 
         def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
             if name in attributes:
                 names[name] = None
-            return base.__getattribute__(this, name)
+            return read(this, name)
 
         if not _is_python_class(base):
             names.update(dict.fromkeys(attributes))

@@ -24,12 +24,12 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import (
     DataDependentOutputException,
+    DispatchMode,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
-    TorchDispatchMode,
     UnsupportedOperatorException,
     autograd_sequence_number,
     current_autograd_node,
@@ -51,6 +51,7 @@ from wholestep.errors import (
 )
 from wholestep.ir.meta import KEY, NodeMeta
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.rnn import packed_weights
 
 aten = torch.ops.aten
 prim = torch.ops.prim
@@ -76,6 +77,8 @@ _METADATA_QUERIES = frozenset(
     }
 )
 _SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
+_NO_DISPATCH = Tensor.__torch_dispatch__
+_OTHER_NAMES = {"momentum": "exponential_average_factor"}
 _BRANCHES_IN_BACKWARD = frozenset({aten.prod, aten.cumprod})
 
 
@@ -134,7 +137,7 @@ class Host(Protocol):
     def in_recompute(self) -> bool: ...
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """The dispatch mode that builds the graph."""
 
     def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, host: Host) -> None:
@@ -144,6 +147,8 @@ class Recorder(TorchDispatchMode):
         self.host = host
         self.named_scalars: dict[str, ScalarNode] = {}
         """Numbers that the next operator takes by name as plain floats (see `patches`)."""
+        self.used_scalars: set[int] = set()
+        """Which of `named_scalars` some operator took."""
         self.random_devices: dict[str, None] = {}
         self._paused = False
         self._values: dict[int, Value] = {}
@@ -214,9 +219,7 @@ class Recorder(TorchDispatchMode):
             else:
                 before = self._read_before_write(parent)
                 args = (*child.args, *child.kwargs.values())
-                node = invert_view(
-                    self.emit, before, parent.fake, child.op, args, child.index, child.node, child.fake
-                )
+                node = invert_view(self.emit, before, parent.fake, child.op, args, child.index, child.node, child.fake)
             child = parent
 
     def _register(self, fake: Tensor, node: fx.Node) -> Value:
@@ -306,6 +309,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(t is not FakeTensor and t.__torch_dispatch__ is not _NO_DISPATCH for t in types):
+            return NotImplemented  # a tensor subclass unwraps itself into plain tensors first
         if self._paused or func in _METADATA_QUERIES:
             return func(*args, **kwargs)
         special = self._special.get(func)
@@ -340,8 +345,14 @@ class Recorder(TorchDispatchMode):
             raise _data_shape(func) from error
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
             raise _unsupported(func, error) from error
+        except RuntimeError as error:
+            if "no fake impl" not in str(error):
+                raise
+            raise _unsupported(func, error) from error
         if facts.is_random:
             self._note_random(out, fake_args)
+        if func is aten._cudnn_rnn.default and node_args[3] is None:
+            node_args[3] = self._create(packed_weights, (node_args[1],), {}, None)
         if facts.is_view:
             return self._record_view(func, fake_args, fake_kwargs, node_args, node_kwargs, out)
         node = self._create(func, tuple(node_args), node_kwargs, out)
@@ -409,10 +420,16 @@ class Recorder(TorchDispatchMode):
             return func(*fake_args, **fake_kwargs)
         functional = view_variant(func)
         if functional is None:
-            raise UnsupportedError(f"{func} has no view form.", location=user_location(), fix="use the out-of-place form.")
+            raise UnsupportedError(
+                f"{func} has no view form.", location=user_location(), fix="use the out-of-place form."
+            )
         was = fake.detach()
-        before = Value(was, self._read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index)
+        before = Value(
+            was, self._read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index
+        )
         self._values[id(was)] = before
+        if before.node.meta.get("val") is fake:
+            before.node.meta["val"] = was
         if self._by_storage.get(storage_key(was)) is value:
             self._by_storage[storage_key(was)] = before
         out = func(*fake_args, **fake_kwargs)
@@ -424,6 +441,11 @@ class Recorder(TorchDispatchMode):
         fake = fake_args[0]
         if func is aten.resize_.default and list(fake_args[1]) == list(fake.shape):
             return fake
+        if self._value(fake).node.op != "placeholder":
+            # A tensor of the step's own (cuDNN's look for packed weights): from now on known by its new memory.
+            out = func(*fake_args, **fake_kwargs)
+            del self._values[id(fake)]
+            return out
         raise ParameterDataError(
             f"{func} gives a tensor other memory inside the step.",
             fix="create a new tensor instead of resizing or re-setting an existing one.",
@@ -456,8 +478,10 @@ class Recorder(TorchDispatchMode):
             fake_kwargs.pop(name)
             node_kwargs.pop(name)
             exact = False
-        plain = None if functional is None or exact else functional(*fake_args, **fake_kwargs)
-        if plain is not None:
+        plain = None
+        if functional is not None and not exact:
+            lost = {n: d for n, d in facts.lost_defaults if facts.names.index(n) >= len(fake_args)}
+            plain = functional(*fake_args, **{**lost, **fake_kwargs})
             fake_kwargs.update(zip(facts.out_names, targets, strict=False))
         out = func(*fake_args, **fake_kwargs)
         if facts.is_random:
@@ -470,6 +494,9 @@ class Recorder(TorchDispatchMode):
             new_nodes = list(results)
         else:
             vals = plain if plain is not None else _functional_vals(fresh, targets)
+            for name, default in facts.lost_defaults:
+                if facts.names.index(name) >= len(node_args):
+                    node_kwargs.setdefault(name, default)
             node = self._create(functional, tuple(node_args), node_kwargs, vals)
             if not facts.out_names:
                 node.meta[KEY] = self._meta(func)
@@ -548,8 +575,6 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor):
             tensor = self.host.lift(tensor)
-        if tensor.constant is not None:
-            return func(tensor)
         return self.host.item(tensor, self.node_of(tensor))
 
     def _lift_fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -615,8 +640,10 @@ class Recorder(TorchDispatchMode):
 
     def _insert_named_scalars(self, facts: OpFacts, args: list[Any], kwargs: dict[str, Any]) -> None:
         for name, scalar in self.named_scalars.items():
+            name = name if name in facts.names else _OTHER_NAMES.get(name, name)
             if name not in facts.names:
                 continue
+            self.used_scalars.add(id(scalar))
             position = facts.names.index(name)
             if position < len(args):
                 args[position] = scalar.fx_arg()

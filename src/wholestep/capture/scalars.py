@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +54,9 @@ class ScalarGuard:
     def key(self) -> str:
         return f"{self.expression.key}=={self.expected!r}"
 
-    def holds(self, leaf_value: Callable[[Any], Number]) -> bool:
+    def holds(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> bool:
         """Whether it still does, with the current value of each leaf."""
-        value = self.expression.evaluate(leaf_value, {})
+        value = self.expression.evaluate(leaf_value, memo)
         return value == self.expected or (value != value and self.expected != self.expected)
 
     def describe(self) -> str:
@@ -186,9 +188,11 @@ class ScalarNode:
 
     def as_python(self) -> Any:
         """The SymFloat, SymInt or SymBool that user code sees."""
-        return {float: torch.SymFloat, int: torch.SymInt, bool: torch.SymBool}[self.kind](self)
+        wrap: Any = {float: torch.SymFloat, int: torch.SymInt, bool: torch.SymBool}[self.kind]
+        return wrap(self)
 
-    def _specialise(self, why: str) -> Number:
+    def specialise(self, why: str) -> Number:
+        """Fix the number to the value it has now, under a guard."""
         if self.hint is None:
             raise ControlFlowError(
                 f"{why} needs the value of {self.key}, which is known only when the step runs.",
@@ -275,16 +279,16 @@ class ScalarNode:
         return ScalarNode(self._host, bool, value, repr(value))
 
     def guard_int(self, file: str, line: int) -> int:
-        return int(self._specialise("an integer argument"))
+        return int(self.specialise("an integer argument"))
 
     def guard_float(self, file: str, line: int) -> float:
-        return float(self._specialise("a float argument"))
+        return float(self.specialise("a float argument"))
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self._specialise("a branch"))
+        return bool(self.specialise("a branch"))
 
     def expect_true(self, file: str, line: int) -> bool:
-        if self.hint is None:
+        if self.hint is None or (self.hint and _checks_base_of_power()):
             return True
         return self.guard_bool(file, line)
 
@@ -312,9 +316,6 @@ class ScalarNode:
     def clone(self) -> ScalarNode:
         return self
 
-    def str(self) -> str:
-        return self.key
-
     def _graph_repr(self) -> str:
         return self.key
 
@@ -325,10 +326,24 @@ class ScalarNode:
         return f"ScalarNode({self.key})"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "str":  # torch's name for the text of a node
+            return self.__str__
         method = name if name in _OPERATORS else name.rstrip("_")
         if method in _OPERATORS:
             return lambda *others: self._apply(method, *others)
         raise AttributeError(name)
+
+
+def _checks_base_of_power() -> bool:
+    """torch asks of each `x ** y` that x is not negative. Python does not: a replay computes what eager does."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code.co_name in ("__pow__", "__rpow__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def scalar_of(value: object) -> ScalarNode | None:

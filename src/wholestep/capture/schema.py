@@ -10,11 +10,11 @@ functional operator computes the same values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
-from wholestep._torch_compat import OpOverload, find_overloads, overload_name, schema_of
+from wholestep._torch_compat import OpOverload, find_overloads, op_name, overload_name, schema_of
 from wholestep.ir.effects import write_condition, written_positions
 
 aten = torch.ops.aten
@@ -49,23 +49,26 @@ class OpFacts:
     is_random: bool
     functional: OpOverload | None
     """Computes the written values out of place, as extra results after its own."""
+    lost_defaults: tuple[tuple[str, object], ...]
+    """Arguments that have a default here and none in the functional operator."""
     out_names: tuple[str, ...]
     """`out=` arguments: written, never read, and absent from the functional operator."""
     fresh_results: int
     """How many leading results of the operator do not alias a written argument."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of one overload."""
     schema = schema_of(op)
     names = tuple(arg.name for arg in schema.arguments)
-    qualified = op.name().split(".")[0]
+    qualified = op_name(op).split(".")[0]
     base = qualified.split("::")[1]
     tags = op.tags
     inplace_view = torch.Tag.inplace_view in tags
     writes = written_positions(op)
     aliasing = [r for r in schema.returns if r.alias_info is not None]
+    functional = _functional_variant(op) if writes and not inplace_view else None
     return OpFacts(
         names=names,
         writes=() if inplace_view else writes,
@@ -74,7 +77,8 @@ def op_facts(op: OpOverload) -> OpFacts:
         is_inplace_view=inplace_view and base not in _METADATA_WRITES,
         replaces_storage=base in _METADATA_WRITES,
         is_random=torch.Tag.nondeterministic_seeded in tags,
-        functional=_functional_variant(op) if writes and not inplace_view else None,
+        functional=functional,
+        lost_defaults=_lost_defaults(op, functional) if functional is not None else (),
         out_names=tuple(a.name for a in schema.arguments if a.is_out),
         fresh_results=sum(1 for r in schema.returns if r.alias_info is None),
     )
@@ -82,7 +86,7 @@ def op_facts(op: OpOverload) -> OpFacts:
 
 def _functional_variant(op: OpOverload) -> OpOverload | None:
     """The overload that returns what `op` writes: same arguments, nothing mutated."""
-    qualified, _, overload = op.name().partition(".")
+    qualified, _, overload = op_name(op).partition(".")
     namespace, base = qualified.split("::")
     if qualified in _FUNCTIONAL_BY_HAND:
         name, overload = _FUNCTIONAL_BY_HAND[qualified]
@@ -95,12 +99,20 @@ def _functional_variant(op: OpOverload) -> OpOverload | None:
     wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments if not a.is_out]
     exact = [o for o in candidates if o is not op and _is_functional(o, wanted, fresh + written)]
     same_name = [o for o in exact if overload_name(o) == (overload or "default")]
-    return (same_name or exact or [None])[0]
+    found = same_name or exact
+    return found[0] if found else None
+
+
+def _lost_defaults(op: OpOverload, functional: OpOverload) -> tuple[tuple[str, object], ...]:
+    required = {a.name for a in schema_of(functional).arguments if not a.has_default_value()}
+    return tuple(
+        (a.name, a.default_value) for a in schema_of(op).arguments if a.has_default_value() and a.name in required
+    )
 
 
 def view_variant(op: OpOverload) -> OpOverload | None:
     """`transpose.int` for `transpose_`: the operator that returns the view which `op` turns its argument into."""
-    qualified = op.name().split(".")[0]
+    qualified = op_name(op).split(".")[0]
     namespace, base = qualified.split("::")
     wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
     for candidate in find_overloads(namespace, base.removesuffix("_")):
@@ -116,8 +128,6 @@ def _is_functional(op: OpOverload, wanted: list[tuple[str, str]], results: int) 
     if any(a.alias_info is not None for a in schema.arguments) or any(r.alias_info is not None for r in schema.returns):
         return False
     return [(a.name, str(a.type)) for a in schema.arguments] == wanted and len(schema.returns) == results
-
-
 
 
 def bind(facts: OpFacts, args: tuple[object, ...], kwargs: dict[str, object], position: int) -> object:

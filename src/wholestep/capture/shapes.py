@@ -1,6 +1,6 @@
 """Dimensions that vary: symbols for declared dims, and nodes for the expressions that user code makes of them.
 
-torch's ShapeEnv does the algebra and collects guards; an expression that an operator takes as an argument becomes nodes:
+torch's ShapeEnv does the algebra and collects guards; an expression that an operator takes becomes nodes:
 
     x.view(b * t, d)      s0 = sym_size(x, 0); m = mul(s0, t); view(x, [m, d])
 

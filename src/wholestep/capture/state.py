@@ -1,8 +1,8 @@
 """The user's state, swapped for fakes while a step is traced, and put back whatever happens.
 
 Every tensor that the step can change is replaced where the user's code will look for it: in the modules, in the
-optimizers' groups and state, in `param.grad`, in the scalers, in closures. Numbers in param groups and in optimizer state
-become scalars of the graph. `restore` runs the undo list backwards; nothing of the user's is written meanwhile.
+optimizers' groups and state, in `param.grad`, in the scalers, in closures. Numbers in param groups and in optimizer
+state become scalars of the graph. `restore` runs the undo list backwards; nothing of the user's is written meanwhile.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class StateTable:
                     if id(param) not in self.tracked:
                         found = self.world.tensors.get(id(param))
                         where = f"{path}.param_groups[{g}].params[{i}]"
-                        slot = found[1] if found else GroupParamSlot(InputKind.PARAMETER, where, None, group["params"], i)
+                        slot = (
+                            found[1] if found else GroupParamSlot(InputKind.PARAMETER, where, None, group["params"], i)
+                        )
                         self._track(param, _as_kind(slot, InputKind.PARAMETER))
         for real, slot in self.world.tensors.values():
             if real.requires_grad and id(real) not in self.tracked and real.is_leaf:
@@ -156,9 +158,9 @@ class StateTable:
         """Put the fakes where the user's code looks."""
         for slot, tracked in self.module_slots:
             self._swap(slot, tracked.fake)
-        for real, slot in self.world.other_slots:
-            if id(real) in self.tracked and not isinstance(slot, FixedSlot):
-                self._swap(slot, self.tracked[id(real)].fake)
+        for real, other in self.world.other_slots:
+            if id(real) in self.tracked and not isinstance(other, FixedSlot):
+                self._swap(other, self.tracked[id(real)].fake)
         for tracked in self.parameters:
             if not isinstance(tracked.slot, ModuleSlot | FixedSlot | GroupParamSlot):
                 self._swap(tracked.slot, tracked.fake)
@@ -169,13 +171,13 @@ class StateTable:
             for attr in ("_scale", "_growth_tracker"):
                 real = vars(scaler).get(attr)
                 if isinstance(real, Tensor):
-                    slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
-                    self._swap(slot, self._track(real, slot).fake)
+                    where = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
+                    self._swap(where, self._track(real, where).fake)
             for attr in ("_growth_factor", "_backoff_factor", "_growth_interval"):
                 number = vars(scaler).get(attr)
                 if type(number) in (int, float):
-                    slot = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)
-                    self._swap(slot, self._make_scalar(slot, number))
+                    where = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)
+                    self._swap(where, self._make_scalar(where, number))
 
     def restore(self) -> None:
         """Everything back to where it was."""

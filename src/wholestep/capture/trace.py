@@ -15,14 +15,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensor, FakeTensorMode, generator_key, new_fake_mode, without_modes
+from wholestep._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    cuda_is_initialized,
+    generator_key,
+    new_fake_mode,
+    without_modes,
+)
 from wholestep.capture.amp import select_instead_of_branch
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
 from wholestep.capture.discover import World, discover
 from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.intercept import FunctionMode
-from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues, recipe_of
+from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import skeleton
@@ -32,7 +39,7 @@ from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
 from wholestep.capture.shapes import Shapes
 from wholestep.capture.slots import BatchSlot, GeneratorSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
-from wholestep.capture.tree import Flat, flatten
+from wholestep.capture.tree import Flat, flatten, leaves_of
 from wholestep.errors import (
     CapturedTensorError,
     ControlFlowError,
@@ -83,6 +90,7 @@ class Capture:
         self.phase = "forward"
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
+        self.structure = leaves_of((args, kwargs))[1]
         self.leaf_paths = _name_leaves(fn, self.flat, len(args))
         self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True))
         self.contents = [(c, path, skeleton(c)) for c, path in self.world.containers]
@@ -370,8 +378,8 @@ class Capture:
         return self._leaf_nodes[id(leaf)]
 
     def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]:
-        wrapped = torch.SymInt(symbol)
-        return self.shape_arg(wrapped), symbol.hint
+        wrap: Any = torch.SymInt
+        return self.shape_arg(wrap(symbol)), symbol.hint
 
     def add_guard(self, guard: ScalarGuard) -> None:
         self.guards.setdefault(guard.key, guard)
@@ -390,7 +398,9 @@ class Capture:
             raise self._value_leaves(tensor)
         with without_modes():
             number = value.item() if isinstance(value, Tensor) else value
-        leaf = ItemLeaf(node, recipe_of(node) if value is not None else None)
+        if value is not None and self._known.is_constant(node):
+            return number
+        leaf = ItemLeaf(node, value is not None)
         scalar = ScalarNode(self, kind, number, f"{node.name}.item()", leaf=leaf)
         scalar._fx = self.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
         self._item_nodes[node] = scalar
@@ -426,7 +436,7 @@ class _RandomState:
 
     def __init__(self, world: World) -> None:
         self._generators = [torch.default_generator, *(g for g, _ in world.generators.values())]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if cuda_is_initialized():
             self._generators += list(torch.cuda.default_generators)
         self._states = [g.get_state() for g in self._generators]
         self._python = random.getstate()

@@ -23,7 +23,31 @@ class Flat:
     leaves: list[Any]
     paths: list[str]
     rebuild: Callable[[list[Any]], Any]
-    spec: Any
+    is_leaf: bool
+    """The tree is a single leaf."""
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves that `flatten` gives, and a value that is equal for trees of the same structure; much cheaper."""
+    leaves: list[Any] = []
+    return leaves, _structure(tree, leaves)
+
+
+def _structure(tree: Any, leaves: list[Any]) -> Any:
+    kind = type(tree)
+    if kind is dict:
+        return (dict, tuple(tree), [_structure(v, leaves) for v in tree.values()])
+    if kind is tuple or kind is list:
+        return (kind, [_structure(v, leaves) for v in tree])
+    if isinstance(tree, UserDict):
+        return (kind, _structure(tree.data, leaves))
+    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if (named or kind in pytree.SUPPORTED_NODES) and kind is not torch.Size:
+        found, spec = pytree.tree_flatten(tree, is_leaf=_is_size)
+        leaves.extend(found)
+        return spec
+    leaves.append(tree)
+    return None
 
 
 class _Wrapped:
@@ -50,7 +74,8 @@ def flatten(tree: Any, root: str = "") -> Flat:
     def rebuild(new: list[Any]) -> Any:
         return _rewrap(pytree.tree_unflatten(new, spec))
 
-    return Flat(leaves, paths, rebuild if wrapped else (lambda new: pytree.tree_unflatten(new, spec)), spec)
+    plain_rebuild = lambda new: pytree.tree_unflatten(new, spec)  # noqa: E731
+    return Flat(leaves, paths, rebuild if wrapped else plain_rebuild, spec.is_leaf())
 
 
 def _is_size(value: Any) -> bool:

@@ -55,6 +55,12 @@ class StepGraph:
         """
         return cls(*read_step_graph(text, allow_ops=allow_ops))
 
+    def verify(self, level: int = 1) -> None:
+        """Raise VerifyError unless the graph obeys the rules of its normal form (level 2: metadata too)."""
+        from wholestep.ir.verify import verify
+
+        verify(self, level)
+
     def fingerprint(self) -> str:
         """A hash of what the step computes: equal for equal steps, in every process, whatever nodes are called."""
         return fingerprint(self.gm, self.signature)

@@ -29,6 +29,7 @@ class Entry:
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._results = captured.result_leaves
+        self._rebuild = captured.rebuild_result
         self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or c not in self._release]
 
     def run(self, inputs: list[Any]) -> Any:
@@ -46,10 +47,8 @@ class Entry:
             _apply(change, outputs)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
-        if len(self._results) == 1 and self._results[0][0] == "output" and self.captured.rebuild_result is None:
-            return outputs[self._results[0][1]]
         leaves = [outputs[value] if kind == "output" else value for kind, value in self._results]
-        return self.captured.rebuild_result(leaves)
+        return leaves[0] if self._rebuild is None else self._rebuild(leaves)
 
 
 def _apply(change: Change, outputs: tuple[Any, ...]) -> None:

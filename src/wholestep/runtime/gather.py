@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +17,20 @@ from wholestep.capture.slots import (
     Slot,
 )
 
-
 _NOTHING: dict[Any, Any] = {}
+
+
+def same_objects(now: Collection[Any], before: list[Any]) -> bool:
+    """Whether two collections hold the very same objects in the same order."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def picker(positions: list[int]) -> Callable[[list[Any]], list[Any]]:
+    """A function that takes the values at some positions out of a list."""
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    pick = itemgetter(*positions)
+    return lambda values: list(pick(values))
 
 
 class Gather:
@@ -27,6 +41,7 @@ class Gather:
         self._examples = {id(s): (leaves[s.index] if isinstance(s, BatchSlot) else s.get()) for s in slots}
         self.tensor_slots = [s for s in slots if isinstance(self._examples[id(s)], Tensor)]
         self._tensor_positions = [i for i, s in enumerate(slots) if isinstance(self._examples[id(s)], Tensor)]
+        self._pick_tensors = picker(self._tensor_positions)
         self._size = len(slots)
         self._mapping = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, MappingSlot)]
         self._grads = [(i, s.param) for i, s in enumerate(slots) if isinstance(s, GradSlot)]
@@ -35,7 +50,12 @@ class Gather:
         for i, s in enumerate(slots):
             if isinstance(s, OptimizerStateSlot):
                 by_optimizer.setdefault(s.optimizer, []).append((i, s.param, s.key))
-        self._states = list(by_optimizer.items())
+        self._states = []
+        for optimizer, entries in by_optimizer.items():
+            owners = list(optimizer.state)
+            number = {id(owner): j for j, owner in enumerate(owners)}
+            numbered = [(i, number[id(param)], key) for i, param, key in entries]
+            self._states.append((optimizer, owners, numbered, entries))
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
         self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast)]
 
@@ -53,10 +73,16 @@ class Gather:
                 values[i] = mapping[key]
             for i, param in self._grads:
                 values[i] = param.grad
-            for optimizer, entries in self._states:
+            for optimizer, owners, numbered, entries in self._states:
                 state = optimizer.state
-                for i, param, key in entries:
-                    values[i] = state.get(param, _NOTHING)[key]
+                if same_objects(state, owners):
+                    # By number: looking a parameter up by hash costs more than all the rest.
+                    found = list(state.values())
+                    for i, j, key in numbered:
+                        values[i] = found[j][key]
+                else:
+                    for i, param, key in entries:
+                        values[i] = state.get(param, _NOTHING)[key]
         except (KeyError, IndexError):
             return None
         for i, slot in self._others:
@@ -68,4 +94,4 @@ class Gather:
 
     def tensors(self, leaves: list[Any], values: list[Any]) -> list[Any]:
         """The inputs that were tensors at capture."""
-        return [values[i] for i in self._tensor_positions]
+        return self._pick_tensors(values)

@@ -1,26 +1,27 @@
 """Whether a captured graph may run for a call: cheap checks in the order in which they usually fail.
 
-Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of parameters,
-equality of module attributes, one C++ call over all tensors. `why_not` repeats the checks slowly to say what differs.
+Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of
+parameters, equality of module attributes, one C++ call over all tensors. `why_not` repeats the checks slowly to say what differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import TensorChecks, hook_registries, hooks_of_tensors
+from wholestep._torch_compat import HOOK_ATTRIBUTES, TensorChecks, hook_registries
 from wholestep.capture.captured import Captured
 from wholestep.capture.known import ItemLeaf
 from wholestep.capture.plain import skeleton
 from wholestep.capture.shapes import out_of_range
-from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, Slot
-from wholestep.runtime.gather import Gather
+from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, ModuleSlot, Slot
+from wholestep.ir.signature import InputKind
+from wholestep.runtime.gather import Gather, picker, same_objects
 
 
 def ambient_state() -> tuple[Any, ...]:
@@ -37,6 +38,9 @@ def ambient_state() -> tuple[Any, ...]:
     )
 
 
+_grad = attrgetter("grad")
+
+
 class Guards:
     """The conditions of one captured graph."""
 
@@ -44,7 +48,7 @@ class Guards:
         self._captured = captured
         self._gather = gather
         self._ambient = ambient_state()
-        self._spec = captured.spec
+        self._structure = captured.structure
         self._leaves = captured.leaves
         self._tensor_leaves = [i for i, leaf in enumerate(captured.leaves) if isinstance(leaf, Tensor)]
         self._fixed_leaves = [i for i, leaf in enumerate(captured.leaves) if not isinstance(leaf, Tensor)]
@@ -70,15 +74,12 @@ class Guards:
         self._module_before = [dict(vars(m)) for m, _ in plain]
         self._child_dicts = [vars(m)["_modules"] for m, _ in self._captured.modules]
         self._child_before = [dict(d) for d in self._child_dicts]
-        self._registered = [
-            (vars(m)[where], len(vars(m)[where]))
-            for m, _ in self._captured.modules
-            for where in ("_parameters", "_buffers")
-        ]
+        self._registered = [vars(m)[w] for m, _ in self._captured.modules for w in ("_parameters", "_buffers")]
+        self._registered_counts = list(map(len, self._registered))
 
     def _build_state(self) -> None:
         table = self._captured.table
-        self._slot_pairs = [(slot.mapping, slot.key) for slot, _ in table.module_slots if slot.mapping is not None]
+        self._slot_pairs = [(slot.mapping, slot.key) for slot, _ in table.module_slots]
         self._slot_paths = [slot.path for slot, _ in table.module_slots]
         buffers = {id(slot) for slot, _ in table.module_slots if slot.kind.value == "buffer"}
         self._is_buffer = [id(slot) in buffers for slot, _ in table.module_slots]
@@ -96,19 +97,21 @@ class Guards:
         self._grad_owners = [t.real for t in table.parameters]
         self._grad_paths = [t.slot.path for t in table.parameters]
         self._grad_absent = [t.real.grad is None for t in table.parameters]
-        self._requires_grad = [t.real.requires_grad for t in table.parameters]
+        self._nones = [None] * len(self._grad_owners)
+        self._no_grads = all(self._grad_absent)
+        checked = {id(s) for s in self._gather.tensor_slots}
+        self._unread = [t for t in table.parameters if id(t.slot) not in checked]
+        """Parameters that are no input; the others have `requires_grad` checked with their shape."""
+        self._requires_grad = [t.real.requires_grad for t in self._unread]
 
     def _build_optimizers(self) -> None:
-        self._optimizers: list[tuple[Optimizer, str, list[Any], list[list[Any]], list[tuple[Any, list[Any]]], int]] = []
+        self._optimizers: list[tuple[Optimizer, str, list[dict[str, Any]], list[list[Any]], list[Any], list[int]]] = []
         for optimizer, path in self._captured.world.optimizers.items():
             shapes = self._captured.table.groups[optimizer]
             constants = [dict(shape.constants) for shape in shapes]
             params = [shape.params for shape in shapes]
-            state = [
-                (owner, list(entries) if isinstance(entries, dict) else entries)
-                for owner, entries in optimizer.state.items()
-            ]
-            self._optimizers.append((optimizer, path, constants, params, state, len(optimizer.state)))
+            sizes = [_size(entries) for entries in optimizer.state.values()]
+            self._optimizers.append((optimizer, path, constants, params, list(optimizer.state), sizes))
 
     def _build_tensors(self) -> None:
         tensors, dims, names = [], [], []
@@ -120,7 +123,8 @@ class Guards:
             names.append(slot.path)
         read = {s.index for s in self._gather.tensor_slots if isinstance(s, BatchSlot)}
         tracked = self._captured.table.tracked
-        self._unused_leaves = unused = []
+        unused: list[int] = []
+        self._unused_leaves = unused
         self._leaf_slots: list[tuple[int, Slot]] = []
         """Argument leaves that are also found elsewhere: a parameter passed to the step, the same tensor twice."""
         for i in self._tensor_leaves:
@@ -133,12 +137,18 @@ class Guards:
             tensors.append(self._captured.leaves[i])
             dims.append(frozenset(self._captured.dynamic_dims.get(i, {})))
             names.append(self._captured.leaf_paths[i])
-        self._tensor_names = names
         self._tensors = TensorChecks(tensors, dims, names) if tensors else None
+        self._checked: list[Any] = []
+        """Optimizer state that passed the last full check; nothing gives it other memory, so its identity is enough."""
+        state = [i for i, s in enumerate(self._gather.tensor_slots) if s.kind is InputKind.OPTIMIZER_STATE]
+        rest = sorted(set(range(len(tensors))) - set(state))
+        self._pick_state, self._pick_rest = picker(state), picker(rest)
+        self._rest = TensorChecks([tensors[i] for i in rest], [dims[i] for i in rest], [names[i] for i in rest])
         self._aliases = _aliased_leaves(self._captured)
 
     def _build_scalars(self) -> None:
         self._scalar_guards = self._captured.scalar_guards
+        self._items = self._captured.items
         self._shape_guards = self._captured.shapes.guards()
         self._dims = [
             (leaf, dim, declared, self._captured.leaf_paths[leaf])
@@ -155,7 +165,7 @@ class Guards:
             [m for m, _ in self._captured.modules], list(self._captured.world.optimizers)
         )
         self._hook_counts = list(map(len, self._hook_registries))
-        self._tensor_hooks = list(map(bool, hooks_of_tensors(self._grad_owners)))
+        self._tensor_hooks = self._tensors_with_hooks()
 
     def _build_variables(self) -> None:
         self._variables = [(path, slot, value) for path, slot, value in self._captured.world.variables]
@@ -165,14 +175,14 @@ class Guards:
             (slot, tracked.real)
             for tracked in self._captured.table.tracked.values()
             for slot in (tracked.slot,)
-            if slot.kind.value in ("captured", "parameter") and not isinstance(slot, BatchSlot)
+            if slot.kind.value in ("captured", "parameter") and not isinstance(slot, BatchSlot | ModuleSlot)
         ]
 
     # Checking.
 
-    def hold(self, leaves: list[Any], spec: Any, state: list[Any]) -> bool:
+    def hold(self, leaves: list[Any], structure: Any, state: list[Any]) -> bool:
         """Whether the graph may run. `state` is what `gather` read."""
-        if state is None or ambient_state() != self._ambient or spec != self._spec:
+        if ambient_state() != self._ambient or structure != self._structure:
             return False
         for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
             leaf = leaves[i]
@@ -183,11 +193,11 @@ class Guards:
                 self._module_dicts == self._module_before
                 and self._child_dicts == self._child_before
                 and all(map(is_, [m.get(k) for m, k in self._param_pairs], self._param_objects))
-                and [p.grad is None for p in self._grad_owners] == self._grad_absent
-                and [p.requires_grad for p in self._grad_owners] == self._requires_grad
-                and all(len(d) == n for d, n in self._registered)
+                and self._grads_hold()
+                and [t.real.requires_grad for t in self._unread] == self._requires_grad
+                and list(map(len, self._registered)) == self._registered_counts
                 and list(map(len, self._hook_registries)) == self._hook_counts
-                and list(map(bool, hooks_of_tensors(self._grad_owners))) == self._tensor_hooks
+                and self._tensors_with_hooks() == self._tensor_hooks
                 and self._optimizers_hold()
                 and self._tensors_hold(leaves, state)
                 and next(self._slow_differences(leaves), None) is None
@@ -196,18 +206,41 @@ class Guards:
             # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
             return False
 
+    def _grads_hold(self) -> bool:
+        grads = list(map(_grad, self._grad_owners))
+        if self._no_grads:
+            return grads == self._nones
+        return [g is None for g in grads] == self._grad_absent
+
+    def _tensors_with_hooks(self) -> list[int]:
+        """Numbers of the parameters that have a hook: nearly always none."""
+        found: list[int] = []
+        for get in HOOK_ATTRIBUTES:
+            hooks = list(map(get, self._grad_owners))
+            if hooks != self._nones:
+                found += [i for i, registry in enumerate(hooks) if registry]
+        return found
+
     def _tensors_hold(self, leaves: list[Any], state: list[Any]) -> bool:
         if self._tensors is None:
             return True
         tensors = self._gather.tensors(leaves, state)
         if self._unused_leaves:
             tensors = [*tensors, *(leaves[i] for i in self._unused_leaves)]
-        return self._tensors.hold(tensors)
+        optimizer_state = self._pick_state(tensors)
+        if same_objects(optimizer_state, self._checked):
+            return self._rest.hold(self._pick_rest(tensors))
+        if not self._tensors.hold(tensors):
+            return False
+        self._checked = optimizer_state
+        return True
 
     def _optimizers_hold(self) -> bool:
-        for optimizer, _, constants, params, state, size in self._optimizers:
-            groups = optimizer.param_groups
-            if len(groups) != len(params) or len(optimizer.state) != size:
+        for optimizer, _, constants, params, owners, sizes in self._optimizers:
+            groups, state = optimizer.param_groups, optimizer.state
+            if len(groups) != len(params) or not same_objects(state, owners):
+                return False
+            if [_size(entries) for entries in state.values()] != sizes:
                 return False
             for group, known, owned in zip(groups, constants, params, strict=True):
                 now = group["params"]
@@ -216,13 +249,6 @@ class Guards:
                 for key, value in known.items():
                     if group.get(key, ABSENT) is not value and group.get(key, ABSENT) != value:
                         return False
-            current = optimizer.state
-            for owner, names in state:
-                if owner not in current:
-                    return False
-                entries = current[owner]
-                if isinstance(entries, dict) and len(entries) != len(names):
-                    return False
         return True
 
     def _slow_differences(self, leaves: list[Any]) -> Iterator[str]:
@@ -274,8 +300,9 @@ class Guards:
                     yield f"sizes {sizes} break {text}"
         if self._scalar_guards:
             value = self._leaf_value()
+            memo: dict[int, Any] = {}
             for guard in self._scalar_guards:
-                if not guard.holds(value):
+                if not guard.holds(value, memo):
                     yield f"{guard.describe()} no longer holds"
 
     def _check_dims(self, leaves: list[Any]) -> dict[str, int]:
@@ -293,14 +320,11 @@ class Guards:
 
     def _leaf_value(self) -> Callable[[Any], Any]:
         slots = self._captured.placeholder_slots
-
-        def placeholder(node: Any) -> Any:
-            return slots[node].get()
+        items = self._items.run(lambda node: slots[node].get()) if self._items is not None else {}
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, ItemLeaf):
-                assert leaf.recipe is not None
-                found = leaf.recipe(placeholder)
+                found = items[leaf.node]
                 return found.item() if isinstance(found, Tensor) else found
             if isinstance(leaf, Slot):
                 return leaf.get()
@@ -310,9 +334,9 @@ class Guards:
 
     # Explaining.
 
-    def why_not(self, leaves: list[Any], spec: Any, state: list[Any] | None) -> str:
+    def why_not(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> str:
         """The first difference between this graph's conditions and a call, for people."""
-        return next(self._reasons(leaves, spec, state), "a condition that could not be named")
+        return next(self._reasons(leaves, structure, state), "a condition that could not be named")
 
     def changed_number(self) -> str | None:
         """The path of a number on a plain object that differs, if that is all there is."""
@@ -323,10 +347,10 @@ class Guards:
                     return f"{path}.{name}"
         return None
 
-    def _reasons(self, leaves: list[Any], spec: Any, state: list[Any] | None) -> Iterator[str]:
+    def _reasons(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> Iterator[str]:
         if ambient_state() != self._ambient:
             yield "autocast, grad mode, inference mode or the default dtype is different"
-        if spec != self._spec:
+        if structure != self._structure:
             yield "the arguments have another structure"
             return
         for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
@@ -344,23 +368,23 @@ class Guards:
         for path, (mapping, key), real in zip(self._param_paths, self._param_pairs, self._param_objects, strict=True):
             if mapping.get(key) is not real:
                 yield f"{path} is another parameter"
-        if any(len(d) != n for d, n in self._registered):
+        if list(map(len, self._registered)) != self._registered_counts:
             yield "a parameter or buffer was registered or removed"
-        for optimizer, path, _constants, params, state_shape, size in self._optimizers:
+        for optimizer, path, _constants, params, owners, _sizes in self._optimizers:
             if len(optimizer.param_groups) != len(params):
                 yield f"{path} has {len(optimizer.param_groups)} param groups instead of {len(params)}"
-            if len(optimizer.state) != size or any(o not in optimizer.state for o, _ in state_shape):
-                yield f"{path} has state for {len(optimizer.state)} parameters instead of {size}"
+            if not same_objects(optimizer.state, owners):
+                yield f"{path} has state for {len(optimizer.state)} parameters instead of {len(owners)}"
         if not self._optimizers_hold():
             yield "an option, a parameter or the state of an optimizer changed"
         for path, owner, absent in zip(self._grad_paths, self._grad_owners, self._grad_absent, strict=True):
             if (owner.grad is None) != absent:
                 yield f"{path}.grad is {'set' if absent else 'None'}"
-        for path, owner, required in zip(self._grad_paths, self._grad_owners, self._requires_grad, strict=True):
-            if owner.requires_grad != required:
-                yield f"{path}.requires_grad is {owner.requires_grad}"
+        for tracked, required in zip(self._unread, self._requires_grad, strict=True):
+            if tracked.real.requires_grad != required:
+                yield f"{tracked.slot.path}.requires_grad is {not required}"
         if list(map(len, self._hook_registries)) != self._hook_counts or (
-            list(map(bool, hooks_of_tensors(self._grad_owners))) != self._tensor_hooks
+            self._tensors_with_hooks() != self._tensor_hooks
         ):
             yield "a hook was added or removed"
         if state is None:
@@ -370,6 +394,10 @@ class Guards:
             tensors = [*self._gather.tensors(leaves, state), *(leaves[i] for i in self._unused_leaves)]
             yield self._tensors.explain(tensors)
         yield from self._slow_differences(leaves)
+
+
+def _size(entries: Any) -> int:
+    return len(entries) if isinstance(entries, dict) else -1
 
 
 def _same_number(now: Any, value: Any) -> bool:

@@ -1,0 +1,225 @@
+"""What capture and replay cost beside eager and a bare make_fx, in one run.
+
+    python benchmarks/overhead.py [--device cuda] [--json FILE]
+
+1. Per call: a compiled step against calling its graph module with the inputs already in hand. Target: at most 200 us
+   for 200 parameters.
+2. Capture of a 12-layer transformer step against one bare `make_fx` of the same function. Target: at most 1.5x.
+3. Peak memory of a replayed step against eager. Target: at most 1.05x.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import stateless
+from torch.optim.sgd import sgd
+
+import wholestep as ws
+
+
+class Narrow(nn.Module):
+    """Many parameters, little work."""
+
+    def __init__(self, layers: int, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """Twelve pre-norm layers."""
+
+    def __init__(self, layers: int, width: int, heads: int = 4) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def median_seconds(fn: Callable[[], Any], repeat: int) -> tuple[float, float, float]:
+    """Median and quartiles of the time of a call."""
+    times = []
+    for _ in range(repeat):
+        _sync()
+        start = time.perf_counter()
+        fn()
+        _sync()
+        times.append(time.perf_counter() - start)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return middle, low, high
+
+
+def _sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def per_call(device: str) -> dict[str, float]:
+    model = Narrow(100).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    x = torch.randn(4, 8, device=device)
+    step = ws.compile(train_step)
+    for _ in range(3):
+        step(model, optimizer, x)
+    entry = step._last
+    assert entry is not None
+    inputs = entry.gather.read([model, optimizer, x])
+    assert inputs is not None
+    bare = entry.executable.forward
+
+    def replay() -> None:
+        with torch.no_grad():
+            bare(*inputs)
+
+    overhead, replays, steps, eagers = [], [], [], []
+    for _ in range(7):
+        replays.append(median_seconds(replay, 60)[0])
+        steps.append(median_seconds(lambda: step(model, optimizer, x), 60)[0])
+        eagers.append(median_seconds(lambda: train_step(model, optimizer, x), 20)[0])
+        overhead.append(steps[-1] - replays[-1])
+    return {
+        "parameters": len(list(model.parameters())),
+        "replay_us": statistics.median(replays) * 1e6,
+        "step_us": statistics.median(steps) * 1e6,
+        "eager_us": statistics.median(eagers) * 1e6,
+        "overhead_us": statistics.median(overhead) * 1e6,
+        "overhead_us_low": min(overhead) * 1e6,
+        "overhead_us_high": max(overhead) * 1e6,
+    }
+
+
+def capture_time(device: str, layers: int = 12) -> dict[str, float]:
+    model = Transformer(layers, 64).to(device)
+    x = torch.randn(2, 16, 64, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    train_step(model, optimizer, x)
+    names = [n for n, _ in model.named_parameters()]
+
+    def stateless_step(params: list[Tensor], momenta: list[Tensor], x: Tensor) -> Tensor:
+        with stateless._reparametrize_module(model, dict(zip(names, params, strict=True))):
+            loss = model(x).square().mean()
+            grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            sgd(
+                params,
+                list(grads),
+                momenta,
+                has_sparse_grad=False,
+                foreach=True,
+                fused=False,
+                weight_decay=0.0,
+                momentum=0.9,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+        return loss
+
+    params = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    momenta = [torch.zeros_like(p) for p in params]
+
+    def bare() -> None:
+        make_fx(stateless_step, tracing_mode="fake")(params, list(momenta), x)
+
+    def ours() -> None:
+        ws.capture(train_step, model, optimizer, x)
+
+    bare(), ours()
+    ratios, bares, captures = [], [], []
+    for _ in range(5):
+        bares.append(median_seconds(bare, 2)[0])
+        captures.append(median_seconds(ours, 2)[0])
+        ratios.append(captures[-1] / bares[-1])
+    return {
+        "nodes": ws.capture(train_step, model, optimizer, x).num_nodes,
+        "make_fx_s": statistics.median(bares),
+        "capture_s": statistics.median(captures),
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    def peak(compiled: bool, kind: str) -> int:
+        torch.manual_seed(0)
+        gc.collect()
+        model = Transformer(4, 128).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
+        x = torch.randn(8, 64, 128, device=device)
+        step = ws.compile(train_step) if compiled else train_step
+        for _ in range(3):
+            step(model, optimizer, x)
+        return _peak_bytes(lambda: step(model, optimizer, x), device)
+
+    found: dict[str, float] = {}
+    for kind in ("single", "foreach", "fused"):
+        eager, ours = peak(False, kind), peak(True, kind)
+        found[f"{kind}_eager_mib"] = eager / 2**20
+        found[f"{kind}_ours_mib"] = ours / 2**20
+        found[f"{kind}_ratio"] = ours / eager
+    return found
+
+
+def _peak_bytes(fn: Callable[[], Any], device: str) -> int:
+    """Most bytes allocated above the start of the call: the allocator's count on CUDA, the profiler's on CPU."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fn()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fn()
+    current = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"device": options.device, "torch": torch.__version__}
+    for name, measure in (("per_call", per_call), ("capture", capture_time), ("memory", peak_memory)):
+        results[name] = measure(options.device)
+        print(name, json.dumps(results[name], indent=2))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
