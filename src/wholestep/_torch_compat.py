@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._C._dynamo.guards import TensorGuards as _TensorGuards
@@ -29,7 +29,6 @@ from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
 
 # OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
 # OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
-# TorchDispatchMode: sees every operator below autograd. 2.11, 2.13.
 # HigherOrderOperator: the type of operators that take functions (`cond`, `auto_functionalized`). 2.11, 2.13.
 
 pytree = _pytree
@@ -123,7 +122,7 @@ def current_autograd_node() -> Any:
 
 def is_accumulating_gradient() -> bool:
     """Whether autograd is storing a gradient into a leaf's `.grad` on this thread. 2.11, 2.13."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
@@ -161,11 +160,16 @@ class TensorChecks:
         return str(self._guards.check_verbose(*tensors, tensor_check_names=self._names))
 
 
-class DispatchMode(TorchDispatchMode):
-    """TorchDispatchMode with types. 2.11, 2.13."""
+if TYPE_CHECKING:
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    class DispatchMode:
+        """TorchDispatchMode, which has no types: sees every operator below autograd. 2.11, 2.13."""
+
+        def __enter__(self) -> Self: ...
+
+        def __exit__(self, *error: object) -> None: ...
+else:
+    DispatchMode = TorchDispatchMode
 
 
 def _static(sizes: Sequence[int], dynamic: frozenset[int]) -> list[int | None]:

@@ -138,6 +138,17 @@ class CompiledStep(Generic[P, R]):
                 stacklevel=5,
             )
 
+    def reset(self) -> None:
+        """Forget all graphs (and the models and optimizers they hold on to); the next call captures anew."""
+        self._entries.clear()
+        self._last = None
+        self.recompiles.clear()
+        self._symbolic_numbers = frozenset()
+
+    def __reduce__(self) -> Any:
+        # A copy, also in another process, captures for itself: graphs belong to the objects they were captured with.
+        return CompiledStep, (self._fn, self.options)
+
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._entries)} graphs)"
 

@@ -49,7 +49,7 @@ def select_instead_of_branch(
             continue
         if tensor.device not in flags:
             flags[tensor.device] = recorder.emit(aten._to_copy.default, flag, device=tensor.device)
-        recorder.write(tensor, recorder.emit(aten.where.self, flags[tensor.device], old, new))
+        recorder.values.write(tensor, recorder.emit(aten.where.self, flags[tensor.device], old, new))
     host.creation_skipped_if(optimizer, flag)
     return result
 

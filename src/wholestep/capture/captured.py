@@ -50,7 +50,7 @@ class Captured:
     """One per placeholder."""
     changes: list[Change]
     result_leaves: list[tuple[str, Any]]
-    """Leaves of the user's result: ("output", i) or ("value", object)."""
+    """Leaves of the user's result: ("output", i), ("value", object) or ("host", number)."""
     rebuild_result: Callable[[list[Any]], Any] | None
     """None where the result is a single leaf."""
     host_calls: list[HostCall]

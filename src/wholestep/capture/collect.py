@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from wholestep._torch_compat import FakeTensor, OpOverload, storage_key
 from wholestep.capture.captured import Captured, Change
+from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf, Recipe
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import ScalarNode, scalar_of
@@ -121,7 +122,7 @@ class _Collector:
             if not isinstance(node, fx.Node):
                 return "value", node
             return "output", self._output(OutputKind.RESULT, f"result{path}", node)
-        return "value", leaf
+        return ("host", leaf) if isinstance(leaf, HostNumber) else ("value", leaf)
 
     def _scalar_node(self, scalar: ScalarNode, path: str) -> Any:
         for leaf in scalar.leaves():
@@ -129,11 +130,6 @@ class _Collector:
                 raise ItemError(
                     f"result{path} is a number taken out of a tensor.",
                     fix="return the tensor from the step and read its value outside.",
-                )
-            if isinstance(leaf, Slot) and self.capture.host_calls:
-                raise SideEffectError(
-                    f"the step returns {leaf.path}, which {self.capture.host_calls[0].path}.step() changes in the step.",
-                    fix="read it outside of the step.",
                 )
         return scalar.fx_arg()
 
@@ -195,7 +191,7 @@ class _Collector:
         for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-                if old is new or _equal_plain(old, new):
+                if old is new or _equal_plain(old, new) or isinstance(new, HostNumber):
                     continue
                 where = f"{path}.param_groups[{g}].{key}"
                 if key == "params":
@@ -276,6 +272,10 @@ class _Collector:
 
     def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
         where = f"{path}.{key}"
+        scalar = scalar_of(after)
+        if scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == where:
+            self.volatile.setdefault(id(obj), set()).add(key)  # an input of the graph that the step only read
+            return
         plain = isinstance(after, _PLAIN) or after is ABSENT
         if not (plain or isinstance(after, Tensor) or scalar_of(after) is not None):
             if isinstance(obj, torch.amp.GradScaler) and not after:
@@ -340,7 +340,7 @@ class _Collector:
         for node in [n for n in self.graph.nodes if n.op == "placeholder"]:
             fake = node.meta.get("val")
             tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
-            if tracked is not None and self.recorder.is_written(fake):
+            if tracked is not None and self.recorder.values.is_written(fake):
                 found.append((node, self.recorder.node_of(fake)))
                 written.append(tracked)
         _refuse_shared_memory(self.table.tracked.values(), written)

@@ -1,8 +1,8 @@
 """Values that are known when a step is called: those computed only from single-element state, such as a step count.
 
 `state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch
-on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state, when the
-step is captured and again when the guard is checked.
+on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state,
+when the step is captured and again when the guard is checked.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
     def get_state(device: str) -> Tensor:
         state = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
         node = host.recorder.emit_function(rng.get_rng_state, (device,), state)
-        host.recorder.register_result(state, node)
+        host.recorder.values.register_result(state, node)
         host.recorder.random_devices[device] = None
         return state
 
@@ -229,11 +229,11 @@ def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
 
 def _cuda(device: Any) -> str:
     resolved = torch.device("cuda", device) if type(device) is int else torch.device(device)
-    return f"cuda:{torch.cuda.current_device() if resolved.index is None else resolved.index}"
+    index: int | None = resolved.index
+    return f"cuda:{torch.cuda.current_device() if index is None else index}"
 
 
 def _state_size(device: str) -> int:
-    generator = (
-        torch.default_generator if device == "cpu" else torch.cuda.default_generators[torch.device(device).index]
-    )
-    return int(generator.get_state().numel())
+    if device == "cpu":
+        return int(torch.default_generator.get_state().numel())
+    return int(torch.cuda.default_generators[torch.device(device).index].get_state().numel())

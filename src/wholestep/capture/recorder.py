@@ -8,8 +8,7 @@ fakes (writes included, so that version counters and errors are eager's), and re
     v = x[0]; v.zero_()        v = select(x, 0, 0); v1 = zero(v); x1 = select_scatter(x, v1, 0, 0)
     h.detach()                 nothing: the same value
 
-A tensor is a *view chain* over a *base*; the base has a current node and a version. Reading a view whose base has
-moved on replays the chain. Why one mode instead of make_fx with functionalization: two more Python layers per
+Why one mode instead of make_fx with functionalization: two more Python layers per
 operator cost 1.6 to 1.9 times a bare make_fx; this costs less than one.
 """
 
@@ -29,27 +28,20 @@ from wholestep._torch_compat import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
     UnsupportedOperatorException,
-    autograd_sequence_number,
-    current_autograd_node,
     is_accumulating_gradient,
-    node_sequence_number,
-    storage_key,
 )
-from wholestep.capture.location import location_of, user_frame, user_location
+from wholestep.capture.location import user_location
+from wholestep.capture.nodes import Nodes
+from wholestep.capture.refusals import data_shape, higher_order, refuse_branching_backward, refuse_overlap, unsupported
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.capture.schema import OpFacts, bind, op_facts, view_variant
-from wholestep.capture.views import invert_view
+from wholestep.capture.values import Value, Values
 from wholestep.errors import (
-    DataShapeError,
-    Location,
-    OverlapError,
     ParameterDataError,
     SparseError,
     UnsupportedError,
 )
-from wholestep.ir.meta import KEY, NodeMeta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rnn import packed_weights
 
@@ -76,46 +68,8 @@ _METADATA_QUERIES = frozenset(
         aten._assert_tensor_metadata.default,
     }
 )
-_SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _OTHER_NAMES = {"momentum": "exponential_average_factor"}
-_BRANCHES_IN_BACKWARD = frozenset({aten.prod, aten.cumprod})
-
-
-class Base:
-    """The memory behind one or more tensors: the node that holds its contents now."""
-
-    __slots__ = ("version",)
-
-    def __init__(self) -> None:
-        self.version = 0
-
-
-class Value:
-    """One fake tensor: the node that holds its contents, and how it is seen from what it is a view of."""
-
-    __slots__ = ("args", "base", "fake", "index", "kwargs", "node", "op", "parent", "version")
-
-    def __init__(
-        self,
-        fake: Tensor,
-        node: fx.Node,
-        base: Base,
-        parent: Value | None = None,
-        op: Any = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        index: int | None = None,
-    ) -> None:
-        self.fake = fake
-        self.node = node
-        self.base = base
-        self.version = base.version
-        self.parent = parent
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs or {}
-        self.index = index
 
 
 class Host(Protocol):
@@ -142,18 +96,14 @@ class Recorder(DispatchMode):
 
     def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, host: Host) -> None:
         super().__init__()
-        self.graph = graph
-        self.fake_mode = fake_mode
         self.host = host
         self.named_scalars: dict[str, ScalarNode] = {}
         """Numbers that the next operator takes by name as plain floats (see `patches`)."""
         self.used_scalars: set[int] = set()
         """Which of `named_scalars` some operator took."""
         self.random_devices: dict[str, None] = {}
-        self._paused = False
-        self._values: dict[int, Value] = {}
-        self._by_storage: dict[int, Value] = {}
-        self._forward_of: dict[int, tuple[str, Location | None]] = {}
+        self.nodes = Nodes(graph, host)
+        self.values = Values(self.nodes, fake_mode, host.shape_arg)
         self._special: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.lift_fresh.default: self._lift_fresh,
@@ -161,147 +111,19 @@ class Recorder(DispatchMode):
             aten.alias.default: self._same_value,
         }
 
-    # Inputs, reads and writes of values.
-
-    def register_input(self, fake: Tensor, node: fx.Node) -> None:
-        """A fake tensor that is a placeholder of the graph."""
-        node.meta["val"] = fake
-        self._register(fake, node)
-
-    def is_written(self, fake: Tensor) -> bool:
-        """Whether the step wrote to the memory of an input."""
-        return self._values[id(fake)].base.version > 0
-
-    def knows(self, fake: Tensor) -> bool:
-        """Whether the recorder made or was given this tensor."""
-        return id(fake) in self._values or storage_key(fake) in self._by_storage
-
-    def node_of(self, fake: Tensor) -> fx.Node:
-        """The node that holds the current contents of a fake tensor."""
-        return self._read(self._value(fake))
+    # What the capture asks of its recorder.
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Record an operator on nodes; `val` is computed from theirs."""
-        if op == "getitem":
-            return self._create(operator.getitem, args, {}, args[0].meta["val"][args[1]])
-        fakes = fx.map_arg(args, lambda n: n.meta["val"])
-        fake_kwargs = fx.map_arg(kwargs, lambda n: n.meta["val"])
-        self._paused = True
-        try:
-            with self.fake_mode:
-                out = op(*fakes, **fake_kwargs)
-        finally:
-            self._paused = False
-        nodes = _map(args, self._shape_arg)
-        return self._create(op, nodes, {k: self._shape_arg(v) for k, v in kwargs.items()}, out)
+        return self.values.emit(op, *args, **kwargs)
 
     def emit_function(self, target: Callable[..., Any], args: tuple[Any, ...], val: Any) -> fx.Node:
         """Record a call of a Python function with a known result."""
-        return self._create(target, args, {}, val)
+        return self.nodes.create(target, args, {}, val)
 
-    def register_result(self, fake: Tensor, node: fx.Node) -> None:
-        """A fake tensor whose contents are the value of a node."""
-        node.meta["val"] = fake
-        self._register(fake, node)
-
-    def write(self, fake: Tensor, new: fx.Node) -> None:
-        """From now on the fake tensor, and all that shares its memory, holds the value of `new`."""
-        value = self._value(fake)
-        value.base.version += 1
-        child, node = value, new
-        while True:
-            child.node, child.version = node, child.base.version
-            parent = child.parent
-            if parent is None:
-                break
-            if child.op in _SAME_VALUE:
-                node = child.node
-            else:
-                before = self._read_before_write(parent)
-                args = (*child.args, *child.kwargs.values())
-                node = invert_view(self.emit, before, parent.fake, child.op, args, child.index, child.node, child.fake)
-            child = parent
-
-    def _register(self, fake: Tensor, node: fx.Node) -> Value:
-        value = Value(fake, node, Base())
-        self._values[id(fake)] = value
-        if fake.layout is torch.strided:
-            self._by_storage[storage_key(fake)] = value
-        return value
-
-    def _value(self, fake: Tensor) -> Value:
-        found = self._values.get(id(fake))
-        if found is None:
-            found = self._adopt(fake)
-        return found
-
-    def _adopt(self, fake: Tensor) -> Value:
-        """A tensor that C++ made without telling us: find it by its memory."""
-        base = self._by_storage.get(storage_key(fake))
-        if base is None:
-            raise UnsupportedError(
-                f"a tensor of shape {tuple(fake.shape)} appeared in the step that no recorded operator made.",
-                fix="if a library creates tensors outside of torch's dispatcher, wrap it with torch.library.custom_op.",
-                location=user_location(),
-            )
-        value = Value(fake, base.node, base.base, base)
-        same = fake.shape == base.fake.shape and fake.stride() == base.fake.stride()
-        if same and fake.dtype == base.fake.dtype and fake.storage_offset() == base.fake.storage_offset():
-            value.op = aten.alias.default
-        else:
-            value.op = aten.as_strided.default
-            value.args = (list(fake.shape), list(fake.stride()), fake.storage_offset())
-        value.version = -1
-        self._values[id(fake)] = value
-        return value
-
-    def _read(self, value: Value) -> fx.Node:
-        if value.version == value.base.version:
-            return value.node
-        assert value.parent is not None, "a base is always up to date"
-        parent = self._read(value.parent)
-        if value.op in _SAME_VALUE:
-            value.node = parent
-        else:
-            node = self._create(value.op, (parent, *_map(value.args, self._shape_arg)), value.kwargs, value.fake)
-            if value.index is not None:
-                node.meta["val"] = value.op(value.parent.fake, *value.args, **value.kwargs)
-                node = self._create(operator.getitem, (node, value.index), {}, value.fake)
-            value.node = node
-        value.version = value.base.version
-        return value.node
-
-    def _read_before_write(self, value: Value) -> fx.Node:
-        """The node of a parent as it was just before the write that is being propagated."""
-        value.base.version -= 1
-        try:
-            return self._read(value)
-        finally:
-            value.base.version += 1
-
-    # Creating nodes.
-
-    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs)
-        node.meta["val"] = val
-        node.meta[KEY] = self._meta()
-        return node
-
-    def _meta(self, in_place: OpOverload | None = None) -> NodeMeta:
-        host = self.host
-        running = current_autograd_node()
-        if running is not None:
-            recompute = host.in_recompute()
-            path, where = self._forward_of.get(node_sequence_number(running), (host.module_path, None))
-            if recompute:
-                path, where = host.module_path or path, location_of(user_frame(3)) or where
-            elif where is None:
-                where = location_of(user_frame(3))
-            return NodeMeta(path, where, "backward", in_place, recompute)
-        where = location_of(user_frame(3))
-        if host.phase == "forward":
-            self._forward_of[autograd_sequence_number() - 1] = (host.module_path, where)
-        return NodeMeta(host.module_path, where, host.phase, in_place)
+    def node_of(self, fake: Tensor) -> fx.Node:
+        """The node that holds the current contents of a fake tensor."""
+        return self.values.node_of(fake)
 
     # Dispatch.
 
@@ -311,23 +133,16 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if any(t is not FakeTensor and t.__torch_dispatch__ is not _NO_DISPATCH for t in types):
             return NotImplemented  # a tensor subclass unwraps itself into plain tensors first
-        if self._paused or func in _METADATA_QUERIES:
+        if self.values.paused or func in _METADATA_QUERIES:
             return func(*args, **kwargs)
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
-            raise UnsupportedError(
-                f"the higher-order operator {func} is not captured.", location=user_location(), fix=_HOP_FIX
-            )
+            raise higher_order(func)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        if func.overloadpacket in _BRANCHES_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad:
-            raise UnsupportedError(
-                f"the backward of {func} looks for zeros in its input and branches on them.",
-                fix="use exp(sum(log(x))), or detach the input.",
-                location=user_location(),
-            )
+        refuse_branching_backward(func, args)
         facts = op_facts(func)
         fake_args, node_args = self._convert_all(args)
         fake_kwargs, node_kwargs = self._convert_kwargs(kwargs)
@@ -342,20 +157,20 @@ class Recorder(DispatchMode):
                 return self._write_op(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
             out = func(*fake_args, **fake_kwargs)
         except DynamicOutputShapeException as error:
-            raise _data_shape(func) from error
+            raise data_shape(func) from error
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
-            raise _unsupported(func, error) from error
+            raise unsupported(func, error) from error
         except RuntimeError as error:
             if "no fake impl" not in str(error):
                 raise
-            raise _unsupported(func, error) from error
+            raise unsupported(func, error) from error
         if facts.is_random:
             self._note_random(out, fake_args)
         if func is aten._cudnn_rnn.default and node_args[3] is None:
-            node_args[3] = self._create(packed_weights, (node_args[1],), {}, None)
+            node_args[3] = self.nodes.create(packed_weights, (node_args[1],), {}, None)
         if facts.is_view:
             return self._record_view(func, fake_args, fake_kwargs, node_args, node_kwargs, out)
-        node = self._create(func, tuple(node_args), node_kwargs, out)
+        node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         self._register_outputs(node, out)
         return out
 
@@ -371,12 +186,12 @@ class Recorder(DispatchMode):
                     fix="use dense gradients: nn.Embedding(..., sparse=False); or call .to_dense().",
                     location=user_location(),
                 )
-            if id(out) not in self._values:
-                self._register(out, node)
+            if not self.values.knows(out):
+                self.values.register(out, node)
         elif isinstance(out, list | tuple):
             for i, item in enumerate(out):
                 if isinstance(item, Tensor | list | tuple):
-                    self._register_outputs(self._create(operator.getitem, (node, i), {}, item), item)
+                    self._register_outputs(self.nodes.create(operator.getitem, (node, i), {}, item), item)
 
     # Views.
 
@@ -392,30 +207,28 @@ class Recorder(DispatchMode):
         source = fake_args[0] if fake_args else next(iter(fake_kwargs.values()))
         if not isinstance(source, Tensor) or out is source:
             return out
-        parent = self._value(source)
-        node = self._create(func, tuple(node_args), node_kwargs, out)
+        parent = self.values.value(source)
+        node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         rest = tuple(fake_args[1:])
         if isinstance(out, Tensor):
-            self._values[id(out)] = Value(out, node, parent.base, parent, func, rest, fake_kwargs)
+            self.values.add_view(out, Value(out, node, parent.base, parent, func, rest, fake_kwargs))
         else:
             for i, item in enumerate(out):
-                got = self._create(operator.getitem, (node, i), {}, item)
-                self._values[id(item)] = Value(item, got, parent.base, parent, func, rest, fake_kwargs, i)
+                got = self.nodes.create(operator.getitem, (node, i), {}, item)
+                self.values.add_view(item, Value(item, got, parent.base, parent, func, rest, fake_kwargs, i))
         return out
 
     def _same_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[0] if isinstance(args[0], FakeTensor) else self.host.lift(args[0])
         out = func(source)
         if out is not source:
-            parent = self._value(source)
-            value = Value(out, self._read(parent), parent.base, parent, func)
-            self._values[id(out)] = value
+            parent = self.values.value(source)
+            self.values.add_view(out, Value(out, self.values.read(parent), parent.base, parent, func))
         return out
 
     def _inplace_view(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
         """`x.unsqueeze_(0)`: the tensor becomes a view of what it was."""
         fake = fake_args[0]
-        value = self._value(fake)
         if func is aten.detach_.default:
             return func(*fake_args, **fake_kwargs)
         functional = view_variant(func)
@@ -424,27 +237,24 @@ class Recorder(DispatchMode):
                 f"{func} has no view form.", location=user_location(), fix="use the out-of-place form."
             )
         was = fake.detach()
-        before = Value(
-            was, self._read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index
-        )
-        self._values[id(was)] = before
-        if before.node.meta.get("val") is fake:
-            before.node.meta["val"] = was
-        if self._by_storage.get(storage_key(was)) is value:
-            self._by_storage[storage_key(was)] = before
         out = func(*fake_args, **fake_kwargs)
-        node = self._create(functional, (before.node, *fake_args[1:]), fake_kwargs, fake)
-        self._values[id(fake)] = Value(fake, node, before.base, before, functional, tuple(fake_args[1:]), fake_kwargs)
+        rest = tuple(fake_args[1:])
+
+        def as_view(before: Value) -> Value:
+            node = self.nodes.create(functional, (before.node, *rest), fake_kwargs, fake)
+            return Value(fake, node, before.base, before, functional, rest, fake_kwargs)
+
+        self.values.turn_into_view(fake, was, as_view)
         return out
 
     def _replace_storage(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
         fake = fake_args[0]
         if func is aten.resize_.default and list(fake_args[1]) == list(fake.shape):
             return fake
-        if self._value(fake).node.op != "placeholder":
+        if self.values.value(fake).node.op != "placeholder":
             # A tensor of the step's own (cuDNN's look for packed weights): from now on known by its new memory.
             out = func(*fake_args, **fake_kwargs)
-            del self._values[id(fake)]
+            self.values.forget(fake)
             return out
         raise ParameterDataError(
             f"{func} gives a tensor other memory inside the step.",
@@ -465,11 +275,11 @@ class Recorder(DispatchMode):
     ) -> Any:
         if func is aten.copy_.default and self._steals(fake_args[0], fake_args[1]):
             out = func(*fake_args, **fake_kwargs)
-            self.write(fake_args[0], node_args[1])
+            self.values.write(fake_args[0], node_args[1])
             return out
         targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
         for target in _tensors(targets):
-            _refuse_overlap(func, target)
+            refuse_overlap(func, target)
         functional = facts.functional
         exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
         if facts.is_random and not exact:
@@ -497,15 +307,14 @@ class Recorder(DispatchMode):
             for name, default in facts.lost_defaults:
                 if facts.names.index(name) >= len(node_args):
                     node_kwargs.setdefault(name, default)
-            node = self._create(functional, tuple(node_args), node_kwargs, vals)
-            if not facts.out_names:
-                node.meta[KEY] = self._meta(func)
+            in_place = None if facts.out_names else func
+            node = self.nodes.create(functional, tuple(node_args), node_kwargs, vals, in_place)
             pieces = list(self._pieces(node, vals))
             fresh_nodes, new_nodes = pieces[: len(fresh)], pieces[len(fresh) :]
         for fake, fresh_node in zip(fresh, fresh_nodes, strict=True):
             self._register_outputs(fresh_node, fake)
         for target, new in zip(_tensors(targets), new_nodes, strict=True):
-            self.write(target, self._fitted(target, new))
+            self.values.write(target, self._fitted(target, new))
         return out
 
     def _steals(self, target: Tensor, source: Tensor) -> bool:
@@ -513,7 +322,7 @@ class Recorder(DispatchMode):
         recorder, which keeps every tensor alive; eager would take the gradient itself."""
         if not is_accumulating_gradient():
             return False
-        made = self._value(target).node.target
+        made = self.values.value(target).node.target
         same = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
         return made is aten.new_empty_strided.default and same
 
@@ -524,11 +333,11 @@ class Recorder(DispatchMode):
         else:
             for i, item in enumerate(vals):
                 if isinstance(item, Tensor) or item:
-                    yield from self._pieces(self._create(operator.getitem, (node, i), {}, item), item)
+                    yield from self._pieces(self.nodes.create(operator.getitem, (node, i), {}, item), item)
 
     def _split_flat(self, node: fx.Node, count: int) -> list[fx.Node]:
         vals = node.meta["val"]
-        return [self._create(operator.getitem, (node, i), {}, vals[i]) for i in range(count)]
+        return [self.nodes.create(operator.getitem, (node, i), {}, vals[i]) for i in range(count)]
 
     def _call_on_copies(
         self,
@@ -555,8 +364,7 @@ class Recorder(DispatchMode):
                 location=user_location(),
             )
         vals = (*fresh, *(_like(t) for t in _tensors(targets)))
-        node = self._create(call_on_copies, (func, tuple(facts.writes), *positional), rest, vals)
-        node.meta[KEY] = self._meta(func)
+        node = self.nodes.create(call_on_copies, (func, tuple(facts.writes), *positional), rest, vals, func)
         return node
 
     def _fitted(self, target: Tensor, new: fx.Node) -> fx.Node:
@@ -564,10 +372,8 @@ class Recorder(DispatchMode):
         val = new.meta["val"]
         if val.dtype == target.dtype and val.shape == target.shape and val.stride() == target.stride():
             return new
-        before = self._read(self._value(target))
-        node = self._create(aten.copy.default, (before, new), {}, _like(target))
-        node.meta[KEY] = self._meta(aten.copy_.default)
-        return node
+        before = self.values.node_of(target)
+        return self.nodes.create(aten.copy.default, (before, new), {}, _like(target), aten.copy_.default)
 
     # Single operators with a meaning of their own.
 
@@ -585,8 +391,8 @@ class Recorder(DispatchMode):
         out = func(tensor)
         constant = self.host.constant(tensor)
         constant.meta["val"] = out
-        node = self._create(aten.lift_fresh_copy.default, (constant,), {}, out)
-        self._register(out, node)
+        node = self.nodes.create(aten.lift_fresh_copy.default, (constant,), {}, out)
+        self.values.register(out, node)
         return out
 
     def _note_random(self, out: Any, fake_args: list[Any]) -> None:
@@ -613,7 +419,7 @@ class Recorder(DispatchMode):
     def _convert(self, arg: Any) -> tuple[Any, Any]:
         """What the fake operator takes, and what stands for it in the graph."""
         if isinstance(arg, FakeTensor):
-            return arg, self._read(self._value(arg))
+            return arg, self.values.node_of(arg)
         if arg is None or isinstance(arg, int | float | str | torch.dtype | torch.device):
             return arg, arg
         if isinstance(arg, list | tuple):
@@ -621,7 +427,7 @@ class Recorder(DispatchMode):
             return fakes, nodes
         if isinstance(arg, Tensor):
             lifted = self.host.lift(arg)
-            return lifted, self._read(self._value(lifted))
+            return lifted, self.values.node_of(lifted)
         if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
             scalar = scalar_of(arg)
             if scalar is None:
@@ -630,13 +436,6 @@ class Recorder(DispatchMode):
         if isinstance(arg, torch.Generator):
             return None, self.host.generator(arg)
         return arg, arg
-
-    def _shape_arg(self, arg: Any) -> Any:
-        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self.host.shape_arg(arg)
-        if isinstance(arg, list | tuple):
-            return [self._shape_arg(a) for a in arg]
-        return arg
 
     def _insert_named_scalars(self, facts: OpFacts, args: list[Any], kwargs: dict[str, Any]) -> None:
         for name, scalar in self.named_scalars.items():
@@ -649,13 +448,6 @@ class Recorder(DispatchMode):
                 args[position] = scalar.fx_arg()
             else:
                 kwargs[name] = scalar.fx_arg()
-
-
-_HOP_FIX = "call the plain implementation instead (for flex_attention: scaled_dot_product_attention)."
-
-
-def _map(items: tuple[Any, ...], fn: Callable[[Any], Any]) -> tuple[Any, ...]:
-    return tuple(fn(item) for item in items)
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
@@ -695,33 +487,3 @@ def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[
     if len(dtypes) > 1:
         return False
     return all(t.is_contiguous() for t in _tensors(targets))
-
-
-def _refuse_overlap(func: Any, tensor: Tensor) -> None:
-    reach = 0
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
-        overlaps = stride <= reach
-        reach += stride * (size - 1)
-        if overlaps:
-            raise OverlapError(
-                f"{func} writes through a view whose elements share memory (shape {tuple(tensor.shape)}, "
-                f"strides {tuple(tensor.stride())}).",
-                fix="write to a .clone() or .contiguous() of the expanded tensor.",
-                location=user_location(),
-            )
-
-
-def _data_shape(func: Any) -> DataShapeError:
-    return DataShapeError(
-        f"the shape of the result of {func} depends on the values of a tensor.",
-        fix="use a form of fixed shape: torch.where or a mask multiplied in, instead of boolean indexing or nonzero.",
-        location=user_location(),
-    )
-
-
-def _unsupported(func: Any, error: BaseException) -> UnsupportedError:
-    return UnsupportedError(
-        f"{func} cannot be computed without data: {str(error).splitlines()[0]}",
-        fix="for a custom operator, give it a fake kernel with torch.library.register_fake.",
-        location=user_location(),
-    )

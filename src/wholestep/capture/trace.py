@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,28 +13,29 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import (
-    FakeTensor,
     FakeTensorMode,
-    cuda_is_initialized,
     generator_key,
     new_fake_mode,
     without_modes,
 )
 from wholestep.capture.amp import select_instead_of_branch
+from wholestep.capture.arguments import dynamic_dims, name_leaves
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
 from wholestep.capture.discover import World, discover
 from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
+from wholestep.capture.host_numbers import HostNumber, LastRateSlot
 from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import skeleton
 from wholestep.capture.python_state import Attributes, ReadTracker
+from wholestep.capture.random_state import RandomState
 from wholestep.capture.recorder import Recorder
-from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
+from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode, scalar_of
 from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import BatchSlot, GeneratorSlot, Slot
+from wholestep.capture.slots import BatchSlot, GeneratorSlot, MappingSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
 from wholestep.capture.tree import Flat, flatten, leaves_of
 from wholestep.errors import (
@@ -48,11 +46,10 @@ from wholestep.errors import (
     OptimizerClosureError,
     RandomStateError,
     SideEffectError,
-    UnsupportedError,
     WholestepError,
 )
 from wholestep.ir.signature import InputKind
-from wholestep.options import Dim, Options
+from wholestep.options import Options
 
 _one_capture_at_a_time = threading.RLock()
 
@@ -91,11 +88,11 @@ class Capture:
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
         self.structure = leaves_of((args, kwargs))[1]
-        self.leaf_paths = _name_leaves(fn, self.flat, len(args))
+        self.leaf_paths = name_leaves(fn, self.flat, len(args))
         self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True))
         self.contents = [(c, path, skeleton(c)) for c, path in self.world.containers]
         self.shapes = Shapes()
-        self.dynamic_dims = _dynamic_dims(options, self.leaf_paths, self.flat.leaves)
+        self.dynamic_dims = dynamic_dims(options, self.leaf_paths, self.flat.leaves)
         if self.dynamic_dims:
             self.shapes.declare()
         self.fake_mode: FakeTensorMode = new_fake_mode(self.shapes.env)
@@ -122,7 +119,7 @@ class Capture:
     # The way of one capture.
 
     def run(self) -> Captured:
-        rng = _RandomState(self.world)
+        rng = RandomState(self.world)
         try:
             self._build_inputs()
             if self.options.hooks == "refuse":
@@ -173,6 +170,7 @@ class Capture:
     def _swap_python_objects(self) -> None:
         for module, path in self.world.modules.items():
             self.snapshots.append(Attributes(module, path))
+            self._lift_numbers(module, path)
         internal = frozenset({"param_groups", "state", "step"})
         for optimizer, path in self.world.optimizers.items():
             self.snapshots.append(Attributes(optimizer, path, internal))
@@ -191,15 +189,13 @@ class Capture:
             self.readers.append((reader, path))
 
     def _lift_numbers(self, holder: Any, path: str) -> None:
-        from wholestep.capture.slots import MappingSlot
-
         for key, value in list(vars(holder).items()):
             where = f"{path}.{key}"
             if where in self.symbolic_numbers and type(value) in (int, float):
                 slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, vars(holder), key)
                 vars(holder)[key] = self.make_scalar(slot, value)
 
-    def _trace(self, rng: _RandomState) -> Any:
+    def _trace(self, rng: RandomState) -> Any:
         fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
         with ExitStack() as stack:
             stack.enter_context(patched(self))
@@ -261,16 +257,27 @@ class Capture:
                     location=user_location(),
                 )
             self.host_calls.append(HostCall(scheduler, path, args, kwargs))
+            self._hide_hyper_parameters(scheduler.optimizer)
 
-        def get_last_lr() -> Any:
-            raise SideEffectError(
-                f"{path}.get_last_lr() inside of the step would be the same number on every replay.",
-                fix="read it outside of the step.",
-                location=user_location(),
-            )
+        def get_last_lr() -> list[Any]:
+            slots = [
+                LastRateSlot(InputKind.HYPER_PARAMETER, f"{path}.get_last_lr()[{i}]", None, scheduler, i)
+                for i in range(len(scheduler.optimizer.param_groups))
+            ]
+            if any(call.scheduler is scheduler for call in self.host_calls):
+                return [HostNumber(slot.path, slot.get) for slot in slots]
+            return [self.make_scalar(slot, slot.get()) for slot in slots]
 
         vars(scheduler)["step"] = step
         vars(scheduler)["get_last_lr"] = get_last_lr
+
+    def _hide_hyper_parameters(self, optimizer: Optimizer) -> None:
+        """From here on the learning rates of this optimizer are what the scheduler will make of them."""
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                scalar = scalar_of(value)
+                if scalar is not None and isinstance(scalar.leaf, Slot):
+                    group[key] = HostNumber(scalar.leaf.path, scalar.leaf.get)
 
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None:
         """State that this optimizer creates appears only where the flag is false."""
@@ -286,7 +293,7 @@ class Capture:
 
     def _placeholder_for(self, tracked: Tracked) -> fx.Node:
         node = self._placeholder(tracked.slot)
-        self.recorder.register_input(tracked.fake, node)
+        self.recorder.values.register_input(tracked.fake, node)
         return node
 
     def _placeholder(self, slot: Slot) -> fx.Node:
@@ -431,101 +438,8 @@ class Capture:
         )
 
 
-class _RandomState:
-    """Generators as they were; a trace must not move them."""
-
-    def __init__(self, world: World) -> None:
-        self._generators = [torch.default_generator, *(g for g, _ in world.generators.values())]
-        if cuda_is_initialized():
-            self._generators += list(torch.cuda.default_generators)
-        self._states = [g.get_state() for g in self._generators]
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
-
-    def check_untouched(self) -> None:
-        if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
-            raise RandomStateError(
-                "the step draws from Python's or numpy's random generator; every replay would use the same numbers.",
-                fix="draw with torch, or pass the random number as an argument.",
-            )
-        for generator, state in zip(self._generators, self._states, strict=True):
-            if not torch.equal(generator.get_state(), state):
-                raise RandomStateError(
-                    f"the step seeds or moves {generator} in a way that the graph does not record.",
-                    fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
-                )
-
-    def restore(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
-
-
-def _same_numpy(before: Any, now: Any) -> bool:
-    if before is None or now is None:
-        return True
-    return bool((before[1] == now[1]).all()) and before[2:] == now[2:]
-
-
 def _identifier(path: str) -> str:
     name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
     while "__" in name:
         name = name.replace("__", "_")
     return name if name and not name[0].isdigit() else f"input_{name}"
-
-
-def _name_leaves(fn: Callable[..., Any], flat: Flat, positional: int) -> list[str]:
-    """Paths that start with the name of the argument: `batch['x']` instead of `[0][2]['x']`."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names: list[str] = []
-    for i in range(positional):
-        if i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL:
-            names.append(parameters[i].name)
-        else:
-            names.append(f"arg{i}")
-    renamed: list[str] = []
-    for path in flat.paths:
-        if path.startswith("[0]["):
-            index, _, rest = path[4:].partition("]")
-            renamed.append(names[int(index)] + rest)
-        else:
-            key, _, rest = path[4:].partition("]")
-            renamed.append(key.strip("'\"") + rest)
-    return renamed
-
-
-def _dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[int, dict[int, Dim]]:
-    """For each batch leaf, the dimensions that were declared dynamic by a path that leads to it."""
-    found: dict[int, dict[int, Dim]] = {}
-    for declared, dims in (options.dynamic or {}).items():
-        matched = False
-        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            inside = path == declared or (path.startswith(declared) and path[len(declared)] in ".[")
-            if not inside or not isinstance(leaf, Tensor):
-                continue
-            matched = True
-            for dim, spec in dims.items():
-                if -leaf.dim() <= dim < leaf.dim():
-                    found.setdefault(i, {})[dim % leaf.dim()] = spec
-        if not matched:
-            from wholestep.errors import DynamicShapeError
-
-            tensors = [p for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
-            raise DynamicShapeError(
-                f"dynamic names {declared!r}, and no tensor argument has that path.",
-                fix=f"the tensor arguments are {', '.join(tensors) or 'none'}.",
-            )
-    return found
-
-
-__all__ = ["Capture", "FakeTensor", "UnsupportedError", "trace_step"]

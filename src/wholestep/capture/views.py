@@ -16,6 +16,9 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
+GETITEM = "getitem"
+"""Passed to `emit` for an element of a list of results."""
+
 Emit = Callable[..., fx.Node]
 """emit(op, *args, **kwargs) -> node, with `val` filled in."""
 
@@ -94,5 +97,5 @@ def _scatter_by_index(
     numbered = emit(aten.view.default, flat, shape)
     seen = emit(op, numbered, *args)
     if index is not None:
-        seen = emit("getitem", seen, index)
+        seen = emit(GETITEM, seen, index)
     return emit(aten.put.default, parent, seen, new)

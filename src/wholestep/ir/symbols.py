@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -47,7 +47,10 @@ class Entry:
             _apply(change, outputs)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
-        leaves = [outputs[value] if kind == "output" else value for kind, value in self._results]
+        leaves = [
+            outputs[value] if kind == "output" else value.read() if kind == "host" else value
+            for kind, value in self._results
+        ]
         return leaves[0] if self._rebuild is None else self._rebuild(leaves)
 
 

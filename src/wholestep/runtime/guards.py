@@ -1,7 +1,8 @@
 """Whether a captured graph may run for a call: cheap checks in the order in which they usually fail.
 
 Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of
-parameters, equality of module attributes, one C++ call over all tensors. `why_not` repeats the checks slowly to say what differs.
+parameters, equality of module attributes, one C++ call over all tensors. `why_not` repeats the checks slowly to say
+what differs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from wholestep.capture.known import ItemLeaf
 from wholestep.capture.plain import skeleton
 from wholestep.capture.shapes import out_of_range
 from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, ModuleSlot, Slot
-from wholestep.ir.signature import InputKind
+from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.runtime.gather import Gather, picker, same_objects
 
 
@@ -69,6 +70,7 @@ class Guards:
             for m, p in self._captured.modules
             if id(m) in self._captured.volatile
         ]
+        self._counted = {c.slot.path for c in self._captured.changes if c.kind is ChangeKind.CONSTANT}
         self._module_paths = [p for _, p in plain]
         self._module_dicts = [vars(m) for m, _ in plain]
         self._module_before = [dict(vars(m)) for m, _ in plain]
@@ -339,7 +341,12 @@ class Guards:
         return next(self._reasons(leaves, structure, state), "a condition that could not be named")
 
     def changed_number(self) -> str | None:
-        """The path of a number on a plain object that differs, if that is all there is."""
+        """The path of a number that differs: read from a plain object, or counted up by the step on a module."""
+        for path, before, now in zip(self._module_paths, self._module_before, self._module_dicts, strict=True):
+            for key, value in before.items():
+                where = f"{path}.{key}"
+                if where in self._counted and type(value) in (int, float) and now.get(key) != value:
+                    return where
         for obj, path, values in self._reads:
             for name, value in values:
                 now = vars(obj).get(name, ABSENT)

@@ -1,0 +1,56 @@
+"""Random generators around a trace: it must not move them, and what it draws must be something the graph can replay."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from wholestep._torch_compat import cuda_is_initialized
+from wholestep.capture.discover import World
+from wholestep.errors import RandomStateError
+
+
+class RandomState:
+    """Generators as they were; a trace must not move them."""
+
+    def __init__(self, world: World) -> None:
+        self._generators = [torch.default_generator, *(g for g, _ in world.generators.values())]
+        if cuda_is_initialized():
+            self._generators += list(torch.cuda.default_generators)
+        self._states = [g.get_state() for g in self._generators]
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def check_untouched(self) -> None:
+        if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
+            raise RandomStateError(
+                "the step draws from Python's or numpy's random generator; every replay would use the same numbers.",
+                fix="draw with torch, or pass the random number as an argument.",
+            )
+        for generator, state in zip(self._generators, self._states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                raise RandomStateError(
+                    f"the step seeds or moves {generator} in a way that the graph does not record.",
+                    fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
+                )
+
+    def restore(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _same_numpy(before: Any, now: Any) -> bool:
+    if before is None or now is None:
+        return True
+    return bool((before[1] == now[1]).all()) and before[2:] == now[2:]

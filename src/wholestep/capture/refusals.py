@@ -1,0 +1,62 @@
+"""Operators that a graph cannot replay like eager, as errors that say what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.capture.location import user_location
+from wholestep.errors import DataShapeError, OverlapError, UnsupportedError
+
+_BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})
+
+
+def refuse_branching_backward(func: Any, args: tuple[Any, ...]) -> None:
+    """`prod` and `cumprod`: their backward looks at the data, and takes another way for fake tensors."""
+    if func.overloadpacket in _BRANCHES_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad:
+        raise UnsupportedError(
+            f"the backward of {func} looks for zeros in its input and branches on them.",
+            fix="use exp(sum(log(x))), or detach the input.",
+            location=user_location(),
+        )
+
+
+def higher_order(func: Any) -> UnsupportedError:
+    """An operator that takes functions."""
+    return UnsupportedError(
+        f"the higher-order operator {func} is not captured.",
+        fix="call the plain implementation instead (for flex_attention: scaled_dot_product_attention).",
+        location=user_location(),
+    )
+
+
+def refuse_overlap(func: Any, tensor: Tensor) -> None:
+    reach = 0
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+        overlaps = stride <= reach
+        reach += stride * (size - 1)
+        if overlaps:
+            raise OverlapError(
+                f"{func} writes through a view whose elements share memory (shape {tuple(tensor.shape)}, "
+                f"strides {tuple(tensor.stride())}).",
+                fix="write to a .clone() or .contiguous() of the expanded tensor.",
+                location=user_location(),
+            )
+
+
+def data_shape(func: Any) -> DataShapeError:
+    return DataShapeError(
+        f"the shape of the result of {func} depends on the values of a tensor.",
+        fix="use a form of fixed shape: torch.where or a mask multiplied in, instead of boolean indexing or nonzero.",
+        location=user_location(),
+    )
+
+
+def unsupported(func: Any, error: BaseException) -> UnsupportedError:
+    return UnsupportedError(
+        f"{func} cannot be computed without data: {str(error).splitlines()[0]}",
+        fix="for a custom operator, give it a fake kernel with torch.library.register_fake.",
+        location=user_location(),
+    )
