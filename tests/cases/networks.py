@@ -62,7 +62,9 @@ def recurrent(where: torch.device, kind: str) -> Run:
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(11, 6)
-            options = {"num_layers": 2, "batch_first": True, "dropout": 0.2, "bidirectional": True}
+            # On CUDA, cuDNN draws the dropout between layers from a state of its own: that is refused.
+            dropout = 0.2 if where.type == "cpu" else 0.0
+            options = {"num_layers": 2, "batch_first": True, "dropout": dropout, "bidirectional": True}
             self.body = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}[kind](6, 8, **options)
             self.head = nn.Linear(16, 3)
 

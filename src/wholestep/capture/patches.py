@@ -36,7 +36,7 @@ from wholestep._torch_compat import (
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError
+from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError, UnsupportedError
 from wholestep.ir import rng
 
 _MATH = ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
@@ -131,6 +131,12 @@ def _refuse_array(original: Any, array: Any) -> Any:
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = host.module_path
     host.module_path = host.path_of_module(module)
+    if isinstance(module, nn.RNNBase) and module.dropout and module.training and next(module.parameters()).is_cuda:
+        raise UnsupportedError(
+            f"{host.module_path} drops out between its layers, with random numbers that cuDNN keeps to itself.",
+            fix="use dropout=0 in the RNN and nn.Dropout between single-layer RNNs.",
+            location=user_location(),
+        )
     try:
         return original(module, *args, **kwargs)
     finally:

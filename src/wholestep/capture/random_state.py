@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import cuda_is_initialized
+from wholestep._torch_compat import cuda_is_initialized, generator_key
 from wholestep.capture.discover import World
 from wholestep.errors import RandomStateError
+
+
+def default_generators() -> dict[int, tuple[torch.Generator, str]]:
+    """torch's own generators by identity, with their names."""
+    found = {generator_key(torch.default_generator): (torch.default_generator, "torch.default_generator")}
+    if cuda_is_initialized():
+        for i, generator in enumerate(torch.cuda.default_generators):
+            found[generator_key(generator)] = (generator, f"torch.cuda.default_generators[{i}]")
+    return found
 
 
 class RandomState:
     """Generators as they were; a trace must not move them."""
 
     def __init__(self, world: World) -> None:
-        self._generators = [torch.default_generator, *(g for g, _ in world.generators.values())]
-        if cuda_is_initialized():
-            self._generators += list(torch.cuda.default_generators)
+        self._generators = [g for g, _ in (default_generators() | world.generators).values()]
         self._states = [g.get_state() for g in self._generators]
         self._python = random.getstate()
         self._numpy = _numpy_state()

@@ -257,8 +257,10 @@ class StateTable:
             owner_path = tracked.slot.path if tracked else str(owner)
             key = tracked.fake if tracked else owner
             if not isinstance(entries, dict):
-                fake_state[key] = entries
-                continue
+                raise UnsupportedError(
+                    f"{path}.state[{owner_path}] is a {type(entries).__name__}.",
+                    fix="keep a dict of tensors and numbers per parameter, as torch.optim does.",
+                )
             fake_entries: dict[Any, Any] = {}
             for name, value in entries.items():
                 where = f"{path}.state[{owner_path}].{name}"

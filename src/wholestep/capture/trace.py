@@ -31,7 +31,7 @@ from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import skeleton
 from wholestep.capture.python_state import Attributes, ReadTracker
-from wholestep.capture.random_state import RandomState
+from wholestep.capture.random_state import RandomState, default_generators
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode, scalar_of
 from wholestep.capture.shapes import Shapes
@@ -351,14 +351,14 @@ class Capture:
         key = generator_key(generator)
         known = self._generators.get(key)
         if known is None:
-            generator, path = self.world.generators.get(key, (generator, ""))
-            if not path and key != generator_key(torch.default_generator):
+            generator, path = self.world.generators.get(key) or default_generators().get(key, (generator, ""))
+            if not path:
                 raise RandomStateError(
                     "the step draws from a generator that a later call could not find again.",
                     fix="pass the generator as an argument or keep it in a variable that the step names.",
                     location=user_location(),
                 )
-            slot = GeneratorSlot(InputKind.RNG_STATE, path or "torch.default_generator", None, generator)
+            slot = GeneratorSlot(InputKind.RNG_STATE, path, None, generator)
             known = self._placeholder(slot)
             self._generators[key] = known
         return known

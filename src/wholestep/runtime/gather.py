@@ -40,8 +40,8 @@ class Gather:
         self.slots = slots
         self._examples = {id(s): (leaves[s.index] if isinstance(s, BatchSlot) else s.get()) for s in slots}
         self.tensor_slots = [s for s in slots if isinstance(self._examples[id(s)], Tensor)]
-        self._tensor_positions = [i for i, s in enumerate(slots) if isinstance(self._examples[id(s)], Tensor)]
-        self._pick_tensors = picker(self._tensor_positions)
+        self.tensor_positions = [i for i, s in enumerate(slots) if isinstance(self._examples[id(s)], Tensor)]
+        self._pick_tensors = picker(self.tensor_positions)
         self._size = len(slots)
         self._mapping = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, MappingSlot)]
         self._grads = [(i, s.param) for i, s in enumerate(slots) if isinstance(s, GradSlot)]
@@ -92,6 +92,6 @@ class Gather:
             values[i] = value
         return values
 
-    def tensors(self, leaves: list[Any], values: list[Any]) -> list[Any]:
+    def tensors(self, values: list[Any]) -> list[Any]:
         """The inputs that were tensors at capture."""
         return self._pick_tensors(values)

@@ -90,6 +90,14 @@ class Guards:
         self._param_objects = [
             t.real for (s, t), buf in zip(table.module_slots, self._is_buffer, strict=True) if not buf
         ]
+        place = {(id(s.mapping), s.key): i for i, s in enumerate(self._captured.inputs) if isinstance(s, ModuleSlot)}
+        """Parameters that are inputs were read already; the others are looked up."""
+        read = [i for i, (m, k) in enumerate(self._param_pairs) if (id(m), k) in place]
+        self._pick_params = picker([place[id(m), k] for m, k in (self._param_pairs[i] for i in read)])
+        self._read_params = [self._param_objects[i] for i in read]
+        unread = [i for i in range(len(self._param_pairs)) if i not in set(read)]
+        self._unread_params = [self._param_pairs[i] for i in unread]
+        self._unread_objects = [self._param_objects[i] for i in unread]
         self._empty_buffers = [
             (m._buffers, name, f"{path}.{name}")
             for m, path in self._captured.modules
@@ -112,7 +120,7 @@ class Guards:
             shapes = self._captured.table.groups[optimizer]
             constants = [dict(shape.constants) for shape in shapes]
             params = [shape.params for shape in shapes]
-            sizes = [_size(entries) for entries in optimizer.state.values()]
+            sizes = list(map(len, optimizer.state.values()))
             self._optimizers.append((optimizer, path, constants, params, list(optimizer.state), sizes))
 
     def _build_tensors(self) -> None:
@@ -142,9 +150,11 @@ class Guards:
         self._tensors = TensorChecks(tensors, dims, names) if tensors else None
         self._checked: list[Any] = []
         """Optimizer state that passed the last full check; nothing gives it other memory, so its identity is enough."""
-        state = [i for i, s in enumerate(self._gather.tensor_slots) if s.kind is InputKind.OPTIMIZER_STATE]
-        rest = sorted(set(range(len(tensors))) - set(state))
-        self._pick_state, self._pick_rest = picker(state), picker(rest)
+        state = {i for i, s in enumerate(self._gather.tensor_slots) if s.kind is InputKind.OPTIMIZER_STATE}
+        rest = [i for i in range(len(tensors)) if i not in state]
+        position = self._gather.tensor_positions
+        self._pick_state = picker([p for i, p in enumerate(position) if i in state])
+        self._pick_rest = picker([p for i, p in enumerate(position) if i not in state])
         self._rest = TensorChecks([tensors[i] for i in rest], [dims[i] for i in rest], [names[i] for i in rest])
         self._aliases = _aliased_leaves(self._captured)
 
@@ -194,7 +204,8 @@ class Guards:
             return (
                 self._module_dicts == self._module_before
                 and self._child_dicts == self._child_before
-                and all(map(is_, [m.get(k) for m, k in self._param_pairs], self._param_objects))
+                and same_objects(self._pick_params(state), self._read_params)
+                and all(map(is_, [m.get(k) for m, k in self._unread_params], self._unread_objects))
                 and self._grads_hold()
                 and [t.real.requires_grad for t in self._unread] == self._requires_grad
                 and list(map(len, self._registered)) == self._registered_counts
@@ -226,12 +237,10 @@ class Guards:
     def _tensors_hold(self, leaves: list[Any], state: list[Any]) -> bool:
         if self._tensors is None:
             return True
-        tensors = self._gather.tensors(leaves, state)
-        if self._unused_leaves:
-            tensors = [*tensors, *(leaves[i] for i in self._unused_leaves)]
-        optimizer_state = self._pick_state(tensors)
+        optimizer_state = self._pick_state(state)
         if same_objects(optimizer_state, self._checked):
-            return self._rest.hold(self._pick_rest(tensors))
+            return self._rest.hold([*self._pick_rest(state), *(leaves[i] for i in self._unused_leaves)])
+        tensors = [*self._gather.tensors(state), *(leaves[i] for i in self._unused_leaves)]
         if not self._tensors.hold(tensors):
             return False
         self._checked = optimizer_state
@@ -242,7 +251,7 @@ class Guards:
             groups, state = optimizer.param_groups, optimizer.state
             if len(groups) != len(params) or not same_objects(state, owners):
                 return False
-            if [_size(entries) for entries in state.values()] != sizes:
+            if list(map(len, state.values())) != sizes:
                 return False
             for group, known, owned in zip(groups, constants, params, strict=True):
                 now = group["params"]
@@ -398,13 +407,9 @@ class Guards:
             yield "some state that the graph reads is gone"
             return
         if not self._tensors_hold(leaves, state) and self._tensors is not None:
-            tensors = [*self._gather.tensors(leaves, state), *(leaves[i] for i in self._unused_leaves)]
+            tensors = [*self._gather.tensors(state), *(leaves[i] for i in self._unused_leaves)]
             yield self._tensors.explain(tensors)
         yield from self._slow_differences(leaves)
-
-
-def _size(entries: Any) -> int:
-    return len(entries) if isinstance(entries, dict) else -1
 
 
 def _same_number(now: Any, value: Any) -> bool:
