@@ -84,18 +84,18 @@ class CompiledStep(Generic[P, R]):
         if last is not None:
             state = last.gather.read(leaves)
             if state is not None and last.guards.hold(leaves, structure, state):
-                return last.run(state)
+                return last.run(state, leaves)
         for entry in reversed(self._entries):
             if entry is not last:
                 state = entry.gather.read(leaves)
                 if state is not None and entry.guards.hold(leaves, structure, state):
                     self._last = entry
-                    return entry.run(state)
+                    return entry.run(state, leaves)
         entry = self._capture(fn, args, kwargs, leaves, structure)
         state = entry.gather.read(leaves)
         assert state is not None, "what was just captured can be read"
         self._last = entry
-        return entry.run(state)
+        return entry.run(state, leaves)
 
     def _capture(
         self,

@@ -12,9 +12,9 @@ run the same graph; `uneven` leaves them to DTensor instead.
 
 How equal: compiled and eager on the same ranks, to the last bit. Against a single process, to the last bit where the
 sums have the same order: the loss is a mean over the two halves of the batch (a sum of two commutes, and dividing by
-two is exact), and the norm is a maximum. The 2-norm of shards adds squares in another order than that of wholes, and one
-product over the whole batch adds rows in another order than two over its halves, so those agree within a few ulps of
-float64.
+two is exact), and the norm is a maximum. The 2-norm of shards adds squares in another order than that of wholes, and
+one product over the whole batch adds rows in another order than two over its halves, so those agree within a few ulps
+of float64.
 """
 
 from __future__ import annotations

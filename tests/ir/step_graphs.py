@@ -136,6 +136,7 @@ def with_everything() -> StepGraph:
             ("batch[0].shape == (2, 3)",),
             ("scheduler.step()",),
             {"s0": (1, 64), "s1": (2, None)},
+            ("cpu",),
         ),
     )
 

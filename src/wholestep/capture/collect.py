@@ -15,7 +15,16 @@ from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf, Recipe
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.capture.slots import ABSENT, GradSlot, HyperSlot, MappingSlot, OptimizerStateSlot, Slot
+from wholestep.capture.slots import (
+    ABSENT,
+    BatchGradSlot,
+    BatchSlot,
+    GradSlot,
+    HyperSlot,
+    MappingSlot,
+    OptimizerStateSlot,
+    Slot,
+)
 from wholestep.capture.state import Tracked
 from wholestep.capture.tree import flatten
 from wholestep.errors import AliasError, ItemError, ParameterDataError, SideEffectError, UnsupportedError
@@ -144,6 +153,9 @@ class _Collector:
     # State.
 
     def _gradients(self) -> None:
+        for tracked in self.table.tracked.values():
+            if isinstance(tracked.slot, BatchSlot) and tracked.fake.grad is not None:
+                self._batch_gradient(tracked, tracked.slot)
         for tracked in self.table.parameters:
             before = tracked.real.grad
             before_fake = self.table.tracked[id(before)].fake if before is not None else None
@@ -156,6 +168,17 @@ class _Collector:
                 self.changes.append(Change(ChangeKind.REMOVED, slot))
             else:
                 self._bind(slot, after, created=before is None)
+
+    def _batch_gradient(self, tracked: Tracked, slot: BatchSlot) -> None:
+        """The step back-propagates into a tensor that it was given."""
+        if tracked.real.grad is not None:
+            raise UnsupportedError(
+                f"{slot.path} has a gradient already, and the step adds to it.",
+                fix="set its .grad to None before the step, or use torch.autograd.grad in it.",
+            )
+        where = BatchGradSlot(InputKind.GRADIENT, f"{slot.path}.grad", slot.path, slot.index)
+        assert tracked.fake.grad is not None
+        self._bind(where, tracked.fake.grad, created=True)
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         flag = self.capture.skip_flags.get(optimizer)
@@ -398,6 +421,7 @@ class _Collector:
             state_changes=changes,
             result=result,
             guards=tuple(guards),
+            rng=tuple(self.recorder.random_devices),
             host_calls=tuple(f"{call.path}.step()" for call in capture.host_calls),
             dynamic={name: (dim.min, dim.max) for name, (dim, _) in capture.shapes.symbols.items()},
         )

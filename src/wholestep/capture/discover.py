@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep._torch_compat import generator_key
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.errors import UnsupportedError
 from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
@@ -159,6 +160,7 @@ class _Walk:
 
     def _module(self, root: nn.Module, path: str, depth: int) -> None:
         for name, module in root.named_modules(remove_duplicate=True):
+            _refuse_wrapper(module, f"{path}.{name}" if name else path)
             self._seen.add(id(module))
             where = f"{path}.{name}" if name else path
             self.world.modules.setdefault(module, where)
@@ -181,6 +183,20 @@ class _Walk:
         for key, item in list(vars(value).items()):
             where = f"{path}.{key}"
             self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, vars(value), key))
+
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+
+
+def _refuse_wrapper(module: nn.Module, path: str) -> None:
+    """Wrappers communicate in hooks of the real parameters, which a trace on fakes would silently leave out."""
+    kinds = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
+    found = kinds & _WRAPPERS
+    if found:
+        raise UnsupportedError(
+            f"{path} is a {found.pop()}, whose communication happens outside of the step's own code.",
+            fix="pass the plain module (wrapper.module).",
+        )
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from wholestep._torch_compat import (
@@ -36,6 +37,7 @@ class Nodes:
     def __init__(self, graph: fx.Graph, place: Place) -> None:
         self.graph = graph
         self._place = place
+        self._after_backward = False
         self._forward_of: dict[int, tuple[str, Location | None]] = {}
 
     def create(
@@ -52,9 +54,13 @@ class Nodes:
         running = current_autograd_node()
         if running is None:
             where = location_of(user_frame(3))
-            if place.phase == "forward":
+            phase = place.phase
+            if phase == "forward":
+                if self._after_backward and not place.module_path and not torch.is_grad_enabled():
+                    phase = "update"
                 self._forward_of[autograd_sequence_number() - 1] = (place.module_path, where)
-            return NodeMeta(place.module_path, where, place.phase, in_place)
+            return NodeMeta(place.module_path, where, phase, in_place)
+        self._after_backward = True
         path, forward = self._forward_of.get(node_sequence_number(running), (place.module_path, None))
         if place.in_recompute():
             return NodeMeta(

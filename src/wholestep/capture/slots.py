@@ -188,6 +188,13 @@ class BatchSlot(Slot):
 
 
 @dataclass(frozen=True, eq=False)
+class BatchGradSlot(Slot):
+    """`.grad` of a leaf of the arguments of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
 class GeneratorSlot(Slot):
     """A random generator that the step draws from by name."""
 

@@ -144,8 +144,13 @@ class StateTable:
                 f"{path} is a {type(real).__name__}; tensor subclasses are not captured.",
                 fix="pass a plain tensor (for DTensor, use the parallel= option).",
             )
-        if real.is_sparse or real.layout is not torch.strided:
-            raise UnsupportedError(f"{path} has layout {real.layout}.", fix="call .to_dense() before the step.")
+        if real.is_nested or real.layout is not torch.strided:
+            layout = "nested" if real.is_nested else str(real.layout)
+            raise UnsupportedError(f"{path} is a {layout} tensor.", fix="make it dense before the step.")
+        if real.device.type == "meta":
+            raise UnsupportedError(
+                f"{path} has no data (it is on the meta device).", fix="materialise the model first."
+            )
         if real.requires_grad and not real.is_leaf:
             raise CapturedTensorError(
                 f"{path} was computed outside of the step and carries an autograd history.",

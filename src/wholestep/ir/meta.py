@@ -20,7 +20,7 @@ class NodeMeta:
     """The module whose forward (or whose backward) made this node, as the user would reach it."""
     location: Location | None = None
     phase: str = "forward"
-    """forward, backward, optimizer or epilogue."""
+    """forward, backward, update (work on gradients outside of an optimizer: clipping), optimizer or epilogue."""
     in_place: OpOverload | None = None
     """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
     recompute: bool = False

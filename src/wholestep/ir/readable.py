@@ -198,7 +198,8 @@ def _header(nodes: list[fx.Node], signature: Signature) -> str:
     by_phase = ", ".join(f"{phase} {count}" for phase, count in phases.items() if count > 0)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     text = f"# StepGraph: {len(nodes)} nodes" + (f" ({by_phase})" if by_phase else "")
-    return text + (f"; inputs: {by_kind}" if by_kind else "")
+    text += f"; inputs: {by_kind}" if by_kind else ""
+    return text + (f"; draws random numbers on {', '.join(map(clean, signature.rng))}" if signature.rng else "")
 
 
 def _inputs(nodes: list[fx.Node], signature: Signature) -> list[str]:

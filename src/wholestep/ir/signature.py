@@ -123,6 +123,9 @@ class Signature:
     """Python calls (LR schedulers) that the runtime repeats around the graph."""
     dynamic: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     """Range of each symbolic dimension."""
+    rng: tuple[str, ...] = ()
+    """Devices whose default generator the graph draws from: its state is an input and an output that no node names.
+    Generators that the step names are inputs of kind `rng_state`."""
 
     def of_kind(self, kind: InputKind) -> Iterator[InputSpec]:
         """The inputs of one kind, in order."""

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import GradSlot
+from wholestep.capture.slots import BatchGradSlot, GradSlot
 from wholestep.ir.signature import ChangeKind
 from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.gather import Gather
@@ -37,7 +37,7 @@ class Entry:
         """Run something else in the place of the graph (benchmarks, debugging)."""
         self._forward = forward
 
-    def run(self, inputs: list[Any]) -> Any:
+    def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
         for change in self._release:
             change.slot.remove()
@@ -49,17 +49,21 @@ class Entry:
                 outputs = self._forward(*inputs)
         del inputs
         for change in self._changes:
-            _apply(change, outputs)
+            _apply(change, outputs, leaves)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
-        leaves = [
+        results = [
             outputs[value] if kind == "output" else value.read() if kind == "host" else value
             for kind, value in self._results
         ]
-        return leaves[0] if self._rebuild is None else self._rebuild(leaves)
+        return results[0] if self._rebuild is None else self._rebuild(results)
 
 
-def _apply(change: Change, outputs: tuple[Any, ...]) -> None:
+def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
+    if isinstance(change.slot, BatchGradSlot):
+        assert change.output is not None
+        leaves[change.slot.index].grad = outputs[change.output]
+        return
     if change.unless is not None and bool(outputs[change.unless]):
         return
     if change.output is not None:

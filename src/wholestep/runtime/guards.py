@@ -157,6 +157,7 @@ class Guards:
         self._pick_rest = picker([p for i, p in enumerate(position) if i not in state])
         self._rest = TensorChecks([tensors[i] for i in rest], [dims[i] for i in rest], [names[i] for i in rest])
         self._aliases = _aliased_leaves(self._captured)
+        self._leaves_with_grad = [i for i in self._tensor_leaves if self._captured.leaves[i].requires_grad]
 
     def _build_scalars(self) -> None:
         self._scalar_guards = self._captured.scalar_guards
@@ -298,6 +299,9 @@ class Guards:
         for i, slot in self._leaf_slots:
             if leaves[i] is not slot.get():
                 yield f"{self._captured.leaf_paths[i]} is no longer {slot.path}"
+        for i in self._leaves_with_grad:
+            if leaves[i].is_leaf and leaves[i].grad is not None and not any(i == j for j, _ in self._leaf_slots):
+                yield f"{self._captured.leaf_paths[i]}.grad is set"
         for first, second in self._aliases:
             if leaves[first] is not leaves[second]:
                 yield f"{self._captured.leaf_paths[first]} and {self._captured.leaf_paths[second]} are two tensors"
