@@ -170,7 +170,7 @@ def _fork_from_threads() -> Iterator[None]:
     torch has one thread (conftest.py). If a lock is held after all, the deadline turns it into a failure.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"This process .* is multi-threaded, use of fork\(\)", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"This process .*is multi-threaded, use of fork\(\)", DeprecationWarning)
         yield
 
 

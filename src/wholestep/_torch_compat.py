@@ -5,6 +5,7 @@ Nothing else in the package may touch a name of torch that starts with an unders
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -262,6 +263,23 @@ AMP_UPDATE_SCALE = "_amp_update_scale_"
 
 FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """Functions of `torch` that take hyper-parameters as plain floats; wrapped while tracing. 2.11, 2.13."""
+
+
+def sharding_propagator() -> Any | None:
+    """The class that works out global shapes for DTensor, by running operators; None if DTensor is not in use. 2.13."""
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    return None if module is None else module.ShardingPropagator
+
+
+PROPAGATE_SHAPES = "_propagate_tensor_meta_non_cached"
+"""The method of that class that runs an operator. 2.13."""
+
+
+def validate_distributions(value: bool) -> bool:
+    """Whether `torch.distributions` check their arguments, which branches on data; returns what it was. 2.11, 2.13."""
+    before = bool(torch.distributions.Distribution._validate_args)
+    torch.distributions.Distribution.set_default_validate_args(value)
+    return before
 
 
 def adafactor_module() -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from wholestep.capture.trace import trace_step
+from wholestep.capture.trace import is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
@@ -19,6 +19,8 @@ from wholestep.runtime.executor import Entry
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_MOST_GRAPHS = 128
 
 log = logging.getLogger("wholestep")
 
@@ -78,6 +80,8 @@ class CompiledStep(Generic[P, R]):
         return _BoundStep(self, instance)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_tracing():
+            return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
         last = self._last
@@ -116,7 +120,10 @@ class CompiledStep(Generic[P, R]):
         verify(captured.step_graph, self.options.verify)
         entry = Entry(captured)
         self._entries.append(entry)
+        if len(self._entries) > _MOST_GRAPHS:
+            del self._entries[0]  # the oldest; the warning about recompiles came long before
         self.capture_seconds += captured.seconds
+        log.info("%s: %d nodes captured in %.2f s", self._name, entry.step_graph.num_nodes, captured.seconds)
         if reason is not None:
             self.recompiles.append(Recompile(self._calls, reason))
             log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)

@@ -153,6 +153,12 @@ class DynamicShapeError(CaptureError):
     code = "WS-DYNAMIC"
 
 
+class NoGraphError(WholestepError, RuntimeError):
+    """backward() was called on a result of a compiled step."""
+
+    code = "WS-NO-GRAPH"
+
+
 class OptionError(WholestepError, TypeError):
     """An option that does not exist, or a value that it does not take."""
 

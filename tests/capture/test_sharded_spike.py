@@ -13,8 +13,8 @@ run the same graph; `uneven` leaves them to DTensor instead.
 How equal: compiled and eager on the same ranks, to the last bit. Against a single process, to the last bit where the
 sums have the same order: the loss is a mean over the two halves of the batch (a sum of two commutes, and dividing by
 two is exact), and the norm is a maximum. The 2-norm of shards adds squares in another order than that of wholes, and
-one product over the whole batch adds rows in another order than two over its halves, so those agree within a few ulps
-of float64.
+one product over the whole batch adds rows in another order than two over its halves, so those agree within rounding:
+each element to 1e-12 in float64 (seen: 2e-14 where a gradient nearly cancels, 2 ulps for losses and norms).
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, eps=1e-3, foreach=False)
 
 
+def decay(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.8
+
+
 def single_process(case: Case, halves: bool) -> Seen:
     """Eager, on the whole batch or on a loss that takes its halves one by one."""
     model, seen = case.network(), Seen()
@@ -109,6 +113,7 @@ def single_process(case: Case, halves: bool) -> Seen:
         loss.backward()
         seen.norms.append(clip_grad_norm_(model.parameters(), MAX_NORM, case.norm))
         optimizer.step()
+        decay(optimizer)
         seen.losses.append(loss.detach())
     return seen.look(model, optimizer)
 
@@ -285,6 +290,7 @@ def run_steps(case: Case, rank: int, compiled: bool) -> Seen:
         loss, norm = step(model, optimizer, case.halves(i)[rank])
         seen.losses.append(loss.clone())
         seen.norms.append(norm.clone())
+        decay(optimizer)
     for graph in step.graphs if compiled else []:
         assert ws.StepGraph.from_json(graph.to_json()).fingerprint() == graph.fingerprint()
         seen.graphs.append(described(graph))
@@ -376,7 +382,7 @@ def test_a_sharded_step_is_one_graph_with_collectives_and_equals_a_single_proces
 
 
 def tolerance(case: Case) -> dict[str, float]:
-    return {"rtol": 1e-4, "atol": 1e-6} if case.dtype is torch.float32 else {"rtol": 1e-13, "atol": 1e-15}
+    return {"rtol": 1e-3 if case.dtype is torch.float32 else 1e-12, "atol": 0.0}
 
 
 def test_a_rank_captures_without_its_peers_and_communicates_only_when_it_runs() -> None:
@@ -405,6 +411,24 @@ def test_a_branch_on_a_number_that_ranks_summed_up_is_refused_not_communicated()
     counter = nn.Module()
     counter.register_buffer("count", torch.zeros(()))
     run_ranks(code, WORLD, deadline=20)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_what_dtensor_runs_to_work_out_shapes_is_not_in_the_graph() -> None:
+    """It does so for what it has not seen before: the second capture in a process, or on another rank, would differ."""
+
+    def code(rank: int) -> list[list[str]]:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def step(x: Tensor) -> Tensor:
+            return nn.functional.dropout(DTensor.from_local(x, mesh, [Shard(0)], run_check=False)).to_local()
+
+        captured = [ws.capture(step, torch.ones(4, 3)) for _ in range(2)]
+        return [[str(node.target) for node in graph.gm.graph.nodes] for graph in captured]
+
+    first, second = run_ranks(code, 1)[0]
+    assert first == second
+    assert sum("bernoulli" in target for target in first) == 1
 
 
 def check_graphs(case: Case, ranks: list[Seen]) -> None:

@@ -50,7 +50,8 @@ class Captured:
     """One per placeholder."""
     changes: list[Change]
     result_leaves: list[tuple[str, Any]]
-    """Leaves of the user's result: ("output", i), ("value", object) or ("host", number)."""
+    """Leaves of the user's result: ("output", i), ("attached", i) for one that requires grad in
+    eager, ("value", object) or ("host", number)."""
     rebuild_result: Callable[[list[Any]], Any] | None
     """None where the result is a single leaf."""
     host_calls: list[HostCall]
@@ -67,6 +68,10 @@ class Captured:
     structure: Any
     volatile: dict[int, set[str]] = field(default_factory=dict)
     """By identity of an object, the attributes that the step itself sets."""
+    rebound_variables: dict[str, tuple[Slot, Any]] = field(default_factory=dict)
+    """Closure variables and globals that the step itself binds anew, and what kind of thing they held."""
+    kinds: list[tuple[dict[str, Any], str, str, Any]] = field(default_factory=list)
+    """Attributes that the step sets and may have read: where they are, and what kind of thing they held."""
     reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
     """Plain objects, their paths, and the attributes that the step read with the values they had."""
     containers: list[tuple[Any, str, Any]] = field(default_factory=list)

@@ -13,6 +13,7 @@ from wholestep._torch_compat import FakeTensor, OpOverload, storage_key
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf, Recipe
+from wholestep.capture.plain import kind_of, same_contents, same_plain
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.capture.slots import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 _PLAIN = (int, float, bool, str, type(None))
+_OVERRIDDEN = frozenset({"step", "get_last_lr", "optimizer"})
 
 
 def collect(capture: Capture, result: Any) -> Captured:
@@ -64,6 +66,8 @@ class _Collector:
         self.changes: list[Change] = []
         self._output_index: dict[Any, int] = {}
         self.volatile: dict[int, set[str]] = {}
+        self.rebound_variables: dict[str, tuple[Slot, Any]] = {}
+        self.kinds: list[tuple[dict[str, Any], str, str, Any]] = []
         self._bound_nodes: set[fx.Node] = set()
 
     def run(self, result: Any) -> Captured:
@@ -80,6 +84,9 @@ class _Collector:
                 self._scaler_tensor(scaler, attr, f"{path}.{attr}")
         for snapshot in capture.snapshots:
             self._attributes(snapshot)
+        self._variables()
+        self._containers()
+        self._requires_grad()
         write_backs = self._epilogue()
         items = self._item_recipe()  # before dead nodes go
         self._output_node()
@@ -105,6 +112,8 @@ class _Collector:
             leaves=capture.flat.leaves,
             structure=capture.structure,
             volatile=self.volatile,
+            rebound_variables=self.rebound_variables,
+            kinds=self.kinds,
             reads=list(self._reads()),
             containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
             modules=list(capture.world.modules.items()),
@@ -122,7 +131,8 @@ class _Collector:
                 node = next(n for n, s in self.capture.slot_of.items() if n.meta.get("val") is tracked.fake)
             else:
                 node = self.recorder.node_of(leaf)
-            return "output", self._output(OutputKind.RESULT, f"result{path}", node)
+            kind = "attached" if leaf.requires_grad and not leaf.is_leaf else "output"
+            return kind, self._output(OutputKind.RESULT, f"result{path}", node)
         scalar = scalar_of(leaf)
         if scalar is not None:
             return "output", self._output(OutputKind.RESULT, f"result{path}", self._scalar_node(scalar, path))
@@ -293,6 +303,53 @@ class _Collector:
                     fix="return the value from the step and store it outside.",
                 )
 
+    def _variables(self) -> None:
+        """Closure variables and globals that the step bound anew."""
+        seen: set[tuple[int, Any]] = set()
+        for name, slot, before in self.capture.world.variables:
+            after = slot.get()
+            where = (id(getattr(slot, "cell", None) or getattr(slot, "mapping", None)), name)
+            scalar = scalar_of(after)
+            unread = scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == name
+            if after is before or where in seen or unread or self._stands_for(after, before):
+                continue
+            seen.add(where)
+            if not (isinstance(after, (*_PLAIN, Tensor)) or scalar is not None):
+                raise SideEffectError(
+                    f"the step binds {name} to a {type(after).__name__}, which a replay cannot repeat.",
+                    fix="return it from the step and bind it outside.",
+                )
+            self._bind(slot, after, created=False)
+            if isinstance(after, Tensor) or scalar is not None:
+                self.rebound_variables[name] = (slot, kind_of(before))
+
+    def _stands_for(self, fake: Any, real: Any) -> bool:
+        tracked = self.table.by_fake.get(id(fake))
+        return tracked is not None and tracked.real is real
+
+    def _containers(self) -> None:
+        for container, path, contents in self.capture.copies:
+            if not same_contents(contents, container) and not self._only_swapped(contents, container):
+                raise SideEffectError(
+                    f"the step changes the contents of {path}, which a replay would not repeat.",
+                    fix="return the value from the step and store it outside.",
+                )
+
+    def _only_swapped(self, before: Any, now: Any) -> bool:
+        """Whether a container differs only by fakes in the place of the tensors they stand for."""
+        if len(before) != len(now) or isinstance(before, set):
+            return False
+        pairs = [(before[k], now.get(k)) for k in before] if isinstance(before, dict) else zip(before, now, strict=True)
+        return all(same_plain(b, a) or self._stands_for(b, a) for a, b in pairs)
+
+    def _requires_grad(self) -> None:
+        for tracked in self.table.parameters:
+            if tracked.fake.requires_grad != tracked.real.requires_grad:
+                raise SideEffectError(
+                    f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
+                    fix="set it back at the end of the step, or change it outside.",
+                )
+
     def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
         where = f"{path}.{key}"
         scalar = scalar_of(after)
@@ -315,6 +372,13 @@ class _Collector:
         self._bind(slot, after, created=before is ABSENT)
         if isinstance(after, Tensor) or before is ABSENT or scalar_of(after) is not None:
             self.volatile.setdefault(id(obj), set()).add(key)
+            reader = next((r for r, _ in self.capture.readers if r.obj is obj), None)
+            if reader is None or key in reader.names or key not in reader.watched:
+                self.kinds.append((vars(obj), key, where, kind_of(self._real(before))))
+
+    def _real(self, value: Any) -> Any:
+        tracked = self.table.by_fake.get(id(value))
+        return tracked.real if tracked is not None else value
 
     def _keep_object(self, obj: Any, where: str, key: str, after: Any) -> None:
         """A module caches an object without tensors: set the same object on each replay."""
@@ -337,7 +401,9 @@ class _Collector:
             values = {}
             for name in reader.names:
                 where = f"{path}.{name}"
-                if name in before and where not in self.capture.symbolic_numbers and name not in skip:
+                if where in self.capture.symbolic_numbers or name in _OVERRIDDEN:
+                    continue
+                if name in before and name not in skip:
                     values[name] = before[name]
             yield reader.obj, path, values
 
@@ -438,7 +504,7 @@ def _leaf_output(value: Any) -> int | dict[str, Any] | None:
     if not isinstance(value, _Leaf):
         return None
     kind, found = value.found
-    return int(found) if kind == "output" else describe_leaf(found)
+    return int(found) if kind in ("output", "attached") else describe_leaf(found)
 
 
 class _Root(torch.nn.Module):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import sys
 from argparse import Namespace
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -23,13 +24,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep._torch_compat import generator_key
+from wholestep.capture.plain import CONTAINERS
+from wholestep.capture.plain import PLAIN as _PLAIN
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.errors import UnsupportedError
 from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 
 
 @dataclass
@@ -51,7 +53,9 @@ class World:
     """Lists and dicts that the step's code names or its modules hold."""
     generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
-    """Plain values in closures and globals that the step's own code names: path, slot, value."""
+    """What closures and globals that the step's code names are bound to: path, slot, value."""
+    random_objects: list[tuple[Any, str]] = field(default_factory=list)
+    """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
 
 
 def discover(fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> World:
@@ -68,6 +72,7 @@ class _Walk:
         self.world = World()
         self._seen: set[int] = set()
         self._keep: list[Any] = []
+        self._codes: dict[int, FunctionType] = {}
 
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         if isinstance(value, _PLAIN) or value is None:
@@ -76,7 +81,7 @@ class _Walk:
             self.world.other_slots.append((value, slot))
         if id(value) in self._seen or depth > _MAX_DEPTH:
             return
-        if isinstance(value, list | dict):
+        if isinstance(value, CONTAINERS):
             self.world.containers.append((value, path))
         self._seen.add(id(value))
         self._keep.append(value)
@@ -105,7 +110,7 @@ class _Walk:
             for i, item in enumerate(value):
                 where = f"{path}[{i}]"
                 self.visit(item, where, depth + 1, SequenceSlot(InputKind.CAPTURED, where, None, value, i))
-        elif isinstance(value, tuple | set | frozenset):
+        elif isinstance(value, tuple | set | frozenset | deque):
             for i, item in enumerate(value):
                 where = f"{path}[{i}]"
                 self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))
@@ -113,9 +118,12 @@ class _Walk:
             self.function(value, path, depth)
         elif hasattr(value, "__wholestep_function__"):
             self.function(value.__wholestep_function__, path, depth)
+        elif is_random_object(value):
+            world.random_objects.append((value, path))
         elif _is_plain_object(value):
             world.holders[id(value)] = (value, path)
             self._attributes(value, path, depth)
+            self._methods(type(value), depth)
 
     def function(self, fn: Any, path: str, depth: int) -> None:
         """Closure, globals named by the code, defaults, and the object a method is bound to."""
@@ -141,7 +149,23 @@ class _Walk:
         if wrapped is not None:
             self.visit(wrapped, path, depth, None)
 
+    def _methods(self, cls: type, depth: int) -> None:
+        """The code of a user's class reads closures and globals as well."""
+        if id(cls) in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen.add(id(cls))
+        for base in cls.__mro__:
+            for member in vars(base).values() if not _is_foreign(base) else ():
+                found = getattr(member, "__func__", member)
+                found = found.fget if isinstance(found, property) else found
+                if isinstance(found, FunctionType) and id(found) not in self._seen:
+                    self._seen.add(id(found))
+                    self._variables(found, max(depth, _MAX_DEPTH - 2))
+
     def _variables(self, fn: FunctionType, depth: int) -> None:
+        if id(fn.__code__) in self._codes:
+            return
+        self._codes[id(fn.__code__)] = fn
         slots: list[tuple[str, Slot]] = []
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
@@ -153,10 +177,10 @@ class _Walk:
                 value = slot.get()
             except ValueError:  # a cell that is not filled yet
                 continue
-            if isinstance(value, _PLAIN) or value is None:
-                self.world.variables.append((name, slot, value))
-            elif not isinstance(value, ModuleType | type):
-                self.visit(value, name, depth + 1, slot)
+            if isinstance(value, ModuleType | type):
+                continue
+            self.world.variables.append((name, slot, value))
+            self.visit(value, name, depth + 1, slot)
 
     def _module(self, root: nn.Module, path: str, depth: int) -> None:
         for name, module in root.named_modules(remove_duplicate=True):
@@ -164,6 +188,7 @@ class _Walk:
             self._seen.add(id(module))
             where = f"{path}.{name}" if name else path
             self.world.modules.setdefault(module, where)
+            self._methods(type(module), depth)
             for key, value in list(vars(module).items()):
                 if key in _MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
                     continue
@@ -178,6 +203,8 @@ class _Walk:
                 continue
             slot = MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, vars(optimizer), key)
             self.visit(value, f"{path}.{key}", depth + 1, slot)
+        self.world.containers.append((optimizer.defaults, f"{path}.defaults"))
+        self._methods(type(optimizer), depth)
 
     def _attributes(self, value: Any, path: str, depth: int) -> None:
         for key, item in list(vars(value).items()):
@@ -212,7 +239,14 @@ def _is_plain_object(value: Any) -> bool:
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 
 
-def _is_foreign(fn: FunctionType) -> bool:
+def is_random_object(value: Any) -> bool:
+    """A generator of Python's or numpy's."""
+    if isinstance(value, random.Random):
+        return True
+    return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
+
+
+def _is_foreign(fn: FunctionType | type) -> bool:
     root = (fn.__module__ or "").split(".")[0]
     return root in {"torch", "wholestep", "numpy", "transformers", "rich"} or root in _STANDARD
 

@@ -28,7 +28,7 @@ def refuse_hooks(world: World, parameters: list[Tracked]) -> None:
     """Raise with a list of all hooks that would only run while tracing."""
     found: list[str] = [f"every module: {_name(hook)}" for hook in global_module_hooks()]
     for module, path in world.modules.items():
-        found += [f"{path}: {_name(hook)}" for hook in module_hooks(module) if not isinstance(hook, _PURE)]
+        found += [f"{path}: {_name(hook)}" for hook in module_hooks(module) if not _is_pure(hook)]
     for tracked in parameters:
         found += [f"{tracked.slot.path}: {_name(hook)}" for hook in tensor_hooks(tracked.real)]
     for optimizer, path in world.optimizers.items():
@@ -52,6 +52,12 @@ def trace_parameter_hooks(parameters: list[Tracked]) -> None:
                 fake.register_post_accumulate_grad_hook(hook)
             else:
                 fake.register_hook(hook)
+
+
+def _is_pure(hook: Any) -> bool:
+    """Hooks known to do tensor arithmetic only."""
+    library = (getattr(hook, "__module__", "") or "").startswith("transformers.")
+    return isinstance(hook, _PURE) or (library and hook.__name__ == "make_inputs_require_grads")
 
 
 def _name(hook: Any) -> str:

@@ -42,8 +42,9 @@ class ItemLeaf:
 class KnownValues:
     """Computes the tensors behind nodes, each once."""
 
-    def __init__(self, placeholder_value: Callable[[fx.Node], Any | None]) -> None:
+    def __init__(self, placeholder_value: Callable[[fx.Node], Any | None], *, single: bool = True) -> None:
         self._placeholder_value = placeholder_value
+        self._single = single
         self._memo: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any | None:
@@ -71,14 +72,14 @@ class KnownValues:
         if node.op == "placeholder":
             value = self._placeholder_value(node)
             if isinstance(value, Tensor):
-                if value.numel() != 1:
+                if self._single and value.numel() != 1:
                     return None
                 with without_modes():
                     return value.detach().clone()
             return value
         if node.op == "get_attr":
             return _constant(node)
-        if node.op != "call_function" or not _is_small(node):
+        if node.op != "call_function" or not _is_pure(node) or (self._single and not _is_small(node)):
             return None
         unknown = False
 
@@ -132,7 +133,7 @@ def _constant(node: fx.Node) -> Any:
     return node.meta["constant"]
 
 
-def _is_small(node: fx.Node) -> bool:
+def _is_pure(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return False
@@ -144,6 +145,10 @@ def _is_small(node: fx.Node) -> bool:
         "builtins",
     }:
         return False
+    return True
+
+
+def _is_small(node: fx.Node) -> bool:
     val = node.meta.get("val")
     items = val if isinstance(val, list | tuple) else [val]
     return all(not isinstance(v, Tensor) or v.numel() == 1 for v in items)

@@ -35,6 +35,12 @@ def user_frame(depth: int = 1) -> FrameType | None:
     return None
 
 
+def asked_by(file: str) -> bool:
+    """Whether the running line of user code is in a file with that ending."""
+    frame = user_frame(2)
+    return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(file)
+
+
 def location_of(frame: FrameType | None, *, with_text: bool = False) -> Location | None:
     """The location a frame stands at."""
     if frame is None:

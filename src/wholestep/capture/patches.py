@@ -8,6 +8,7 @@
 | `math.sqrt` and friends | the same for graph numbers | `float(x)` would turn a number into a constant |
 | `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
 | lists of foreach types | also FakeTensor | the trace takes the path eager takes |
+| DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
 
 The replacements act only on the thread that traces; other threads get the originals.
 """
@@ -15,6 +16,7 @@ The replacements act only on the thread that traces; other threads get the origi
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,18 +30,24 @@ from wholestep._torch_compat import (
     AMP_UPDATE_SCALE,
     FUSED_OPTIMIZER_FUNCTIONS,
     MODULE_APPLY,
+    PROPAGATE_SHAPES,
     RNN_WEIGHTS_CHANGED,
     FakeTensor,
     adafactor_module,
     foreach_type_lists,
+    sharding_propagator,
+    validate_distributions,
 )
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError, UnsupportedError
+from wholestep.errors import CapturedTensorError, ItemError, ParameterDataError, RandomStateError, UnsupportedError
 from wholestep.ir import rng
 
-_MATH = ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
+_MATH = {
+    name: name
+    for name in ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
+} | {"pow": "float_pow"}
 
 
 class PatchHost(Protocol):
@@ -88,6 +96,17 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(nn.Module, "__setattr__", _set_attribute)
         patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
         patch(torch, "from_numpy", _refuse_array)
+        patch(torch, "tensor", _tensor_of_number)
+        patch(torch, "as_tensor", _tensor_of_number)
+        for kind in (torch.SymFloat, torch.SymInt):
+            patch(kind, "__format__", _refuse_text)
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and hasattr(masking, "is_tracing"):
+            patch(masking, "is_tracing", _causal_mask_is_traced)
+        before = validate_distributions(False)
+        stack.callback(validate_distributions, before)
+        if (propagator := sharding_propagator()) is not None:
+            patch(propagator, PROPAGATE_SHAPES, lambda original, *a: _not_recorded(host, original, *a))
         _patch_rng(host, patch)
         for types in foreach_type_lists():
             types.append(FakeTensor)
@@ -126,6 +145,15 @@ def _refuse_array(original: Any, array: Any) -> Any:
         fix="make the tensor outside of the step and pass it as an argument.",
         location=user_location(),
     )
+
+
+def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:
+    values = host.recorder.values
+    before, values.paused = values.paused, True
+    try:
+        return original(*args)
+    finally:
+        values.paused = before
 
 
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +203,34 @@ def _with_named_scalars(
 
 
 def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    scalar = scalar_of(args[0]) if len(args) == 1 and not kwargs else None
-    if scalar is None:
+    scalars = [scalar_of(a) for a in args]
+    first = next((s for s in scalars if s is not None), None)
+    if first is None or kwargs or len(args) > 2:
         return original(*args, **kwargs)
-    return getattr(scalar, name)().as_python()
+    operands = [s or first.wrap_float(float(a)) for s, a in zip(scalars, args, strict=True)]
+    return getattr(operands[0], _MATH[name])(*operands[1:]).as_python()
+
+
+def _tensor_of_number(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.tensor(lr)`: a tensor filled with a graph number instead of a constant."""
+    scalar = scalar_of(data)
+    if scalar is None or args or set(kwargs) - {"dtype", "device", "requires_grad"}:
+        return original(data, *args, **kwargs)
+    kwargs.setdefault("dtype", torch.get_default_dtype() if scalar.kind is float else torch.int64)
+    return torch.full((), data, **kwargs)
+
+
+def _refuse_text(original: Any, number: Any, *args: Any) -> str:
+    raise ItemError(
+        f"the step makes text of {number.node}, a number that differs from call to call.",
+        fix="return the number from the step and format it outside.",
+        location=user_location(),
+    )
+
+
+def _causal_mask_is_traced(original: Any, tensor: Any = None) -> bool:
+    """Hugging Face skips a look at the mask for fakes, and then computes other bits than eager. Let it look."""
+    return False
 
 
 def _float(value: Any) -> Any:

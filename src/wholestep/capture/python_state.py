@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from wholestep.capture.plain import CONTAINERS, assign_contents, copy_of, same_contents, same_plain, skeleton
 from wholestep.capture.slots import ABSENT
-
-_CONTAINERS = (list, dict, set)
 
 
 class Attributes:
@@ -26,9 +25,9 @@ class Attributes:
         self._skip = skip
         self.before = dict(vars(obj))
         self._contents = {
-            key: _copy(value)
+            key: copy_of(value)
             for key, value in self.before.items()
-            if isinstance(value, _CONTAINERS) and key not in skip
+            if isinstance(value, CONTAINERS) and key not in skip
         }
 
     def rebound(self) -> Iterator[tuple[str, Any, Any]]:
@@ -36,7 +35,7 @@ class Attributes:
         now = vars(self.obj)
         for key in {**self.before, **now}:
             before, after = self.before.get(key, ABSENT), now.get(key, ABSENT)
-            if key in self._skip or before is after or _same_plain(before, after):
+            if key in self._skip or same_value(before, after):
                 continue
             yield key, before, after
 
@@ -45,7 +44,7 @@ class Attributes:
         now = vars(self.obj)
         for key, contents in self._contents.items():
             container = self.before[key]
-            if now.get(key) is container and not _same_contents(contents, container):
+            if now.get(key) is container and not same_contents(contents, container):
                 yield key, contents, container
 
     def restore(self) -> None:
@@ -59,8 +58,8 @@ class Attributes:
                 now[key] = value
         for key, contents in self._contents.items():
             container = self.before[key]
-            if not _same_contents(contents, container):
-                _assign(container, contents)
+            if not same_contents(contents, container):
+                assign_contents(container, contents)
 
 
 class ReadTracker:
@@ -69,6 +68,8 @@ class ReadTracker:
     def __init__(self, obj: Any) -> None:
         self.obj = obj
         self.names: dict[str, None] = {}
+        self.watched = frozenset(vars(obj))
+        """Attributes there were when the step began; reading one that was absent is not seen."""
         self._class = type(obj)
         self.active = False
 
@@ -120,36 +121,10 @@ def holds_tensor(value: Any) -> bool:
     return False
 
 
-def _same_plain(before: Any, after: Any) -> bool:
-    if type(before) is not type(after) or isinstance(before, Tensor):
+def same_value(before: Any, after: Any) -> bool:
+    """The same plain value, or containers of tensors-free equal contents (a cache that was filled again)."""
+    if same_plain(after, before):
+        return True
+    if type(before) is not type(after) or not isinstance(before, (*CONTAINERS, tuple)):
         return False
-    if isinstance(before, int | float | str | bool | bytes | type(None)):
-        return bool(before == after)
-    if isinstance(before, (*_CONTAINERS, tuple)) and not holds_tensor(before) and not holds_tensor(after):
-        try:
-            return bool(before == after)
-        except Exception:  # an element whose comparison fails is not the same
-            return False
-    return False
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else type(container)(container)
-
-
-def _same_contents(before: Any, now: Any) -> bool:
-    if len(before) != len(now):
-        return False
-    if isinstance(before, dict):
-        return all(k in now and (now[k] is v or _same_plain(v, now[k])) for k, v in before.items())
-    if isinstance(before, set):
-        return bool(before == now)
-    return all(a is b or _same_plain(a, b) for a, b in zip(before, now, strict=True))
-
-
-def _assign(container: Any, contents: Any) -> None:
-    if isinstance(container, list):
-        container[:] = contents
-    else:
-        container.clear()
-        container.update(contents)
+    return not holds_tensor(before) and not holds_tensor(after) and skeleton(before) == skeleton(after)

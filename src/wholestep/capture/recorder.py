@@ -33,11 +33,19 @@ from wholestep._torch_compat import (
 )
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
-from wholestep.capture.refusals import data_shape, higher_order, refuse_branching_backward, refuse_overlap, unsupported
+from wholestep.capture.refusals import (
+    data_shape,
+    higher_order,
+    refuse_branching_backward,
+    refuse_overlap,
+    refuse_shifted_overlap,
+    unsupported,
+)
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.capture.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.values import Value, Values
 from wholestep.errors import (
+    OverlapError,
     ParameterDataError,
     SparseError,
     UnsupportedError,
@@ -278,8 +286,12 @@ class Recorder(DispatchMode):
             self.values.write(fake_args[0], node_args[1])
             return out
         targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
-        for target in _tensors(targets):
+        flat = list(_tensors(targets))
+        for target in flat:
             refuse_overlap(func, target)
+        if len(flat) > 1 and len({id(self.values.value(t).base) for t in flat}) < len(flat):
+            return self._one_by_one(func, fake_args, fake_kwargs)
+        refuse_shifted_overlap(func, flat, fake_args)
         functional = facts.functional
         exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
         if facts.is_random and not exact:
@@ -316,6 +328,22 @@ class Recorder(DispatchMode):
         for target, new in zip(_tensors(targets), new_nodes, strict=True):
             self.values.write(target, self._fitted(target, new))
         return out
+
+    def _one_by_one(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
+        """A list operator that writes to the same memory twice: each element sees what the one before it wrote."""
+        lists = [a for a in (*fake_args, *fake_kwargs.values()) if isinstance(a, list) and a]
+        count = max(len(a) for a in lists)
+        if any(len(a) != count for a in lists):
+            raise OverlapError(
+                f"{func} writes twice to the same memory.",
+                fix="pass each tensor once.",
+                location=user_location(),
+            )
+        for i in range(count):
+            args = [[a[i]] if isinstance(a, list) and a else a for a in fake_args]
+            kwargs = {n: [a[i]] if isinstance(a, list) and a else a for n, a in fake_kwargs.items()}
+            self.__torch_dispatch__(func, (), tuple(args), kwargs)
+        return None
 
     def _steals(self, target: Tensor, source: Tensor) -> bool:
         """Autograd copies a gradient into `.grad` where something else still refers to it. Here that something is this

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholestep._torch_compat import storage_key
 from wholestep.capture.location import user_location
 from wholestep.errors import DataShapeError, OverlapError, UnsupportedError
 
@@ -44,6 +45,31 @@ def refuse_overlap(func: Any, tensor: Tensor) -> None:
                 fix="write to a .clone() or .contiguous() of the expanded tensor.",
                 location=user_location(),
             )
+
+
+def refuse_shifted_overlap(func: Any, written: list[Tensor], args: list[Any]) -> None:
+    """`x[1:].add_(x[:-1])`: elements are read and written at once; eager refuses it for element-wise operators."""
+    if torch.Tag.pointwise not in func.tags and func is not torch.ops.aten.copy_.default:
+        return
+    for target in written:
+        for other in args:
+            if not isinstance(other, Tensor) or other is target or storage_key(other) != storage_key(target):
+                continue
+            same = other.storage_offset() == target.storage_offset() and other.stride() == target.stride()
+            if not same and _extents_meet(target, other):
+                raise OverlapError(
+                    f"{func} reads and writes overlapping parts of one tensor.",
+                    fix="clone() the part that is read.",
+                    location=user_location(),
+                )
+
+
+def _extents_meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense views of one memory share elements; strided ones that interleave count as apart."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    first, second = int(a.storage_offset()), int(b.storage_offset())
+    return first < second + int(b.numel()) and second < first + int(a.numel())
 
 
 def data_shape(func: Any) -> DataShapeError:

@@ -223,6 +223,8 @@ class ScalarNode:
     def _adopt(self, other: Any) -> ScalarNode:
         if isinstance(other, ScalarNode):
             return other
+        if isinstance(other, int | float):
+            return ScalarNode(self._host, type(other), other, repr(other))
         node, value = self._host.shape_scalar(other)
         adopted = ScalarNode(self._host, type(value), value, str(other), leaf=other)
         adopted._fx = node

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.host_numbers import HostNumber, LastRateSlot
 from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues
-from wholestep.capture.location import location_of_exception, user_location
+from wholestep.capture.location import asked_by, location_of_exception, user_location
 from wholestep.capture.patches import patched
-from wholestep.capture.plain import skeleton
+from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
 from wholestep.capture.python_state import Attributes, ReadTracker
 from wholestep.capture.random_state import RandomState, default_generators
 from wholestep.capture.recorder import Recorder
@@ -37,7 +38,7 @@ from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode, scalar_of
 from wholestep.capture.shapes import Shapes
 from wholestep.capture.slots import BatchSlot, GeneratorSlot, MappingSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
-from wholestep.capture.tree import Flat, flatten, leaves_of
+from wholestep.capture.tree import Flat, flatten, leaves_of, same_objects
 from wholestep.errors import (
     CapturedTensorError,
     ControlFlowError,
@@ -52,6 +53,12 @@ from wholestep.ir.signature import InputKind
 from wholestep.options import Options
 
 _one_capture_at_a_time = threading.RLock()
+_tracing = threading.local()
+
+
+def is_tracing() -> bool:
+    """Whether this thread is capturing a step right now."""
+    return getattr(_tracing, "active", False)
 
 
 def trace_step(
@@ -106,6 +113,7 @@ class Capture:
         self.slot_of: dict[fx.Node, Slot] = {}
         self.snapshots: list[Attributes] = []
         self.readers: list[tuple[ReadTracker, str]] = []
+        self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
         self.lifted: dict[int, Tensor] = {}
         self.scalar_slots: dict[int, Slot] = {}
         self.steps_seen: list[Optimizer] = []
@@ -114,6 +122,7 @@ class Capture:
         self._generators: dict[int, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._known = KnownValues(self._known_placeholder)
+        self._known_batch = KnownValues(self._known_batch_placeholder, single=False)
         self._item_nodes: dict[fx.Node, ScalarNode] = {}
 
     # The way of one capture.
@@ -166,6 +175,12 @@ class Capture:
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
+            for _, slot, value in self.world.variables:
+                if slot.get() is not value:
+                    slot.set(value)
+            for container, _, contents in self.copies:
+                if not same_contents(contents, container):
+                    assign_contents(container, contents)
 
     def _swap_python_objects(self) -> None:
         for module, path in self.world.modules.items():
@@ -174,6 +189,7 @@ class Capture:
         internal = frozenset({"param_groups", "state", "step"})
         for optimizer, path in self.world.optimizers.items():
             self.snapshots.append(Attributes(optimizer, path, internal))
+            self._lift_numbers(optimizer, path)
             self._wrap_optimizer(optimizer)
         for scaler, path in self.world.scalers.items():
             self.snapshots.append(Attributes(scaler, path, frozenset({"_scale", "_growth_tracker", "_maybe_opt_step"})))
@@ -181,12 +197,20 @@ class Capture:
         for scheduler, path in self.world.schedulers.items():
             self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
             self._wrap_scheduler(scheduler, path)
+            self._track_reads(scheduler, path)
         for holder, path in self.world.holders.values():
             self.snapshots.append(Attributes(holder, path))
             self._lift_numbers(holder, path)
-            reader = ReadTracker(holder)
-            reader.start()
-            self.readers.append((reader, path))
+            self._track_reads(holder, path)
+        for name, slot, value in self.world.variables:
+            if name in self.symbolic_numbers and type(value) in (int, float):
+                lifted = replace(slot, kind=InputKind.HYPER_PARAMETER)
+                slot.set(self.make_scalar(lifted, value))
+
+    def _track_reads(self, holder: Any, path: str) -> None:
+        reader = ReadTracker(holder)
+        reader.start()
+        self.readers.append((reader, path))
 
     def _lift_numbers(self, holder: Any, path: str) -> None:
         for key, value in list(vars(holder).items()):
@@ -205,12 +229,24 @@ class Capture:
             stack.enter_context(FunctionMode(self))
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
+            _tracing.active = True
+            stack.callback(lambda: setattr(_tracing, "active", False))
             try:
                 result = self.fn(*fake_args, **fake_kwargs)
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
+        self._refuse_changed_arguments(fake_args, fake_kwargs)
         rng.check_untouched()
         return result
+
+    def _refuse_changed_arguments(self, fake_args: Any, fake_kwargs: Any) -> None:
+        """The trace worked on copies of the containers among the arguments; a change to them would be lost."""
+        leaves, structure = leaves_of((fake_args, fake_kwargs))
+        if structure != self.structure or not same_objects(leaves, self.fake_leaves):
+            raise SideEffectError(
+                "the step changes the contents of a list or dict among its arguments, which a replay would not repeat.",
+                fix="return the value from the step instead.",
+            )
 
     @staticmethod
     def _located(error: WholestepError) -> WholestepError:
@@ -401,6 +437,8 @@ class Capture:
             return known.as_python()
         kind = {True: float}.get(tensor.dtype.is_floating_point, bool if tensor.dtype is torch.bool else int)
         value = self._known.of(node)
+        if value is None and asked_by("transformers/masking_utils.py"):
+            value = self._known_batch.of(node)  # a property of the batch's mask, checked at each call
         if tensor.dtype.is_complex or (value is None and self.phase != "optimizer"):
             raise self._value_leaves(tensor)
         with without_modes():
@@ -408,7 +446,9 @@ class Capture:
         if value is not None and self._known.is_constant(node):
             return number
         leaf = ItemLeaf(node, value is not None)
-        scalar = ScalarNode(self, kind, number, f"{node.name}.item()", leaf=leaf)
+        where = user_location(with_text=False)
+        name = f"{node.name}.item()" + (f" at {where}" if where is not None and self.phase != "optimizer" else "")
+        scalar = ScalarNode(self, kind, number, name, leaf=leaf)
         scalar._fx = self.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
         self._item_nodes[node] = scalar
         return scalar.as_python()
@@ -420,6 +460,10 @@ class Capture:
         fake = node.meta.get("val")
         tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
         return tracked.real if tracked is not None else fake
+
+    def _known_batch_placeholder(self, node: fx.Node) -> Any | None:
+        tracked = self.table.by_fake.get(id(node.meta.get("val")))
+        return tracked.real if tracked is not None and tracked.slot.kind is InputKind.BATCH else None
 
     def _value_leaves(self, tensor: Tensor) -> WholestepError:
         where = user_location()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class Flat:
     rebuild: Callable[[list[Any]], Any]
     is_leaf: bool
     """The tree is a single leaf."""
+
+
+def same_objects(now: Collection[Any], before: list[Any]) -> bool:
+    """Whether two collections hold the very same objects in the same order."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:

@@ -13,6 +13,7 @@ from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot
 from wholestep.ir.signature import ChangeKind
 from wholestep.passes.reinplace import reinplaced
+from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards
 
@@ -52,11 +53,16 @@ class Entry:
             _apply(change, outputs, leaves)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
-        results = [
-            outputs[value] if kind == "output" else value.read() if kind == "host" else value
-            for kind, value in self._results
-        ]
+        results = [_result(kind, value, outputs) for kind, value in self._results]
         return results[0] if self._rebuild is None else self._rebuild(results)
+
+
+def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
+    if kind == "output":
+        return outputs[value]
+    if kind == "attached":
+        return attach(outputs[value])
+    return value.read() if kind == "host" else value
 
 
 def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from operator import is_, itemgetter
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +16,9 @@ from wholestep.capture.slots import (
     OptimizerStateSlot,
     Slot,
 )
+from wholestep.capture.tree import same_objects
 
 _NOTHING: dict[Any, Any] = {}
-
-
-def same_objects(now: Collection[Any], before: list[Any]) -> bool:
-    """Whether two collections hold the very same objects in the same order."""
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def picker(positions: list[int]) -> Callable[[list[Any]], list[Any]]:

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import HOOK_ATTRIBUTES, TensorChecks, hook_registries
 from wholestep.capture.captured import Captured
 from wholestep.capture.known import ItemLeaf
-from wholestep.capture.plain import skeleton
+from wholestep.capture.plain import PLAIN, is_mutable_value, kind_of, same_plain, skeleton
 from wholestep.capture.shapes import out_of_range
 from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, ModuleSlot, Slot
+from wholestep.capture.tree import same_objects
 from wholestep.ir.signature import ChangeKind, InputKind
-from wholestep.runtime.gather import Gather, picker, same_objects
+from wholestep.runtime.gather import Gather, picker
 
 
 def ambient_state() -> tuple[Any, ...]:
@@ -118,7 +119,7 @@ class Guards:
         self._optimizers: list[tuple[Optimizer, str, list[dict[str, Any]], list[list[Any]], list[Any], list[int]]] = []
         for optimizer, path in self._captured.world.optimizers.items():
             shapes = self._captured.table.groups[optimizer]
-            constants = [dict(shape.constants) for shape in shapes]
+            constants = [{key: skeleton(value) for key, value in shape.constants.items()} for shape in shapes]
             params = [shape.params for shape in shapes]
             sizes = list(map(len, optimizer.state.values()))
             self._optimizers.append((optimizer, path, constants, params, list(optimizer.state), sizes))
@@ -181,14 +182,32 @@ class Guards:
         self._tensor_hooks = self._tensors_with_hooks()
 
     def _build_variables(self) -> None:
-        self._variables = [(path, slot, value) for path, slot, value in self._captured.world.variables]
+        lifted = {s.path for s in self._captured.inputs if s.kind is InputKind.HYPER_PARAMETER}
+        self._variables = [
+            (path, slot, value)
+            for path, slot, value in self._captured.world.variables
+            if path not in self._captured.rebound_variables and path not in lifted
+        ]
         self._reads = [(obj, path, list(values.items())) for obj, path, values in self._captured.reads]
         self._containers = self._captured.containers
         self._identities = [
             (slot, tracked.real)
             for tracked in self._captured.table.tracked.values()
             for slot in (tracked.slot,)
-            if slot.kind.value in ("captured", "parameter") and not isinstance(slot, BatchSlot | ModuleSlot)
+            if slot.kind is InputKind.PARAMETER and not isinstance(slot, BatchSlot | ModuleSlot)
+        ]
+        self._kinds = self._captured.kinds
+        self._mutable_leaves = [
+            (i, skeleton(v)) for i, v in zip(self._fixed_leaves, self._fixed_values, strict=True) if is_mutable_value(v)
+        ]
+        internal = {"state", "param_groups", "step"}
+        self._optimizer_attributes = [
+            (
+                vars(o),
+                p,
+                {k: v for k, v in vars(o).items() if k not in internal | self._captured.volatile.get(id(o), set())},
+            )
+            for o, p in self._captured.world.optimizers.items()
         ]
 
     # Checking.
@@ -199,7 +218,7 @@ class Guards:
             return False
         for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
             leaf = leaves[i]
-            if leaf is not value and not _same_number(leaf, value):
+            if leaf is not value and not same_plain(leaf, value):
                 return False
         try:
             return (
@@ -259,7 +278,7 @@ class Guards:
                 if len(now) != len(owned) or not all(map(is_, now, owned)):
                     return False
                 for key, value in known.items():
-                    if group.get(key, ABSENT) is not value and group.get(key, ABSENT) != value:
+                    if skeleton(group.get(key, ABSENT)) != value:
                         return False
         return True
 
@@ -274,14 +293,27 @@ class Guards:
                 yield f"{path} is no longer None"
         for path, slot, value in self._variables:
             now = slot.get()
-            if now is not value and not _same_number(now, value):
-                yield f"{path} was {value!r} and is {now!r}"
+            if not same_plain(now, value):
+                yield f"{path} was {_brief(value)} and is {_brief(now)}"
         for obj, path, values in self._reads:
             attributes = vars(obj)
             for name, value in values:
                 now = attributes.get(name, ABSENT)
-                if now is not value and not _same_number(now, value):
-                    yield f"{path}.{name} was {value!r} and is {now!r}"
+                if not same_plain(now, value):
+                    yield f"{path}.{name} was {_brief(value)} and is {_brief(now)}"
+        for attributes, path, before in self._optimizer_attributes:
+            for key, value in before.items():
+                if not same_plain(attributes.get(key, ABSENT), value):
+                    yield f"{path}.{key} was {_brief(value)} and is {_brief(attributes.get(key, ABSENT))}"
+        for path, (slot, kind) in self._captured.rebound_variables.items():
+            if kind_of(slot.get()) != kind:
+                yield f"{path} holds another kind of thing"
+        for attributes, key, path, kind in self._kinds:
+            if kind_of(attributes.get(key, ABSENT)) != kind:
+                yield f"{path} holds another kind of thing"
+        for i, contents in self._mutable_leaves:
+            if skeleton(leaves[i]) != contents:
+                yield f"the contents of {self._captured.leaf_paths[i]} changed"
         for container, path, contents in self._containers:
             if skeleton(container) != contents:
                 yield f"the contents of {path} changed"
@@ -314,7 +346,7 @@ class Guards:
                 if not check(sizes):
                     yield f"sizes {sizes} break {text}"
         if self._scalar_guards:
-            value = self._leaf_value()
+            value = self._leaf_value(leaves)
             memo: dict[int, Any] = {}
             for guard in self._scalar_guards:
                 if not guard.holds(value, memo):
@@ -333,9 +365,14 @@ class Guards:
                     raise TypeError("sizes that were equal are not")
         return sizes
 
-    def _leaf_value(self) -> Callable[[Any], Any]:
+    def _leaf_value(self, leaves: list[Any]) -> Callable[[Any], Any]:
         slots = self._captured.placeholder_slots
-        items = self._items.run(lambda node: slots[node].get()) if self._items is not None else {}
+
+        def current(node: Any) -> Any:
+            slot = slots[node]
+            return leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()
+
+        items = self._items.run(current) if self._items is not None else {}
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, ItemLeaf):
@@ -362,9 +399,15 @@ class Guards:
                     return where
         for obj, path, values in self._reads:
             for name, value in values:
-                now = vars(obj).get(name, ABSENT)
-                if type(now) is type(value) and type(now) in (int, float) and now != value:
+                if _other_number(vars(obj).get(name, ABSENT), value):
                     return f"{path}.{name}"
+        for attributes, path, before in self._optimizer_attributes:
+            for key, value in before.items():
+                if f"{path}.{key}" in self._counted and _other_number(attributes.get(key, ABSENT), value):
+                    return f"{path}.{key}"
+        for path, slot, value in self._variables:
+            if _other_number(slot.get(), value):
+                return path
         return None
 
     def _reasons(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> Iterator[str]:
@@ -374,14 +417,14 @@ class Guards:
             yield "the arguments have another structure"
             return
         for i, value in zip(self._fixed_leaves, self._fixed_values, strict=True):
-            if leaves[i] is not value and not _same_number(leaves[i], value):
+            if not same_plain(leaves[i], value):
                 plain = isinstance(value, int | float | str | bool | type(None))
                 was = f"was {value!r} and is {leaves[i]!r}" if plain else "is another object"
                 yield f"{self._captured.leaf_paths[i]} {was}"
         for path, before, now in zip(self._module_paths, self._module_before, self._module_dicts, strict=True):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-                if old is not new and not _same_number(old, new):
+                if not same_plain(old, new):
                     yield f"{path}.{key} was {_brief(old)} and is {_brief(new)}"
         if self._child_dicts != self._child_before:
             yield "a submodule was replaced, added or removed"
@@ -416,16 +459,14 @@ class Guards:
         yield from self._slow_differences(leaves)
 
 
-def _same_number(now: Any, value: Any) -> bool:
-    if type(now) is not type(value):
-        return False
-    if isinstance(value, int | float | str | bool | complex | bytes | torch.dtype | torch.device | torch.Size):
-        return bool(now == value) or (value != value and now != now)
-    return False
+def _other_number(now: Any, value: Any) -> bool:
+    return type(now) is type(value) and type(now) in (int, float) and not same_plain(now, value)
 
 
 def _brief(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:80] if isinstance(value, PLAIN) or value is ABSENT else f"a {type(value).__name__}"
 
 
 def _is_number_slot(slot: Slot) -> bool:
