@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, schema_of
-from wholestep.ir.effects import shared_inputs, written_positions
+from wholestep.ir.effects import is_collective, is_wait, shared_inputs, written_positions
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.step_graph import StepGraph
@@ -96,6 +96,9 @@ class _Reinplace:
                     continue  # the user gets the object itself, updated
                 root = self.root[source]
                 self.last_read[root] = max(self.last_read.get(root, -1), i)
+            if is_wait(node.target):
+                for source in _started_by(node).all_input_nodes:  # a collective reads until it is waited on
+                    self.last_read[self.root[source]] = max(self.last_read.get(self.root[source], -1), i)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
         if node.op != "call_function":
@@ -225,6 +228,14 @@ class _Reinplace:
             point = max(self.order[value], self.last_read.get(target, -1), self.last_write.get(self.root[value], -1))
             if self.order[copy] > point + 1 and self.nodes[point].op == "call_function":
                 self.nodes[point].append(copy)
+
+
+def _started_by(wait: fx.Node) -> fx.Node:
+    """The collective behind a wait; there may be views and parts of lists in between."""
+    node = wait
+    while node.all_input_nodes and not is_collective(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_view(node: fx.Node) -> bool:
