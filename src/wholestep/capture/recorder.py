@@ -31,6 +31,7 @@ from wholestep._torch_compat import (
     UnsupportedOperatorException,
     is_accumulating_gradient,
 )
+from wholestep.capture.fake_kernels import FAKE_KERNELS
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
 from wholestep.capture.refusals import (
@@ -156,6 +157,8 @@ class Recorder(DispatchMode):
         fake_kwargs, node_kwargs = self._convert_kwargs(kwargs)
         if self.named_scalars:
             self._insert_named_scalars(facts, node_args, node_kwargs)
+        if func is aten._cudnn_rnn.default and fake_args[3] is None:
+            fake_args[3], node_args[3] = self._packed_weights(fake_args[1], node_args[1])
         try:
             if facts.is_inplace_view:
                 return self._inplace_view(func, fake_args, fake_kwargs)
@@ -163,7 +166,7 @@ class Recorder(DispatchMode):
                 return self._replace_storage(func, fake_args, fake_kwargs)
             if facts.writes and (not facts.writes_if or self._flag(facts, args, kwargs)):
                 return self._write_op(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
-            out = func(*fake_args, **fake_kwargs)
+            out = FAKE_KERNELS.get(func, func)(*fake_args, **fake_kwargs)
         except DynamicOutputShapeException as error:
             raise data_shape(func) from error
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
@@ -174,8 +177,6 @@ class Recorder(DispatchMode):
             raise unsupported(func, error) from error
         if facts.is_random:
             self._note_random(out, fake_args)
-        if func is aten._cudnn_rnn.default and node_args[3] is None:
-            node_args[3] = self.nodes.create(packed_weights, (node_args[1],), {}, None)
         if facts.is_view:
             return self._record_view(func, fake_args, fake_kwargs, node_args, node_kwargs, out)
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
@@ -422,6 +423,13 @@ class Recorder(DispatchMode):
         node = self.nodes.create(aten.lift_fresh_copy.default, (constant,), {}, out)
         self.values.register(out, node)
         return out
+
+    def _packed_weights(self, weights: list[Tensor], nodes: list[fx.Node]) -> tuple[Tensor, fx.Node]:
+        """The chunk of all weights that cuDNN takes, found at replay."""
+        chunk = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
+        node = self.nodes.create(packed_weights, (nodes,), {}, chunk)
+        self.values.register(chunk, node)
+        return chunk, node
 
     def _note_random(self, out: Any, fake_args: list[Any]) -> None:
         for tensor in _tensors([out, fake_args]):

@@ -11,12 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wholestep.errors import UnsupportedError
 
-def packed_weights(weights: Sequence[Tensor]) -> Tensor | None:
-    """The chunk that holds all weights one after the other; None if there is none and cuDNN must pack them anew."""
+
+def packed_weights(weights: Sequence[Tensor]) -> Tensor:
+    """The chunk that holds all weights one after the other."""
     first = weights[0]
     storage = first.untyped_storage()
     if any(w.untyped_storage().data_ptr() != storage.data_ptr() for w in weights):
-        return None
+        raise UnsupportedError(
+            "the weights of an RNN on CUDA are not one chunk of memory.",
+            fix="call flatten_parameters() on the module after moving or replacing its weights.",
+        )
     chunk = torch.empty(0, dtype=first.dtype, device=first.device)
     return chunk.set_(storage)

@@ -30,9 +30,12 @@ class _Replayed(torch.autograd.Function):
         )
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What a replayed result seems to depend on."""
+
+
 def attach(value: Tensor) -> Tensor:
     """The same values, as a tensor that requires grad."""
-    anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
-        attached: Tensor = _Replayed.apply(value, anchor)  # type: ignore[no-untyped-call]
+        attached: Tensor = _Replayed.apply(value, _ANCHOR)  # type: ignore[no-untyped-call]
     return attached
