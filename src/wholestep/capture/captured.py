@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from wholestep.capture.known import Recipe
 from wholestep.capture.scalars import ScalarGuard
@@ -55,6 +56,8 @@ class Captured:
     rebuild_result: Callable[[list[Any]], Any] | None
     """None where the result is a single leaf."""
     host_calls: list[HostCall]
+    stepped: list[Optimizer]
+    """Optimizers whose step() is in the graph."""
     world: World
     table: StateTable
     shapes: Shapes
@@ -74,6 +77,8 @@ class Captured:
     """Attributes that the step sets and may have read: where they are, and what kind of thing they held."""
     reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
     """Plain objects, their paths, and the attributes that the step read with the values they had."""
+    class_reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
+    """The same for plain values that the step read from the classes of such objects."""
     containers: list[tuple[Any, str, Any]] = field(default_factory=list)
     """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)

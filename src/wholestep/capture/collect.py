@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +102,7 @@ class _Collector:
             result_leaves=leaves,
             rebuild_result=None if flat.is_leaf else flat.rebuild,
             host_calls=capture.host_calls,
+            stepped=list(dict.fromkeys(capture.steps_seen)),
             world=capture.world,
             table=self.table,
             shapes=capture.shapes,
@@ -115,6 +117,7 @@ class _Collector:
             rebound_variables=self.rebound_variables,
             kinds=self.kinds,
             reads=list(self._reads()),
+            class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
             containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
             modules=list(capture.world.modules.items()),
         )
@@ -141,7 +144,14 @@ class _Collector:
             if not isinstance(node, fx.Node):
                 return "value", node
             return "output", self._output(OutputKind.RESULT, f"result{path}", node)
-        return ("host", leaf) if isinstance(leaf, HostNumber) else ("value", leaf)
+        if isinstance(leaf, HostNumber):
+            return "host", leaf
+        if isinstance(leaf, GeneratorType) or _hides_tensor(leaf):
+            raise UnsupportedError(
+                f"result{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
+                fix="return a dict, tuple or list; or register the class with torch.utils._pytree.register_dataclass.",
+            )
+        return "value", leaf
 
     def _scalar_node(self, scalar: ScalarNode, path: str) -> Any:
         for leaf in scalar.leaves():
@@ -491,6 +501,15 @@ class _Collector:
             host_calls=tuple(f"{call.path}.step()" for call in capture.host_calls),
             dynamic={name: (dim.min, dim.max) for name, (dim, _) in capture.shapes.symbols.items()},
         )
+
+
+def _hides_tensor(value: Any) -> bool:
+    """Whether an object that is no tree holds tensors of the trace in its attributes."""
+    if isinstance(value, torch.nn.Module | Optimizer | type):
+        return False
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        return holds_tensor(list(value))
+    return any(holds_tensor(v) for v in getattr(value, "__dict__", {}).values())
 
 
 class _Leaf:

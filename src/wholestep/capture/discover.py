@@ -7,6 +7,7 @@ reach it; the first path found wins.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import random
@@ -15,6 +16,7 @@ from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,8 @@ from wholestep.errors import UnsupportedError
 from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that torch keeps on every module."""
 
 
 @dataclass
@@ -190,7 +193,7 @@ class _Walk:
             self.world.modules.setdefault(module, where)
             self._methods(type(module), depth)
             for key, value in list(vars(module).items()):
-                if key in _MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
+                if key in MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
                     continue
                 attr = f"{where}.{key}"
                 slot = MappingSlot(InputKind.CAPTURED, attr, None, vars(module), key)
@@ -227,7 +230,7 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
 
 
 def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, type | ModuleType | BuiltinFunctionType) or not hasattr(value, "__dict__"):
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum) or not hasattr(value, "__dict__"):
         return False
     if isinstance(value, SimpleNamespace | Namespace):
         return True
@@ -256,7 +259,7 @@ def _argument_names(fn: FunctionType) -> list[str]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    names = set(code.co_names)
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, CodeType):
             names |= _global_names(const)

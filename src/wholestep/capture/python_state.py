@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.plain import CONTAINERS, assign_contents, copy_of, same_contents, same_plain, skeleton
+from wholestep.capture.plain import CONTAINERS, PLAIN, assign_contents, copy_of, same_contents, same_plain, skeleton
 from wholestep.capture.slots import ABSENT
 
 
@@ -68,20 +68,25 @@ class ReadTracker:
     def __init__(self, obj: Any) -> None:
         self.obj = obj
         self.names: dict[str, None] = {}
+        self.class_values: dict[str, Any] = {}
+        """Plain values that the step read from the class."""
         self.watched = frozenset(vars(obj))
         """Attributes there were when the step began; reading one that was absent is not seen."""
         self._class = type(obj)
         self.active = False
 
     def start(self) -> None:
-        names, attributes = self.names, vars(self.obj)
+        names, attributes, class_values = self.names, vars(self.obj), self.class_values
         base = self._class
         read: Any = base.__getattribute__
 
         def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
+            value = read(this, name)
             if name in attributes:
                 names[name] = None
-            return read(this, name)
+            elif isinstance(value, PLAIN) and not name.startswith("__"):
+                class_values[name] = value
+            return value
 
         if not _is_python_class(base):
             names.update(dict.fromkeys(attributes))

@@ -103,6 +103,8 @@ class Host(Protocol):
 class Recorder(DispatchMode):
     """The dispatch mode that builds the graph."""
 
+    supports_higher_order_operators = True  # to refuse them with a reason
+
     def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, host: Host) -> None:
         super().__init__()
         self.host = host

@@ -238,7 +238,7 @@ class StateTable:
             found = self.tracked.get(id(value)) or self._track(value, slot)
             shape.numbers[key] = value
             return found.fake
-        if type(value) is float:
+        if _is_number(value) and (isinstance(value, float) or key in _FLOAT_LIKE):
             shape.numbers[key] = value
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
             return self._make_scalar(slot, value)
@@ -250,7 +250,7 @@ class StateTable:
                 if isinstance(item, Tensor):
                     items.append((self.tracked.get(id(item)) or self._track(item, slot)).fake)
                 else:
-                    items.append(self._make_scalar(slot, item) if type(item) is float else item)
+                    items.append(self._make_scalar(slot, item) if _is_number(item) else item)
             return type(value)(items)
         shape.constants[key] = value
         return value
@@ -283,6 +283,15 @@ class StateTable:
                     fake_entries[name] = value
             fake_state[key] = fake_entries
         return fake_state
+
+
+_FLOAT_LIKE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "lr_decay"})
+"""Hyper-parameters that are numbers even where the user wrote an int."""
+
+
+def _is_number(value: Any) -> bool:
+    """A float (numpy's too) or an int; not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_kind(slot: Slot, kind: InputKind) -> Slot:

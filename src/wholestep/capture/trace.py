@@ -406,9 +406,8 @@ class Capture:
 
     def make_scalar(self, slot: Slot, value: Number) -> Any:
         """A number in a slot becomes a scalar of the graph."""
-        if slot.path and isinstance(value, float | int):
-            return ScalarNode(self, type(value), value, slot.path, leaf=slot).as_python()
-        return value
+        kind = float if isinstance(value, float) else int
+        return ScalarNode(self, kind, kind(value), slot.path, leaf=slot).as_python()
 
     def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
         return self.recorder.emit_function(target, args, value)

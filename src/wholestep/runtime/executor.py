@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import below_autograd
+from wholestep._torch_compat import below_autograd, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot
 from wholestep.ir.signature import ChangeKind
@@ -51,6 +51,8 @@ class Entry:
         del inputs
         for change in self._changes:
             _apply(change, outputs, leaves)
+        for optimizer in self.captured.stepped:
+            mark_stepped(optimizer)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
         results = [_result(kind, value, outputs) for kind, value in self._results]

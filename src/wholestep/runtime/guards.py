@@ -8,15 +8,17 @@ what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from wholestep._torch_compat import HOOK_ATTRIBUTES, TensorChecks, hook_registries
+from wholestep._torch_compat import HOOK_ATTRIBUTES, SWITCHES, TensorChecks, hook_registries
 from wholestep.capture.captured import Captured
+from wholestep.capture.discover import MODULE_INTERNALS
 from wholestep.capture.known import ItemLeaf
 from wholestep.capture.plain import PLAIN, is_mutable_value, kind_of, same_plain, skeleton
 from wholestep.capture.shapes import out_of_range
@@ -36,6 +38,7 @@ def ambient_state() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
+        *(switch() for switch in SWITCHES),
         torch.get_default_dtype(),
     )
 
@@ -61,6 +64,21 @@ class Guards:
         self._build_tensors()
         self._build_scalars()
         self._build_variables()
+        self._rare_checks = [check for check, needed in self._all_rare_checks() if needed]
+
+    def _all_rare_checks(self) -> list[tuple[Callable[[list[Any]], Iterator[str]], Any]]:
+        """Conditions that most steps do not have, each with what it looks at."""
+        return [
+            (self._attribute_differences, self._volatile_modules or self._empty_buffers),
+            (self._variable_differences, self._variables),
+            (self._object_differences, self._reads or self._captured.class_reads),
+            (self._optimizer_differences, any(watched for _, _, watched in self._optimizer_attributes)),
+            (self._kind_differences, self._kinds or self._captured.rebound_variables),
+            (self._content_differences, self._mutable_leaves or self._containers),
+            (self._identity_differences, self._identities or self._scaler_state),
+            (self._leaf_differences, self._leaf_slots or self._leaves_with_grad or self._aliases),
+            (self._scalar_differences, self._dims or self._scalar_guards),
+        ]
 
     # Building.
 
@@ -74,8 +92,14 @@ class Guards:
         self._counted = {c.slot.path for c in self._captured.changes if c.kind is ChangeKind.CONSTANT}
         self._module_paths = [p for _, p in plain]
         self._module_dicts = [vars(m) for m, _ in plain]
-        self._module_before = [dict(vars(m)) for m, _ in plain]
-        self._child_dicts = [vars(m)["_modules"] for m, _ in self._captured.modules]
+        self._module_before = [{k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m, _ in plain]
+        # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
+        self._module_readers = [
+            (_reader(list(b)), d) for b, d in zip(self._module_before, self._module_dicts, strict=True)
+        ]
+        self._module_values = [read(d) for read, d in self._module_readers]
+        self._module_sizes = list(map(len, self._module_dicts))
+        self._child_dicts = [vars(m)["_modules"] for m, _ in self._captured.modules if vars(m)["_modules"]]
         self._child_before = [dict(d) for d in self._child_dicts]
         self._registered = [vars(m)[w] for m, _ in self._captured.modules for w in ("_parameters", "_buffers")]
         self._registered_counts = list(map(len, self._registered))
@@ -169,7 +193,7 @@ class Guards:
             for leaf, dims in self._captured.dynamic_dims.items()
             for dim, declared in dims.items()
         ]
-        self._number_slots = [s for s in self._captured.inputs if _is_number_slot(s)]
+        self._number_positions = [i for i, s in enumerate(self._captured.inputs) if _is_number_slot(s)]
         self._scaler_state = [
             (scaler, path, _scale(scaler) is None, _tracker(scaler) is None, _scaler_constants(scaler))
             for scaler, path in self._captured.world.scalers.items()
@@ -180,6 +204,8 @@ class Guards:
         )
         self._hook_counts = list(map(len, self._hook_registries))
         self._tensor_hooks = self._tensors_with_hooks()
+        self._next_hook = RemovableHandle.next_id
+        self._has_hooks = any(self._hook_counts) or bool(self._tensor_hooks)
 
     def _build_variables(self) -> None:
         lifted = {s.path for s in self._captured.inputs if s.kind is InputKind.HYPER_PARAMETER}
@@ -200,15 +226,11 @@ class Guards:
         self._mutable_leaves = [
             (i, skeleton(v)) for i, v in zip(self._fixed_leaves, self._fixed_values, strict=True) if is_mutable_value(v)
         ]
-        internal = {"state", "param_groups", "step"}
-        self._optimizer_attributes = [
-            (
-                vars(o),
-                p,
-                {k: v for k, v in vars(o).items() if k not in internal | self._captured.volatile.get(id(o), set())},
-            )
-            for o, p in self._captured.world.optimizers.items()
-        ]
+        self._optimizer_attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        for o, path in self._captured.world.optimizers.items():
+            skip = {"state", "param_groups", "step"} | self._captured.volatile.get(id(o), set())
+            watched = {k: v for k, v in vars(o).items() if k not in skip and not k.startswith("_")}
+            self._optimizer_attributes.append((vars(o), path, watched))
 
     # Checking.
 
@@ -222,22 +244,35 @@ class Guards:
                 return False
         try:
             return (
-                self._module_dicts == self._module_before
+                list(map(len, self._module_dicts)) == self._module_sizes
+                and [read(d) for read, d in self._module_readers] == self._module_values
                 and self._child_dicts == self._child_before
                 and same_objects(self._pick_params(state), self._read_params)
                 and all(map(is_, [m.get(k) for m, k in self._unread_params], self._unread_objects))
                 and self._grads_hold()
                 and [t.real.requires_grad for t in self._unread] == self._requires_grad
                 and list(map(len, self._registered)) == self._registered_counts
-                and list(map(len, self._hook_registries)) == self._hook_counts
-                and self._tensors_with_hooks() == self._tensor_hooks
+                and self._hooks_hold()
                 and self._optimizers_hold()
                 and self._tensors_hold(leaves, state)
-                and next(self._slow_differences(leaves), None) is None
+                and self._numbers_hold(state)
+                and not any(next(check(leaves), None) for check in self._rare_checks)
             )
         except (RuntimeError, KeyError, TypeError, ValueError):
             # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
             return False
+
+    def _hooks_hold(self) -> bool:
+        """Every hook of torch gets a number; while the next one is the same, none was added anywhere."""
+        now = RemovableHandle.next_id
+        if now == self._next_hook and not self._has_hooks:
+            return True
+        if list(map(len, self._hook_registries)) != self._hook_counts:
+            return False
+        if self._tensors_with_hooks() != self._tensor_hooks:
+            return False
+        self._next_hook = now
+        return True
 
     def _grads_hold(self) -> bool:
         grads = list(map(_grad, self._grad_owners))
@@ -282,8 +317,15 @@ class Guards:
                         return False
         return True
 
+    def _numbers_hold(self, state: list[Any]) -> bool:
+        return all(isinstance(state[i], int | float) for i in self._number_positions)
+
     def _slow_differences(self, leaves: list[Any]) -> Iterator[str]:
         """The rarer conditions; each difference as text."""
+        for check in self._rare_checks:
+            yield from check(leaves)
+
+    def _attribute_differences(self, leaves: list[Any]) -> Iterator[str]:
         for module, path, volatile, before in self._volatile_modules:
             now = {k: v for k, v in vars(module).items() if k not in volatile}
             if now != {k: v for k, v in before.items() if k not in volatile}:
@@ -291,32 +333,50 @@ class Guards:
         for buffers, name, path in self._empty_buffers:
             if buffers.get(name) is not None:
                 yield f"{path} is no longer None"
+
+    def _variable_differences(self, leaves: list[Any]) -> Iterator[str]:
         for path, slot, value in self._variables:
             now = slot.get()
-            if not same_plain(now, value):
+            if now is not value and not same_plain(now, value):
                 yield f"{path} was {_brief(value)} and is {_brief(now)}"
+
+    def _object_differences(self, leaves: list[Any]) -> Iterator[str]:
         for obj, path, values in self._reads:
             attributes = vars(obj)
             for name, value in values:
                 now = attributes.get(name, ABSENT)
                 if not same_plain(now, value):
                     yield f"{path}.{name} was {_brief(value)} and is {_brief(now)}"
+
+        for obj, path, class_values in self._captured.class_reads:
+            for name, value in class_values.items():
+                now = getattr(obj, name, ABSENT)
+                if not same_plain(now, value):
+                    yield f"{path}.{name} was {_brief(value)} and is {_brief(now)}"
+
+    def _optimizer_differences(self, leaves: list[Any]) -> Iterator[str]:
         for attributes, path, before in self._optimizer_attributes:
             for key, value in before.items():
-                if not same_plain(attributes.get(key, ABSENT), value):
+                if attributes.get(key, ABSENT) is not value and not same_plain(attributes.get(key, ABSENT), value):
                     yield f"{path}.{key} was {_brief(value)} and is {_brief(attributes.get(key, ABSENT))}"
+
+    def _kind_differences(self, leaves: list[Any]) -> Iterator[str]:
         for path, (slot, kind) in self._captured.rebound_variables.items():
             if kind_of(slot.get()) != kind:
                 yield f"{path} holds another kind of thing"
         for attributes, key, path, kind in self._kinds:
             if kind_of(attributes.get(key, ABSENT)) != kind:
                 yield f"{path} holds another kind of thing"
+
+    def _content_differences(self, leaves: list[Any]) -> Iterator[str]:
         for i, contents in self._mutable_leaves:
             if skeleton(leaves[i]) != contents:
                 yield f"the contents of {self._captured.leaf_paths[i]} changed"
         for container, path, contents in self._containers:
             if skeleton(container) != contents:
                 yield f"the contents of {path} changed"
+
+    def _identity_differences(self, leaves: list[Any]) -> Iterator[str]:
         for slot, real in self._identities:
             if slot.get() is not real:
                 yield f"{slot.path} is another tensor"
@@ -325,9 +385,8 @@ class Guards:
                 yield f"{path} has {'' if no_scale else 'no longer '}been used"
             if _scaler_constants(scaler) != constants:
                 yield f"a setting of {path} changed"
-        for slot in self._number_slots:
-            if type(slot.get()) is not type(self._gather.example(slot)):
-                yield f"{slot.path} has type {type(slot.get()).__name__}"
+
+    def _leaf_differences(self, leaves: list[Any]) -> Iterator[str]:
         for i, slot in self._leaf_slots:
             if leaves[i] is not slot.get():
                 yield f"{self._captured.leaf_paths[i]} is no longer {slot.path}"
@@ -337,7 +396,6 @@ class Guards:
         for first, second in self._aliases:
             if leaves[first] is not leaves[second]:
                 yield f"{self._captured.leaf_paths[first]} and {self._captured.leaf_paths[second]} are two tensors"
-        yield from self._scalar_differences(leaves)
 
     def _scalar_differences(self, leaves: list[Any]) -> Iterator[str]:
         if self._dims:
@@ -424,7 +482,7 @@ class Guards:
         for path, before, now in zip(self._module_paths, self._module_before, self._module_dicts, strict=True):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-                if not same_plain(old, new):
+                if key not in MODULE_INTERNALS and not same_plain(old, new):
                     yield f"{path}.{key} was {_brief(old)} and is {_brief(new)}"
         if self._child_dicts != self._child_before:
             yield "a submodule was replaced, added or removed"
@@ -459,6 +517,11 @@ class Guards:
         yield from self._slow_differences(leaves)
 
 
+def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
+    """Reads some attributes at once."""
+    return itemgetter(*keys) if keys else len
+
+
 def _other_number(now: Any, value: Any) -> bool:
     return type(now) is type(value) and type(now) in (int, float) and not same_plain(now, value)
 
@@ -470,7 +533,7 @@ def _brief(value: Any) -> str:
 
 
 def _is_number_slot(slot: Slot) -> bool:
-    return not isinstance(slot, BatchSlot | GeneratorSlot) and type(slot.get()) in (int, float)
+    return not isinstance(slot, BatchSlot | GeneratorSlot) and isinstance(slot.get(), int | float)
 
 
 def _scale(scaler: Any) -> Any:
