@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -364,3 +366,14 @@ def test_a_global_with_the_name_of_an_attribute_is_not_a_variable_of_the_step(mo
         monkeypatch.setitem(globals(), "mean", value)
         step(torch.ones(2))
     assert len(step.graphs) == 1
+
+
+def test_a_graph_does_not_keep_the_batch_it_was_captured_with() -> None:
+    step = ws.compile(lambda batch: batch["x"] * 2)
+    batch = {"x": torch.ones(2)}
+    alive = weakref.ref(batch["x"])
+    step(batch)
+    del batch
+    gc.collect()
+    assert alive() is None
+    assert torch.equal(step({"x": torch.ones(2)}), torch.full((2,), 2.0))

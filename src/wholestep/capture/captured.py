@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.known import Recipe
 from wholestep.capture.scalars import ScalarGuard
 from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import Slot
+from wholestep.capture.slots import BatchSlot, Slot
 from wholestep.capture.state import StateTable
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import StepGraph
@@ -83,3 +83,8 @@ class Captured:
     """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
     seconds: float = 0.0
+
+    def release_batch(self) -> None:
+        """Let go of the arguments of the captured call; their shapes are in the guards."""
+        self.leaves[:] = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        self.table.release(BatchSlot)

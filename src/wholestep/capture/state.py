@@ -99,11 +99,6 @@ class StateTable:
             if tracked.slot.kind is InputKind.PARAMETER:
                 self.parameters.append(tracked)
 
-    def path_of(self, real: Any) -> str:
-        """How a person reaches a tensor; its key as text for anything else."""
-        found = self.tracked.get(id(real))
-        return found.slot.path if found else str(real)
-
     def _module_tensor(
         self, module: nn.Module, where: str, name: str, real: Tensor, kind: InputKind, path: str
     ) -> None:
@@ -189,9 +184,10 @@ class StateTable:
         while self._undo:
             self._undo.pop()()
 
-    def on_restore(self, undo: Callable[[], None]) -> None:
-        """Run `undo` when the user's state is put back."""
-        self._undo.append(undo)
+    def release(self, kind: type[Slot]) -> None:
+        """Forget the tensors of one kind of slot."""
+        self.tracked = {key: t for key, t in self.tracked.items() if not isinstance(t.slot, kind)}
+        self.by_fake = {}
 
     def _swap(self, slot: Slot, fake: Any) -> None:
         before = slot.get()

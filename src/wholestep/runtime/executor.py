@@ -26,6 +26,7 @@ class Entry:
         self.step_graph = captured.step_graph
         self.gather = Gather(captured.inputs, captured.leaves)
         self.guards = Guards(captured, self.gather)
+        captured.release_batch()
         self.executable: fx.GraphModule = reinplaced(captured.step_graph)
         self._forward = self.executable.forward
         self._release = _releasable(captured)

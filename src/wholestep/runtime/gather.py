@@ -34,9 +34,9 @@ class Gather:
 
     def __init__(self, slots: list[Slot], leaves: list[Any]) -> None:
         self.slots = slots
-        self._examples = {id(s): (leaves[s.index] if isinstance(s, BatchSlot) else s.get()) for s in slots}
-        self.tensor_slots = [s for s in slots if isinstance(self._examples[id(s)], Tensor)]
-        self.tensor_positions = [i for i, s in enumerate(slots) if isinstance(self._examples[id(s)], Tensor)]
+        held = [leaves[s.index] if isinstance(s, BatchSlot) else s.get() for s in slots]
+        self.tensor_positions = [i for i, value in enumerate(held) if isinstance(value, Tensor)]
+        self.tensor_slots = [slots[i] for i in self.tensor_positions]
         self._pick_tensors = picker(self.tensor_positions)
         self._size = len(slots)
         self._mapping = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, MappingSlot)]
@@ -54,10 +54,6 @@ class Gather:
             self._states.append((optimizer, owners, numbered, entries))
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
         self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast)]
-
-    def example(self, slot: Slot) -> Any:
-        """What the slot held at capture."""
-        return self._examples[id(slot)]
 
     def read(self, leaves: list[Any]) -> list[Any] | None:
         """The inputs now; None if some slot is gone."""

@@ -54,7 +54,6 @@ class Guards:
         self._gather = gather
         self._ambient = ambient_state()
         self._structure = captured.structure
-        self._leaves = captured.leaves
         self._tensor_leaves = [i for i, leaf in enumerate(captured.leaves) if isinstance(leaf, Tensor)]
         self._fixed_leaves = [i for i, leaf in enumerate(captured.leaves) if not isinstance(leaf, Tensor)]
         self._fixed_values = [captured.leaves[i] for i in self._fixed_leaves]
