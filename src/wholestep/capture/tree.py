@@ -13,6 +13,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wholestep._torch_compat import pytree
 
@@ -39,21 +40,42 @@ def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     return leaves, _structure(tree, leaves)
 
 
+_LEAF, _DICT, _SEQUENCE, _USER_DICT, _REGISTERED = range(5)
+_form_of: dict[type, int] = {dict: _DICT, tuple: _SEQUENCE, list: _SEQUENCE, torch.Size: _LEAF, Tensor: _LEAF}
+
+
 def _structure(tree: Any, leaves: list[Any]) -> Any:
     kind = type(tree)
-    if kind is dict:
+    form = _form_of.get(kind)
+    if form is None:
+        form = _find_form(tree)
+    if form == _LEAF:
+        leaves.append(tree)
+        return None
+    if form == _DICT:
         return (dict, tuple(tree), [_structure(v, leaves) for v in tree.values()])
-    if kind is tuple or kind is list:
+    if form == _SEQUENCE:
         return (kind, [_structure(v, leaves) for v in tree])
-    if isinstance(tree, UserDict):
+    if form == _USER_DICT:
         return (kind, _structure(tree.data, leaves))
+    found, spec = pytree.tree_flatten(tree, is_leaf=_is_size)
+    leaves.extend(found)
+    return spec
+
+
+def _find_form(tree: Any) -> int:
+    kind = type(tree)
     named = isinstance(tree, tuple) and hasattr(tree, "_fields")
-    if (named or kind in pytree.SUPPORTED_NODES) and kind is not torch.Size:
-        found, spec = pytree.tree_flatten(tree, is_leaf=_is_size)
-        leaves.extend(found)
-        return spec
-    leaves.append(tree)
-    return None
+    if isinstance(tree, UserDict):
+        form = _USER_DICT
+    elif named or kind in pytree.SUPPORTED_NODES:
+        form = _REGISTERED
+    else:
+        if isinstance(tree, Tensor | torch.nn.Module | torch.optim.Optimizer):
+            _form_of[kind] = _LEAF  # other classes may yet be registered as trees
+        return _LEAF
+    _form_of[kind] = form
+    return form
 
 
 class _Wrapped:

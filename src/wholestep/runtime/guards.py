@@ -93,8 +93,11 @@ class Guards:
         self._module_dicts = [vars(m) for m, _ in plain]
         self._module_before = [{k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m, _ in plain]
         # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
+        # And nothing of nn.Linear, which reads only its parameters.
         self._module_readers = [
-            (_reader(list(b)), d) for b, d in zip(self._module_before, self._module_dicts, strict=True)
+            (_reader(list(before)), vars(m))
+            for (m, _), before in zip(plain, self._module_before, strict=True)
+            if type(m) is not torch.nn.Linear
         ]
         self._module_values = [read(d) for read, d in self._module_readers]
         self._module_sizes = list(map(len, self._module_dicts))
@@ -186,6 +189,10 @@ class Guards:
     def _build_scalars(self) -> None:
         self._scalar_guards = self._captured.scalar_guards
         self._items = self._captured.items
+        used = {id(leaf): leaf for g in self._scalar_guards for leaf in g.expression.leaves()}.values()
+        self._number_leaves = list(used) if all(isinstance(leaf, Slot) for leaf in used) else None
+        """The numbers that guards look at, where those are all they look at: unchanged numbers need no look."""
+        self._good_numbers: list[Any] | None = None
         self._shape_guards = self._captured.shapes.guards()
         self._dims = [
             (leaf, dim, declared, self._captured.leaf_paths[leaf])
@@ -403,11 +410,18 @@ class Guards:
                 if not check(sizes):
                     yield f"sizes {sizes} break {text}"
         if self._scalar_guards:
+            if self._number_leaves is not None:
+                numbers = [slot.get() for slot in self._number_leaves]
+                if numbers == self._good_numbers:
+                    return
             value = self._leaf_value(leaves)
             memo: dict[int, Any] = {}
             for guard in self._scalar_guards:
                 if not guard.holds(value, memo):
                     yield f"{guard.describe()} no longer holds"
+                    return
+            if self._number_leaves is not None:
+                self._good_numbers = numbers
 
     def _check_dims(self, leaves: list[Any]) -> dict[str, int]:
         sizes: dict[str, int] = {}
