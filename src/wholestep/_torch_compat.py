@@ -258,6 +258,12 @@ MODULE_APPLY = "_apply"
 RNN_WEIGHTS_CHANGED = "_weights_have_changed"
 """The method of nn.RNNBase that re-packs weights; fakes in place of weights would look like a change. 2.11, 2.13."""
 
+SCALER_TENSORS = ("_scale", "_growth_tracker")
+SCALER_NUMBERS = ("_growth_factor", "_backoff_factor", "_growth_interval")
+SCALER_SETTINGS = ("_enabled", "_init_scale")
+SCALER_STEP = "_maybe_opt_step"
+"""Where a GradScaler keeps its state, its numbers and its settings, and the method that branches on inf. 2.11, 2.13."""
+
 AMP_UPDATE_SCALE = "_amp_update_scale_"
 """The function of `torch` behind GradScaler.update; takes its factors as plain numbers. 2.11, 2.13."""
 
@@ -322,6 +328,14 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     ):
         found.extend(hooks.values())
     return found
+
+
+def weight_computing_hooks() -> tuple[type, ...]:
+    """Hooks that torch installs to compute a weight from others: pure arithmetic. 2.11, 2.13."""
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    return WeightNorm, SpectralNorm
 
 
 def module_hooks(module: torch.nn.Module) -> list[Any]:

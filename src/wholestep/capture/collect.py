@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensor, OpOverload, storage_key
+from wholestep._torch_compat import SCALER_TENSORS, FakeTensor, OpOverload, storage_key
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf, Recipe
@@ -81,7 +81,7 @@ class _Collector:
         for optimizer, path in capture.world.optimizers.items():
             self._optimizer(optimizer, path)
         for scaler, path in capture.world.scalers.items():
-            for attr in ("_scale", "_growth_tracker"):
+            for attr in SCALER_TENSORS:
                 self._scaler_tensor(scaler, attr, f"{path}.{attr}")
         for snapshot in capture.snapshots:
             self._attributes(snapshot)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn.utils import spectral_norm, weight_norm
-
 from wholestep._torch_compat import (
     global_module_hooks,
     module_hooks,
     optimizer_step_hooks,
     post_accumulate_hooks,
     tensor_hooks,
+    weight_computing_hooks,
 )
 from wholestep.capture.discover import World
 from wholestep.capture.state import Tracked
 from wholestep.errors import HookError
 
-_PURE = (weight_norm.__globals__["WeightNorm"], spectral_norm.__globals__["SpectralNorm"])
+_PURE = weight_computing_hooks()
 
 
 def refuse_hooks(world: World, parameters: list[Tracked]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensorMode, mark_parameter, new_fake
+from wholestep._torch_compat import SCALER_NUMBERS, SCALER_TENSORS, FakeTensorMode, mark_parameter, new_fake
 from wholestep.capture.discover import World
 from wholestep.capture.slots import (
     FixedSlot,
@@ -168,12 +168,12 @@ class StateTable:
         for optimizer, path in self.world.optimizers.items():
             self._swap_optimizer(optimizer, path)
         for scaler, path in self.world.scalers.items():
-            for attr in ("_scale", "_growth_tracker"):
+            for attr in SCALER_TENSORS:
                 real = vars(scaler).get(attr)
                 if isinstance(real, Tensor):
                     where = MappingSlot(InputKind.SCALER_STATE, f"{path}.{attr}", None, vars(scaler), attr)
                     self._swap(where, self._track(real, where).fake)
-            for attr in ("_growth_factor", "_backoff_factor", "_growth_interval"):
+            for attr in SCALER_NUMBERS:
                 number = vars(scaler).get(attr)
                 if type(number) in (int, float):
                     where = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)

@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import (
+    SCALER_STEP,
+    SCALER_TENSORS,
     FakeTensorMode,
     generator_key,
     new_fake_mode,
@@ -192,8 +194,8 @@ class Capture:
             self._lift_numbers(optimizer, path)
             self._wrap_optimizer(optimizer)
         for scaler, path in self.world.scalers.items():
-            self.snapshots.append(Attributes(scaler, path, frozenset({"_scale", "_growth_tracker", "_maybe_opt_step"})))
-            vars(scaler)["_maybe_opt_step"] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
+            self.snapshots.append(Attributes(scaler, path, frozenset({*SCALER_TENSORS, SCALER_STEP})))
+            vars(scaler)[SCALER_STEP] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
         for scheduler, path in self.world.schedulers.items():
             self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
             self._wrap_scheduler(scheduler, path)

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wholestep._torch_compat import HOOK_ATTRIBUTES, SWITCHES, TensorChecks, hook_registries
+from wholestep._torch_compat import (
+    HOOK_ATTRIBUTES,
+    SCALER_SETTINGS,
+    SCALER_TENSORS,
+    SWITCHES,
+    TensorChecks,
+    hook_registries,
+)
 from wholestep.capture.captured import Captured
 from wholestep.capture.discover import MODULE_INTERNALS
 from wholestep.capture.known import ItemLeaf
@@ -201,7 +208,7 @@ class Guards:
         ]
         self._number_positions = [i for i, s in enumerate(self._captured.inputs) if _is_number_slot(s)]
         self._scaler_state = [
-            (scaler, path, _scale(scaler) is None, _tracker(scaler) is None, _scaler_constants(scaler))
+            (scaler, path, _unused(scaler), _scaler_constants(scaler))
             for scaler, path in self._captured.world.scalers.items()
         ]
 
@@ -386,9 +393,9 @@ class Guards:
         for slot, real in self._identities:
             if slot.get() is not real:
                 yield f"{slot.path} is another tensor"
-        for scaler, path, no_scale, no_tracker, constants in self._scaler_state:
-            if (_scale(scaler) is None, _tracker(scaler) is None) != (no_scale, no_tracker):
-                yield f"{path} has {'' if no_scale else 'no longer '}been used"
+        for scaler, path, unused, constants in self._scaler_state:
+            if _unused(scaler) != unused:
+                yield f"{path} has {'' if any(unused) else 'no longer '}been used"
             if _scaler_constants(scaler) != constants:
                 yield f"a setting of {path} changed"
 
@@ -549,19 +556,13 @@ def _is_number_slot(slot: Slot) -> bool:
     return not isinstance(slot, BatchSlot | GeneratorSlot) and isinstance(slot.get(), int | float)
 
 
-def _scale(scaler: Any) -> Any:
-    return vars(scaler).get("_scale")
-
-
-def _tracker(scaler: Any) -> Any:
-    return vars(scaler).get("_growth_tracker")
+def _unused(scaler: Any) -> tuple[bool, ...]:
+    """Which tensors of a GradScaler do not exist yet."""
+    return tuple(vars(scaler).get(name) is None for name in SCALER_TENSORS)
 
 
 def _scaler_constants(scaler: Any) -> tuple[Any, ...]:
-    return (
-        scaler._enabled,
-        getattr(scaler, "_init_scale", None),
-    )
+    return tuple(vars(scaler).get(name) for name in SCALER_SETTINGS)
 
 
 def _aliased_leaves(captured: Captured) -> list[tuple[int, int]]:
