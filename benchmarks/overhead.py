@@ -25,6 +25,7 @@ from torch.nn.utils import stateless
 from torch.optim.sgd import sgd
 
 import wholestep as ws
+from wholestep._torch_compat import below_autograd
 
 
 class Narrow(nn.Module):
@@ -79,8 +80,30 @@ def _sync() -> None:
         torch.cuda.synchronize()
 
 
+class Mixed(nn.Module):
+    """As many parameters, in modules of two classes."""
+
+    def __init__(self, pairs: int, width: int = 8) -> None:
+        super().__init__()
+        made = [module for _ in range(pairs) for module in (nn.Linear(width, width), nn.LayerNorm(width))]
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def per_call(device: str) -> dict[str, float]:
-    model = Narrow(100).to(device)
+    """A compiled step against its own graph module, in turns, so that both meet caches as a training run leaves them.
+
+    The bare graph runs below autograd, as the step runs it; under `no_grad` it is slower, which would flatter the step.
+    """
+    found = _per_call("linear", Narrow(100).to(device), device)
+    return found | _per_call("mixed", Mixed(50).to(device), device)
+
+
+def _per_call(name: str, model: nn.Module, device: str) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(4, 8, device=device)
     step = ws.compile(train_step)
@@ -90,33 +113,30 @@ def per_call(device: str) -> dict[str, float]:
     assert entry is not None
     inputs = entry.gather.read([model, optimizer, x])
     assert inputs is not None
-    bare = entry.executable.forward
-    with torch.no_grad():
-        outputs = bare(*inputs)
+    times: dict[str, list[float]] = {"step": [], "replay": [], "replay_no_grad": [], "eager": []}
+    for _ in range(200):
+        times["replay_no_grad"].append(_seconds(lambda: _replay(entry, inputs, torch.no_grad())))
+        times["step"].append(_seconds(lambda: step(model, optimizer, x)))
+        times["replay"].append(_seconds(lambda: _replay(entry, inputs, below_autograd())))
+        times["eager"].append(_seconds(lambda: train_step(model, optimizer, x)))
+    middle = {key: statistics.median(values) * 1e6 for key, values in times.items()}
+    found = {f"{name}_{key}_us": value for key, value in middle.items()}
+    found[f"{name}_over_replay_us"] = middle["step"] - middle["replay"]
+    found[f"{name}_over_replay_no_grad_us"] = middle["step"] - middle["replay_no_grad"]
+    return found
 
-    def replay() -> None:
-        with torch.no_grad():
-            bare(*inputs)
 
-    replays, steps, eagers, around = [], [], [], []
-    for _ in range(7):
-        replays.append(median_seconds(replay, 60)[0])
-        steps.append(median_seconds(lambda: step(model, optimizer, x), 60)[0])
-        eagers.append(median_seconds(lambda: train_step(model, optimizer, x), 20)[0])
-        # The same call with a graph that costs nothing: guards, gathering and write-back, without the graph's noise.
-        entry.replace_graph(lambda *_: outputs)
-        around.append(median_seconds(lambda: step(model, optimizer, x), 300)[0])
-        entry.replace_graph(bare)
-    return {
-        "parameters": len(list(model.parameters())),
-        "replay_us": statistics.median(replays) * 1e6,
-        "step_us": statistics.median(steps) * 1e6,
-        "eager_us": statistics.median(eagers) * 1e6,
-        "step_minus_replay_us": statistics.median(s - r for s, r in zip(steps, replays, strict=True)) * 1e6,
-        "around_the_graph_us": statistics.median(around) * 1e6,
-        "around_the_graph_us_low": min(around) * 1e6,
-        "around_the_graph_us_high": max(around) * 1e6,
-    }
+def _replay(entry: Any, inputs: list[Any], mode: Any) -> None:
+    with mode:
+        entry.executable.forward(*inputs)
+
+
+def _seconds(fn: Callable[[], Any]) -> float:
+    _sync()
+    start = time.perf_counter()
+    fn()
+    _sync()
+    return time.perf_counter() - start
 
 
 def capture_time(device: str, layers: int = 12) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ class Entry:
         self._results = captured.result_leaves
         self._rebuild = captured.rebuild_result
         self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or c not in self._release]
-
-    def replace_graph(self, forward: Callable[..., Any]) -> None:
-        """Run something else in the place of the graph (benchmarks, debugging)."""
-        self._forward = forward
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""

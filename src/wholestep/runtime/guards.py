@@ -100,11 +100,8 @@ class Guards:
         self._module_dicts = [vars(m) for m, _ in plain]
         self._module_before = [{k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m, _ in plain]
         # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
-        # And nothing of nn.Linear, which reads only its parameters.
         self._module_readers = [
-            (_reader(list(before)), vars(m))
-            for (m, _), before in zip(plain, self._module_before, strict=True)
-            if type(m) is not torch.nn.Linear
+            (_reader(list(before)), vars(m)) for (m, _), before in zip(plain, self._module_before, strict=True)
         ]
         self._module_values = [read(d) for read, d in self._module_readers]
         self._module_sizes = list(map(len, self._module_dicts))
