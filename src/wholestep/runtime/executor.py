@@ -15,6 +15,7 @@ from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards
+from wholestep.runtime.program import program
 
 
 class Entry:
@@ -23,11 +24,11 @@ class Entry:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.step_graph = captured.step_graph
-        self.gather = Gather(captured.inputs, captured.leaves)
+        self.gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
         self.guards = Guards(captured, self.gather)
         captured.release_batch()
         self.executable: fx.GraphModule = reinplaced(captured.step_graph)
-        self._forward = self.executable.forward
+        self._forward = program(self.executable)
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._results = captured.result_leaves

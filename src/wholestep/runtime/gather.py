@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
+from wholestep._torch_compat import DictWatch
 from wholestep.capture.slots import (
     ABSENT,
     BatchSlot,
     GradSlot,
     MappingSlot,
+    ModuleSlot,
     OptimizerStateSlot,
     Slot,
 )
-from wholestep.capture.tree import same_objects
 
 _NOTHING: dict[Any, Any] = {}
 
@@ -30,51 +31,52 @@ def picker(positions: list[int]) -> Callable[[list[Any]], list[Any]]:
 
 
 class Gather:
-    """Reads all inputs of one graph, in the order of its placeholders."""
+    """Reads all inputs of one graph, in the order of its placeholders.
 
-    def __init__(self, slots: list[Slot], leaves: list[Any]) -> None:
+    What lies in dicts (parameters, buffers, optimizer state) is kept from the last reading while no dict was written.
+    """
+
+    def __init__(self, slots: list[Slot], leaves: list[Any], optimizers: Iterable[Any] = ()) -> None:
         self.slots = slots
         held = [leaves[s.index] if isinstance(s, BatchSlot) else s.get() for s in slots]
         self.tensor_positions = [i for i, value in enumerate(held) if isinstance(value, Tensor)]
         self.tensor_slots = [slots[i] for i in self.tensor_positions]
         self._pick_tensors = picker(self.tensor_positions)
         self._size = len(slots)
-        self._mapping = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, MappingSlot)]
+        self._modules = [(i, s.mapping, s.key) for i, s in enumerate(slots) if isinstance(s, ModuleSlot)]
+        self._mapping = [
+            (i, s.mapping, s.key)
+            for i, s in enumerate(slots)
+            if isinstance(s, MappingSlot) and not isinstance(s, ModuleSlot)
+        ]
         self._grads = [(i, s.param) for i, s in enumerate(slots) if isinstance(s, GradSlot)]
         self._batch = [(i, s.index) for i, s in enumerate(slots) if isinstance(s, BatchSlot)]
-        by_optimizer: dict[Any, list[tuple[int, Any, Any]]] = {}
+        by_optimizer: dict[Any, list[tuple[int, Any, Any]]] = {optimizer: [] for optimizer in optimizers}
         for i, s in enumerate(slots):
             if isinstance(s, OptimizerStateSlot):
                 by_optimizer.setdefault(s.optimizer, []).append((i, s.param, s.key))
-        self._states = []
-        for optimizer, entries in by_optimizer.items():
-            owners = list(optimizer.state)
-            number = {id(owner): j for j, owner in enumerate(owners)}
-            numbered = [(i, number[id(param)], key) for i, param, key in entries]
-            self._states.append((optimizer, owners, numbered, entries))
+        self._states = list(by_optimizer.items())
+        self._state_dicts: list[Any] = []
+        self._watch: DictWatch | None = None
+        self._kept: list[Any] | None = None
+        self.reading = 0
+        """Number of the last reading of the dicts: the same number, the same objects."""
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
         self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast)]
 
     def read(self, leaves: list[Any]) -> list[Any] | None:
         """The inputs now; None if some slot is gone."""
-        values: list[Any] = [None] * self._size
         try:
-            for i, index in self._batch:
-                values[i] = leaves[index]
+            if self._kept is None or not self._same_dicts():
+                self._read_dicts()
+            assert self._kept is not None
+            values = self._kept.copy()
             for i, mapping, key in self._mapping:
                 values[i] = mapping[key]
+            for i, index in self._batch:
+                values[i] = leaves[index]
             for i, param in self._grads:
                 values[i] = param.grad
-            for optimizer, owners, numbered, entries in self._states:
-                state = optimizer.state
-                if same_objects(state, owners):
-                    # By number: looking a parameter up by hash costs more than all the rest.
-                    found = list(state.values())
-                    for i, j, key in numbered:
-                        values[i] = found[j][key]
-                else:
-                    for i, param, key in entries:
-                        values[i] = state.get(param, _NOTHING)[key]
         except (KeyError, IndexError):
             return None
         for i, slot in self._others:
@@ -83,6 +85,27 @@ class Gather:
                 return None
             values[i] = value
         return values
+
+    def _same_dicts(self) -> bool:
+        same = all(o.state is held for (o, _), held in zip(self._states, self._state_dicts, strict=True))
+        return same and self._watch is not None and self._watch.unchanged()
+
+    def _read_dicts(self) -> None:
+        self.reading += 1
+        self._kept = None
+        values: list[Any] = [None] * self._size
+        dicts: dict[int, Any] = {}
+        for i, mapping, key in self._modules:
+            values[i] = mapping[key]
+            dicts[id(mapping)] = mapping
+        self._state_dicts = [optimizer.state for optimizer, _ in self._states]
+        for (_, entries), state in zip(self._states, self._state_dicts, strict=True):
+            for i, param, key in entries:
+                values[i] = state.get(param, _NOTHING)[key]
+            dicts |= {id(d): d for d in (state, *state.values())}
+        plain = all(isinstance(d, dict) for d in dicts.values())
+        self._watch = DictWatch(list(dicts.values())) if plain else None
+        self._kept = values
 
     def tensors(self, values: list[Any]) -> list[Any]:
         """The inputs that were tensors at capture."""

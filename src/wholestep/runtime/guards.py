@@ -21,6 +21,7 @@ from wholestep._torch_compat import (
     SCALER_SETTINGS,
     SCALER_TENSORS,
     SWITCHES,
+    DictWatch,
     TensorChecks,
     hook_registries,
 )
@@ -109,6 +110,11 @@ class Guards:
         self._child_before = [dict(d) for d in self._child_dicts]
         self._registered = [vars(m)[w] for m, _ in self._captured.modules for w in ("_parameters", "_buffers")]
         self._registered_counts = list(map(len, self._registered))
+        self._watched = list({id(d): d for d in (*self._module_dicts, *self._child_dicts, *self._registered)}.values())
+        self._watch: DictWatch | None = None
+        """Begun when the modules passed; while none of their dicts is written they need no second look."""
+        self._good_reading = -1
+        """The reading of parameters and optimizer state that passed."""
 
     def _build_state(self) -> None:
         table = self._captured.table
@@ -179,14 +185,17 @@ class Guards:
             dims.append(frozenset(self._captured.dynamic_dims.get(i, {})))
             names.append(self._captured.leaf_paths[i])
         self._tensors = TensorChecks(tensors, dims, names) if tensors else None
-        self._checked: list[Any] = []
-        """Optimizer state that passed the last full check; nothing gives it other memory, so its identity is enough."""
-        state = {i for i, s in enumerate(self._gather.tensor_slots) if s.kind is InputKind.OPTIMIZER_STATE}
-        rest = [i for i in range(len(tensors)) if i not in state]
-        position = self._gather.tensor_positions
-        self._pick_state = picker([p for i, p in enumerate(position) if i in state])
-        self._pick_rest = picker([p for i, p in enumerate(position) if i not in state])
+        self._checked_reading = -1
+        slots, position = self._gather.tensor_slots, self._gather.tensor_positions
+        in_modules = [i for i, s in enumerate(slots) if isinstance(s, ModuleSlot)]
+        others = [
+            i for i, s in enumerate(slots) if not isinstance(s, ModuleSlot) and s.kind is not InputKind.OPTIMIZER_STATE
+        ]
+        self._pick_modules = picker([position[i] for i in in_modules])
+        self._pick_rest = picker([position[i] for i in others])
+        rest = [*in_modules, *others, *range(len(slots), len(tensors))]
         self._rest = TensorChecks([tensors[i] for i in rest], [dims[i] for i in rest], [names[i] for i in rest])
+        self._modules_tensors: list[Any] = []
         self._aliases = _aliased_leaves(self._captured)
         self._leaves_with_grad = [i for i in self._tensor_leaves if self._captured.leaves[i].requires_grad]
 
@@ -254,14 +263,10 @@ class Guards:
                 return False
         try:
             return (
-                list(map(len, self._module_dicts)) == self._module_sizes
-                and [read(d) for read, d in self._module_readers] == self._module_values
-                and self._child_dicts == self._child_before
-                and same_objects(self._pick_params(state), self._read_params)
-                and all(map(is_, [m.get(k) for m, k in self._unread_params], self._unread_objects))
+                self._modules_hold()
+                and self._state_holds(state)
                 and self._grads_hold()
                 and [t.real.requires_grad for t in self._unread] == self._requires_grad
-                and list(map(len, self._registered)) == self._registered_counts
                 and self._hooks_hold()
                 and self._optimizers_hold()
                 and self._tensors_hold(leaves, state)
@@ -271,6 +276,35 @@ class Guards:
         except (RuntimeError, KeyError, TypeError, ValueError):
             # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
             return False
+
+    def _modules_hold(self) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return True
+        if (
+            list(map(len, self._module_dicts)) != self._module_sizes
+            or [read(d) for read, d in self._module_readers] != self._module_values
+            or self._child_dicts != self._child_before
+            or not all(map(is_, [m.get(k) for m, k in self._unread_params], self._unread_objects))
+            or list(map(len, self._registered)) != self._registered_counts
+        ):
+            return False
+        self._watch = DictWatch(self._watched)
+        return True
+
+    def _state_holds(self, state: list[Any]) -> bool:
+        """Parameters are the same objects, and optimizers have state for the same parameters."""
+        if self._good_reading == self._gather.reading:
+            return True
+        if not same_objects(self._pick_params(state), self._read_params) or not self._owners_hold():
+            return False
+        self._good_reading = self._gather.reading
+        return True
+
+    def _owners_hold(self) -> bool:
+        for optimizer, _, _, _, owners, sizes in self._optimizers:
+            if not same_objects(optimizer.state, owners) or list(map(len, optimizer.state.values())) != sizes:
+                return False
+        return True
 
     def _hooks_hold(self) -> bool:
         """Every hook of torch gets a number; while the next one is the same, none was added anywhere."""
@@ -302,21 +336,22 @@ class Guards:
     def _tensors_hold(self, leaves: list[Any], state: list[Any]) -> bool:
         if self._tensors is None:
             return True
-        optimizer_state = self._pick_state(state)
-        if same_objects(optimizer_state, self._checked):
-            return self._rest.hold([*self._pick_rest(state), *(leaves[i] for i in self._unused_leaves)])
+        if self._checked_reading == self._gather.reading:
+            # The same optimizer state as when all were checked; nothing gives it other memory.
+            return self._rest.hold(
+                [*self._modules_tensors, *self._pick_rest(state), *(leaves[i] for i in self._unused_leaves)]
+            )
         tensors = [*self._gather.tensors(state), *(leaves[i] for i in self._unused_leaves)]
         if not self._tensors.hold(tensors):
             return False
-        self._checked = optimizer_state
+        self._checked_reading = self._gather.reading
+        self._modules_tensors = self._pick_modules(state)
         return True
 
     def _optimizers_hold(self) -> bool:
-        for optimizer, _, constants, params, owners, sizes in self._optimizers:
-            groups, state = optimizer.param_groups, optimizer.state
-            if len(groups) != len(params) or not same_objects(state, owners):
-                return False
-            if list(map(len, state.values())) != sizes:
+        for optimizer, _, constants, params, _, _ in self._optimizers:
+            groups = optimizer.param_groups
+            if len(groups) != len(params):
                 return False
             for group, known, owned in zip(groups, constants, params, strict=True):
                 now = group["params"]
@@ -513,7 +548,7 @@ class Guards:
                 yield f"{path} has {len(optimizer.param_groups)} param groups instead of {len(params)}"
             if not same_objects(optimizer.state, owners):
                 yield f"{path} has state for {len(optimizer.state)} parameters instead of {len(owners)}"
-        if not self._optimizers_hold():
+        if not self._optimizers_hold() or not self._owners_hold():
             yield "an option, a parameter or the state of an optimizer changed"
         for path, owner, absent in zip(self._grad_paths, self._grad_owners, self._grad_absent, strict=True):
             if (owner.grad is None) != absent:

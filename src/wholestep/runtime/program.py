@@ -1,0 +1,143 @@
+"""Turn a graph into one Python function that calls each operator directly.
+
+An `fx.GraphModule` looks `torch.ops.aten.add.Tensor` up at each call and goes through a Python frame to reach the
+kernel. Here each operator, and each constant that is not written as a literal, is bound once under a short name:
+
+    def program(p, x):
+        mm = _aten_mm(p, x)  # self.head, train.py:12
+        add = _aten_add_Tensor(mm, 1.5); mm = None
+        return (add,)
+
+Values are dropped after their last use, as an `fx.GraphModule` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from wholestep._torch_compat import OpOverload, kernel_call, op_name
+from wholestep.ir.meta import node_meta
+
+_programs = itertools.count()
+
+
+def program(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The function that runs a graph; it takes the placeholders in order and returns what the output node holds."""
+    return _Writer(gm).build()
+
+
+class _Writer:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._bound: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        """Name under which an object is bound, by its id; `_bound` keeps it alive."""
+        self._node_names: dict[fx.Node, str] = {}
+        self._dies: dict[fx.Node, list[fx.Node]] = _last_uses(gm.graph)
+
+    def build(self) -> Callable[..., Any]:
+        arguments, lines = [], []
+        for number, node in enumerate(self._gm.graph.nodes):
+            self._node_names[node] = f"v{number}_{_identifier(node.name)}"
+            if node.op == "placeholder":
+                arguments.append(self._node_names[node])
+            elif node.op == "output":
+                lines.append(f"    return {self._argument(node.args[0])}")
+            else:
+                lines.append(self._line(node))
+        unused = [n for n in self._gm.graph.nodes if n.op == "placeholder" and not n.users]
+        drops = [f"    {' = '.join(self._node_names[n] for n in unused)} = None"] if unused else []
+        source = "\n".join([f"def program({', '.join(arguments)}):", *drops, *lines, ""])
+        file = f"<wholestep program {next(_programs)}>"
+        exec(compile(source, file, "exec"), self._bound)
+        # Tracebacks show the line of the program, and with it the module and the user's line.
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        found: Callable[..., Any] = self._bound["program"]
+        weakref.finalize(found, linecache.cache.pop, file, None)
+        return found
+
+    def _line(self, node: fx.Node) -> str:
+        call = self._call(node)
+        drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
+        target = f"{self._node_names[node]} = " if node.users else ""
+        drop = f"; {' = '.join(drops)} = None" if drops else ""
+        return f"    {target}{call}{drop}{_comment(node)}"
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._bind(operator.attrgetter(str(node.target))(self._gm), "attr")
+        if node.op == "call_module":
+            function = self._bind(self._gm.get_submodule(str(node.target)), "module")
+        elif node.op == "call_function":
+            if node.target is operator.getitem and not node.kwargs:
+                return f"{self._argument(node.args[0])}[{self._argument(node.args[1])}]"
+            function = self._function(node.target)
+        else:
+            raise AssertionError(f"{node.op} nodes do not occur in a StepGraph")
+        given = [self._argument(a) for a in node.args]
+        given += [f"{key}={self._argument(value)}" for key, value in node.kwargs.items()]
+        return f"{function}({', '.join(given)})"
+
+    def _function(self, target: Any) -> str:
+        if isinstance(target, OpOverload):
+            return self._bind(kernel_call(target), _identifier(op_name(target)), key=target)
+        return self._bind(target, getattr(target, "__name__", "call"))
+
+    def _bind(self, value: Any, hint: str, key: Any = None) -> str:
+        key = value if key is None else key
+        name = self._names.get(id(key))
+        if name is None:
+            name = f"_{_identifier(hint)}_{len(self._names)}"
+            self._names[id(key)] = name
+            self._bound[name] = value
+            self._bound[name + "_key"] = key
+        return name
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._node_names[value]
+        kind = type(value)
+        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+            return repr(value)
+        if kind is tuple:
+            inner = ", ".join(map(self._argument, value))
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, tuple):  # an fx immutable container of another kind, or a named tuple
+            return f"({''.join(self._argument(v) + ', ' for v in value)})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in value.items()) + "}"
+        if kind is slice:
+            return f"slice({self._argument(value.start)}, {self._argument(value.stop)}, {self._argument(value.step)})"
+        return self._bind(value, kind.__name__)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nothing after it reads."""
+    seen: set[fx.Node] = set()
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        fresh = [value for value in node.all_input_nodes if value not in seen]
+        seen.update(fresh)
+        if node.op not in ("output", "placeholder") and fresh:
+            found[node] = fresh
+    return found
+
+
+def _comment(node: fx.Node) -> str:
+    meta = node_meta(node)
+    where = ", ".join(str(part) for part in (meta.module_path, meta.location) if part)
+    return f"  # {where}".replace("\n", " ") if where else ""
+
+
+def _identifier(text: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "_" for c in text)
