@@ -26,7 +26,7 @@ def graph_of(build: Any) -> fx.GraphModule:
 
 
 def all_kinds(graph: fx.Graph) -> Any:
-    x, unused, y = (graph.placeholder(n) for n in ("x", "unused", "y"))
+    x, _, y = (graph.placeholder(n) for n in ("x", "unused", "y"))
     split = graph.call_function(aten.split.Tensor, (x, 1))
     first = graph.call_function(operator.getitem, (split, 0))
     filled = graph.call_function(aten.full.default, ([2, 2], math.inf), {"dtype": torch.float64})
