@@ -90,6 +90,17 @@ def overload_name(op: OpOverload) -> str:
     return op._overloadname
 
 
+def process_group_size(name: str) -> int:
+    """How many ranks the process group of this name has; 0 if this process has none of that name. 2.11, 2.13."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    try:
+        return int(resolve(name).size())
+    except RuntimeError:
+        return 0
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
@@ -461,3 +472,50 @@ def has_plain_codegen(graph: fx.Graph) -> bool:
 def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
     """A mode for one capture. 2.11, 2.13."""
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
+
+
+# Sharded tensors.
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, without importing torch.distributed for those who do not use it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: Any) -> Any:
+    """What this rank has of a DTensor (`DTensor._local_tensor`; `to_local` would make a view); else the tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def spec_of(tensor: Any) -> Any:
+    """Mesh, placements and global shape of a DTensor (`DTensor._spec`). 2.11, 2.13."""
+    return tensor._spec
+
+
+def dtensor_over(local: Tensor, spec: Any, requires_grad: bool = False) -> Tensor:
+    """A DTensor whose local part is this very tensor; `from_local` would put a view between. 2.11, 2.13."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    return made
+
+
+def respec(spec: Any, placements: Sequence[Any]) -> Any:
+    """The same global tensor with other placements (`DTensorSpec`). 2.11, 2.13."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def graph_task() -> int:
+    """A number that is the same within one run of the autograd engine; -1 outside. 2.11, 2.13."""
+    return int(torch._C._current_graph_task_id())
+
+
+CLIP_MODULE = sys.modules["torch.nn.utils.clip_grad"]
+TOTAL_NORM, SCALE_BY_NORM = "_get_total_norm", "_clip_grads_with_norm_"
+# The two halves of `clip_grad_norm_`. 2.11, 2.13.
+
+SCALER_UNSCALE = "_unscale_grads_"
+# GradScaler's loop over gradients; returns found_inf per device. 2.11, 2.13.

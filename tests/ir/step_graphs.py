@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from wholestep.errors import Location
 from wholestep.ir import (
     ChangeKind,
+    GroupSpec,
     InputKind,
     InputSpec,
     NodeMeta,
@@ -137,6 +138,7 @@ def with_everything() -> StepGraph:
             ("scheduler.step()",),
             {"s0": (1, 64), "s1": (2, None)},
             ("cpu",),
+            (GroupSpec("1", "dp", 2),),
         ),
     )
 

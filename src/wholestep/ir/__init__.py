@@ -1,11 +1,14 @@
 """The graph of a step and what is true of it. Everything here may be imported by every other package."""
 
+from wholestep.ir.communication import Communication, communication
 from wholestep.ir.fingerprint import node_digests
+from wholestep.ir.groups import group_table, rebind_groups
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import (
     ChangeKind,
+    GroupSpec,
     InputKind,
     InputSpec,
     OutputKind,
@@ -21,6 +24,8 @@ from wholestep.ir.verify import verify
 
 __all__ = [
     "ChangeKind",
+    "Communication",
+    "GroupSpec",
     "InputKind",
     "InputSpec",
     "NodeMeta",
@@ -32,9 +37,12 @@ __all__ = [
     "TensorSpec",
     "WriteBack",
     "call_on_copies",
+    "communication",
     "format_node",
+    "group_table",
     "node_digests",
     "node_meta",
+    "rebind_groups",
     "set_node_meta",
     "tensor_spec",
     "update_node_meta",

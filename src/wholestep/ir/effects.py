@@ -23,6 +23,9 @@ _HIDDEN_WRITES = {
 _HIDDEN_VIEWS = frozenset({"aten::_unsafe_view"})
 """Share memory with their first argument although the schema promises a new tensor."""
 
+_COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "aten::contiguous", "aten::detach_copy"})
+_POINT_TO_POINT = ("::isend", "::irecv", "::batch_p2p_ops")
+
 
 def writes(node: fx.Node) -> bool:
     """Whether running the node changes the contents of one of its arguments."""
@@ -59,6 +62,18 @@ def shared_inputs(node: fx.Node) -> list[fx.Node]:
 def returns_tensors(op: OpOverload) -> bool:
     """Whether an operator has a tensor, or a list of tensors, among its results."""
     return any("Tensor" in str(result.type) for result in schema_of(op).returns)
+
+
+def keeps_elements(node: fx.Node) -> bool:
+    """Whether a result holds only elements of one input, moved, cast or padded: nothing is computed, nothing drawn."""
+    if not isinstance(node.target, OpOverload) or writes(node):
+        return False
+    return op_name(node.target) in _COPIES or len(shared_inputs(node)) == 1
+
+
+def is_point_to_point(target: Any) -> bool:
+    """Whether a target sends to, or receives from, single peers: that is no collective, and no two are the same."""
+    return isinstance(target, OpOverload) and _is_communication(target) and op_name(target).endswith(_POINT_TO_POINT)
 
 
 def is_wait(target: Any) -> bool:

@@ -24,7 +24,9 @@ class NodeMeta:
     in_place: OpOverload | None = None
     """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
     recompute: bool = False
-    """Made again in the backward by activation checkpointing."""
+    """Made again in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
+    parameter: str = ""
+    """The parameter that a collective gathers or whose gradient it reduces."""
 
 
 def node_meta(node: fx.Node) -> NodeMeta:

@@ -4,6 +4,7 @@
     outputs       one per value of the output node: a leaf of the user's result or a piece of new state
     write_backs   the epilogue: `copy_(placeholder, value)` nodes that update state in place
     state_changes state that a step creates, rebinds to another tensor, removes, or sets to a Python constant
+    groups        the process groups that the graph's collectives name, in the order in which they first appear
 
 Paths are written the way a person would reach the value: `model.fc.weight`, `model.fc.weight.grad`,
 `optimizer.state[model.fc.weight].exp_avg`, `optimizer.param_groups[0].lr`, `batch['x']`.
@@ -108,6 +109,15 @@ class StateChange:
 
 
 @dataclass(frozen=True)
+class GroupSpec:
+    """A process group: its name in this process, the mesh axis that it belongs to ("" if unknown) and its size (0)."""
+
+    name: str
+    axis: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True)
 class Signature:
     """Inputs, outputs and effects of a StepGraph. `result` is the user's return value with leaves
     `{"output": i}` for tensors and `{"value": v}` for everything else (see `ir.result_tree`)."""
@@ -126,6 +136,8 @@ class Signature:
     rng: tuple[str, ...] = ()
     """Devices whose default generator the graph draws from: its state is an input and an output that no node names.
     Generators that the step names are inputs of kind `rng_state`."""
+    groups: tuple[GroupSpec, ...] = ()
+    """Names differ from rank to rank; axis and size say which group is meant (`ir.groups`)."""
 
     def of_kind(self, kind: InputKind) -> Iterator[InputSpec]:
         """The inputs of one kind, in order."""

@@ -1,0 +1,117 @@
+"""The process groups that a graph communicates in, and other names for them.
+
+    rank 0 of a 2x2 mesh    all_gather_into_tensor(w, 2, '1')    groups  GroupSpec('1', axis='dp', size=2)
+    rank 1                  all_gather_into_tensor(w, 2, '2')    groups  GroupSpec('2', axis='dp', size=2)
+
+torch numbers the groups that a process knows, so equal programs name the same axis differently on different ranks. What
+ranks compare is the number of a group in the order of first appearance, with its axis and size.
+A group is whatever an operator's schema calls `group_name`, in every namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import fx
+
+from wholestep._torch_compat import OpOverload, process_group_size, schema_of
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.signature import GroupSpec
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The name of the process group that a node communicates in; None for nodes that do not communicate."""
+    found = _argument(node, "group_name")
+    return found if isinstance(found, str) else getattr(found, "group_name", None)
+
+
+def group_table(gm: fx.GraphModule, axis_of: Mapping[str, str] | None = None) -> tuple[GroupSpec, ...]:
+    """The groups of a graph in the order of first appearance; `axis_of` knows the mesh axes of some names."""
+    sizes: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        name = group_of(node)
+        if name is not None:
+            stated = _argument(node, "group_size")
+            sizes[name] = sizes.get(name, 0) or (stated if type(stated) is int else 0)
+    axes = axis_of or {}
+    return tuple(GroupSpec(name, axes.get(name, ""), process_group_size(name) or size) for name, size in sizes.items())
+
+
+def rebind_groups(gm: fx.GraphModule, names: Mapping[str, str]) -> int:
+    """Let a graph that was captured on another rank use this rank's names; returns how many nodes changed."""
+    changed = 0
+    for node in gm.graph.nodes:
+        old = group_of(node)
+        if old is not None and names.get(old, old) != old:
+            where = _find(node, "group_name")
+            if isinstance(where, int):
+                node.update_arg(where, names[old])
+            elif where is not None:
+                node.update_kwarg(where, names[old])
+            changed += 1
+    if changed:
+        gm.recompile()
+    return changed
+
+
+def renamed_groups(groups: Iterable[GroupSpec], names: Mapping[str, str]) -> tuple[GroupSpec, ...]:
+    """The table that belongs to a graph after `rebind_groups`."""
+    return tuple(GroupSpec(names.get(spec.name, spec.name), spec.axis, spec.size) for spec in groups)
+
+
+class GroupNumbers:
+    """Gives each group of one graph, in the order in which it is asked for them, what all ranks call it."""
+
+    def __init__(self, groups: Iterable[GroupSpec] = ()) -> None:
+        self._specs = {spec.name: spec for spec in groups}
+        self._numbers: dict[str, int] = {}
+
+    def write(self, name: str) -> list[int | str]:
+        """Number, axis and size of a group."""
+        spec = self.spec(name)
+        return [self._numbers.setdefault(name, len(self._numbers)), spec.axis, spec.size]
+
+    def spec(self, name: str) -> GroupSpec:
+        """What the table says of a group."""
+        return self._specs.get(name) or GroupSpec(name)
+
+
+def replace_group(node: fx.Node, by: object) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a node with its group replaced; the node stays as it is."""
+    args: list[Any] = list(node.args)
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    where = _find(node, "group_name")
+    if isinstance(where, int):
+        args[where] = by
+    elif where is not None:
+        kwargs[where] = by
+    return args, kwargs
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    where = _find(node, name)
+    if where is None:
+        return None
+    return node.args[where] if isinstance(where, int) else node.kwargs[where]
+
+
+def _find(node: fx.Node, name: str) -> int | str | None:
+    """Where a node has the argument of that name: its position, or the name itself among the keywords."""
+    if node.op != "call_function":
+        return None
+    op, shift = node.target, 0
+    if op is call_on_copies:
+        op, shift = node.args[0], 2  # type: ignore[assignment]
+    position = _position(op, name) if isinstance(op, OpOverload) else None
+    if position is None:
+        return None
+    if position + shift < len(node.args):
+        return position + shift
+    return name if name in node.kwargs else None
+
+
+@lru_cache(maxsize=4096)
+def _position(op: OpOverload, name: str) -> int | None:
+    return next((i for i, argument in enumerate(schema_of(op).arguments) if argument.name == name), None)
