@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from torch import fx
 
 from ir.step_graphs import aten, chain, dynamic_step, find, sgd_step, with_everything
 from wholestep.errors import Location
-from wholestep.ir import NodeMeta, StepGraph, node_digests, set_node_meta
+from wholestep.ir import GroupSpec, NodeMeta, Signature, StepGraph, node_digests, set_node_meta
 from wholestep.ir.rng import get_rng_state
 
 
@@ -143,12 +143,14 @@ def test_the_bytes_of_a_constant_matter() -> None:
     assert step.fingerprint() != before
 
 
-def _all_reduce(reduce_op: str = "sum", group: str = "0", device: str = "cuda:0", swap: bool = False) -> fx.GraphModule:
+def _all_reduce(
+    reduce_op: str = "sum", groups: Sequence[str] = "00", device: str = "cuda:0", swap: bool = False
+) -> fx.GraphModule:
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     value = torch.empty(2, device="meta")
     c10d = torch.ops._c10d_functional
-    for node in (b, a) if swap else (a, b):
+    for node, group in zip((b, a) if swap else (a, b), groups, strict=True):
         reduced = graph.call_function(c10d.all_reduce.default, (node, reduce_op, group))
         graph.call_function(c10d.wait_tensor.default, (reduced,))
     graph.call_function(aten.zeros.default, ([2],), {"device": torch.device(device)})
@@ -162,8 +164,27 @@ def _all_reduce(reduce_op: str = "sum", group: str = "0", device: str = "cuda:0"
 def test_reduce_op_group_and_operands_of_collectives_matter() -> None:
     digests = node_digests(_all_reduce())
     assert digests != node_digests(_all_reduce(reduce_op="max"))
-    assert digests != node_digests(_all_reduce(group="1"))
     assert digests != node_digests(_all_reduce(swap=True))
+
+
+def test_groups_are_known_by_the_order_in_which_they_appear_not_by_name() -> None:
+    assert node_digests(_all_reduce(groups="00")) == node_digests(_all_reduce(groups="22"))
+    assert node_digests(_all_reduce(groups="01")) == node_digests(_all_reduce(groups="21"))
+    assert node_digests(_all_reduce(groups="00")) != node_digests(_all_reduce(groups="01"))
+
+
+def test_axis_and_size_of_a_group_matter() -> None:
+    def of(*groups: GroupSpec) -> tuple[str, list[str]]:
+        step = StepGraph(_all_reduce(groups="12"), Signature(groups=groups))
+        return step.fingerprint(), node_digests(step.gm, groups)
+
+    dp, tp = GroupSpec("1", "dp", 2), GroupSpec("2", "tp", 2)
+    first, digests = of(dp, tp)
+    assert of(tp, dp) == (first, digests), "the order of the table is not that of the graph after every pass"
+    for groups in [(replace(dp, axis="pp"), tp), (replace(dp, size=4), tp), (dp, replace(tp, size=4)), (dp,)]:
+        other, theirs = of(*groups)
+        assert other != first
+        assert theirs != digests
 
 
 def test_the_number_of_a_ranks_device_does_not_matter() -> None:

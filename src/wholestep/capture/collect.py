@@ -30,6 +30,7 @@ from wholestep.capture.slots import (
 from wholestep.capture.state import Tracked
 from wholestep.capture.tree import flatten
 from wholestep.errors import AliasError, ItemError, ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.groups import group_table
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ir.result_tree import describe, describe_leaf
 from wholestep.ir.signature import (
@@ -500,6 +501,7 @@ class _Collector:
             rng=tuple(self.recorder.random_devices),
             host_calls=tuple(f"{call.path}.step()" for call in capture.host_calls),
             dynamic={name: (dim.min, dim.max) for name, (dim, _) in capture.shapes.symbols.items()},
+            groups=group_table(gm),
         )
 
 

@@ -1,10 +1,11 @@
 """A hash of what a step computes, for caches and for agreement between ranks.
 
-    covered     operators, edges (by position), every scalar argument (reduce op, group name, axis, ..), dtypes, shapes
+    covered     operators, edges (by position), every scalar argument (reduce op, dims, ..), groups, dtypes, shapes
                 and strides of values, bytes of constants, inputs and outputs, write-backs, state changes
     not covered names of nodes, module paths, files and lines, values of hyper-parameters, guards
 
 Devices are numbered in the order in which they appear (`cuda#0`), so that rank 0 on cuda:0 and rank 1 on cuda:1 agree.
+So are process groups, whose names differ between ranks; axis and size come from the signature's table (groups.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,14 +21,15 @@ from torch import Tensor, fx
 
 from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.constants import constant_bytes, find_constant
+from wholestep.ir.groups import GroupNumbers, group_of, replace_group
 from wholestep.ir.records import write_record
 from wholestep.ir.rng import SIDE_EFFECTS
-from wholestep.ir.signature import Signature
+from wholestep.ir.signature import GroupSpec, Signature
 from wholestep.ir.symbols import SymbolWriter
 from wholestep.ir.targets import target_name
 from wholestep.ir.values import kind_of, tensor_key
 
-VERSION = 1
+VERSION = 2
 """Changes whenever equal steps get another fingerprint than before."""
 
 _INDEXED_DEVICE = re.compile(r"\b(cuda|xpu|hpu|mtia|mps|npu):(\d+)\b", re.ASCII)
@@ -34,7 +37,7 @@ _INDEXED_DEVICE = re.compile(r"\b(cuda|xpu|hpu|mtia|mps|npu):(\d+)\b", re.ASCII)
 
 def fingerprint(gm: fx.GraphModule, signature: Signature) -> str:
     """The hexadecimal sha256 of a step."""
-    digester = _Digester(gm)
+    digester = _Digester(gm, signature.groups)
     whole = hashlib.sha256(f"wholestep.fingerprint {VERSION}".encode())
     for node in gm.graph.nodes:
         whole.update(digester.digest(node))
@@ -42,15 +45,19 @@ def fingerprint(gm: fx.GraphModule, signature: Signature) -> str:
     return whole.hexdigest()
 
 
-def node_digests(gm: fx.GraphModule) -> list[str]:
-    """One digest per node, in order: where two lists first differ, two ranks first disagree."""
-    digester = _Digester(gm)
+def node_digests(gm: fx.GraphModule, groups: Iterable[GroupSpec] = ()) -> list[str]:
+    """One digest per node, in order: where two lists first differ, two ranks first disagree.
+
+    `groups` is the signature's table; without it, only the number of a group counts.
+    """
+    digester = _Digester(gm, groups)
     return [digester.digest(node).hex() for node in gm.graph.nodes]
 
 
 class _Digester:
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, groups: Iterable[GroupSpec]) -> None:
         self._gm = gm
+        self._groups = GroupNumbers(groups)
         self._index: dict[fx.Node, int] = {}
         self._position: dict[str, int] = {}
         self._devices: dict[str, str] = {}
@@ -68,12 +75,14 @@ class _Digester:
         elif node.op == "get_attr":
             content.append(hashlib.sha256(constant_bytes(find_constant(self._gm, str(node.target)))).hexdigest())
         write = self._arguments.write
-        args = [write(arg) for arg in node.args]
+        group = group_of(node)
+        given: Any = (node.args, node.kwargs) if group is None else replace_group(node, self._groups.write(group))
+        args = [write(arg) for arg in given[0]]
         if node.target in SIDE_EFFECTS:
             args = [self._device(arg) if isinstance(arg, str) else arg for arg in args]
         content.append(args)
-        if node.kwargs:
-            content.append({key: write(arg) for key, arg in node.kwargs.items()})
+        if given[1]:
+            content.append({key: write(arg) for key, arg in given[1].items()})
         content.append(self._value(node.meta.get("val")))
         self._position[node.name] = self._index[node] = len(self._index)
         return hashlib.sha256(_encode(content)).digest()
@@ -82,6 +91,7 @@ class _Digester:
         """The part of a signature that says what the step does, without names of nodes."""
         data: dict[str, Any] = self._without_devices(write_record(signature))
         data.pop("guards", None)
+        data.pop("groups", None)  # the nodes have what matters of it
         for spec in data.get("inputs", []):
             spec.pop("name", None)
         for write in data.get("write_backs", []):

@@ -8,7 +8,8 @@ output           one flat tuple, an entry per `signature.outputs`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TextIO
 
 from torch import fx
@@ -16,6 +17,7 @@ from torch.fx.graph import CodeGen
 
 from wholestep._torch_compat import has_plain_codegen
 from wholestep.ir.fingerprint import fingerprint
+from wholestep.ir.groups import rebind_groups, renamed_groups
 from wholestep.ir.readable import readable
 from wholestep.ir.serialize import read_step_graph, write_step_graph
 from wholestep.ir.signature import Signature
@@ -54,6 +56,11 @@ class StepGraph:
         Operators outside torch's own namespaces are refused unless `allow_ops` names them ("mylib::op", "mylib::*").
         """
         return cls(*read_step_graph(text, allow_ops=allow_ops))
+
+    def rebind_groups(self, names: Mapping[str, str]) -> None:
+        """Call process groups by other names, in graph and signature: `{name in the file: name on this rank}`."""
+        rebind_groups(self.gm, names)
+        self.signature = replace(self.signature, groups=renamed_groups(self.signature.groups, names))
 
     def verify(self, level: int = 1) -> None:
         """Raise VerifyError unless the graph obeys the rules of its normal form (level 2: metadata too)."""
