@@ -360,3 +360,28 @@ def test_time_grows_with_the_length_of_the_graph_only() -> None:
     start = time.perf_counter()
     verify(step)
     assert time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_wait_for_something_that_no_collective_made_is_found(view: bool) -> None:
+    step = communicating(view=view)
+    wait = find(step, c10d.wait_tensor.default)
+    x = step.gm.graph.find_nodes(op="placeholder")[0]
+    with step.gm.graph.inserting_before(wait):
+        for waited in (x, wait):
+            again = step.gm.graph.call_function(c10d.wait_tensor.default, (waited,))
+            again.meta["val"] = waited.meta["val"]
+            if waited is wait:
+                wait.append(again)
+            with pytest.raises(VerifyError, match=f"{again.name} waits on {waited.name}, which no collective made"):
+                verify(step)
+            step.gm.graph.erase_node(again)
+    verify(step)
+
+
+def test_a_second_wait_for_the_same_result_is_allowed() -> None:
+    step = communicating()
+    wait = find(step, c10d.wait_tensor.default)
+    with step.gm.graph.inserting_after(wait):
+        step.gm.graph.call_function(c10d.wait_tensor.default, wait.args).meta["val"] = wait.meta["val"]
+    verify(step)

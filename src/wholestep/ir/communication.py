@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.arguments import ArgumentWriter
-from wholestep.ir.effects import is_point_to_point, is_wait, keeps_elements
+from wholestep.ir.comm_block import communicates
+from wholestep.ir.effects import is_wait, keeps_elements
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
@@ -51,11 +52,6 @@ def communication(gm: fx.GraphModule, signature: Signature | None = None) -> lis
     """
     writer = _Writer(gm, signature or Signature())
     return [writer.write(node) for node in gm.graph.nodes if communicates(node)]
-
-
-def communicates(node: fx.Node) -> bool:
-    """Whether a node starts a collective: all ranks of a group must come to it in the same order."""
-    return group_of(node) is not None and not is_point_to_point(node.target)
 
 
 class _Writer:

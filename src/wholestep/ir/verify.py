@@ -191,7 +191,8 @@ def nothing_read_after_write(graph: _Graph) -> None:
 
 
 def collectives_waited(graph: _Graph) -> None:
-    """The result of a collective reaches other nodes only through `wait_tensor` (views of it may come before)."""
+    """The result of a collective reaches other nodes only through `wait_tensor` (views of it may come before), and
+    nothing else is waited on."""
     pending: dict[fx.Node, tuple[fx.Node, int | None]] = {}
     open_: dict[tuple[fx.Node, int | None], None] = {}
     for node in graph.nodes:
@@ -205,8 +206,13 @@ def collectives_waited(graph: _Graph) -> None:
             pending[node] = (node, None)
         elif is_wait(node.target):
             source = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
-            if isinstance(source, fx.Node) and source in pending:
-                open_.pop(pending[source], None)
+            if not (isinstance(source, fx.Node) and source in pending):
+                graph.fail(
+                    node,
+                    f"{node.name} waits on {source}, which no collective made.",
+                    fix=f"use {source} itself, or wait on the result of the collective.",
+                )
+            open_.pop(pending[source], None)
         elif pending:
             sources = [source for source in shared_inputs(node) if source in pending]
             if sources and node.op == "call_function" and len(node.all_input_nodes) == 1:

@@ -1,0 +1,176 @@
+"""Communicate once what a step asks for twice: a weight that is read in two places, a norm that is summed up again.
+
+    before                                       after
+    a = all_gather_into_tensor(w, 2, '0')        a = all_gather_into_tensor(w, 2, '0')
+    x = mm(h, wait_tensor(a))                    done = wait_tensor(a)
+    b = all_gather_into_tensor(w, 2, '0')        x = mm(h, done)
+    y = mm(x, wait_tensor(b))                    y = mm(x, done)
+
+Needs: the normal form; a graph that writes outside of its epilogue is left alone.  Numerics: exact.
+Legal where operator, scalars, group and operands are the same, operands also where they are the same views, casts or
+padding of the same value, and no write-back stands between the two: the result of a collective is a fresh tensor that
+nothing writes.  What is gathered again on purpose (`NodeMeta.recompute`) only merges with its like.  The first wait in
+graph order stays, so nothing is waited for later than before.  Two results that leave the graph stay two tensors: the
+second becomes a copy of the first.  Nodes that write-backs name keep their names.  All ranks have the same graph and
+so remove the same collectives.  Cost: one walk over the graph; a merged result lives until its last use.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from wholestep.errors import GraphFormatError
+from wholestep.ir.arguments import ArgumentWriter
+from wholestep.ir.comm_block import communicates, is_part
+from wholestep.ir.effects import is_collective, is_wait, keeps_elements, shared_inputs, writes
+from wholestep.ir.groups import group_of, replace_group
+from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.targets import target_name
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Merge:
+    """`node` is the same value as the earlier node `by`."""
+
+    node: fx.Node
+    by: fx.Node
+
+
+def dedup_collectives(gm: fx.GraphModule) -> int:
+    """Merge equal collectives; returns how many were removed."""
+    plan = plan_merges(gm.graph)
+    if not plan:
+        return 0
+    removed = sum(1 for merge in plan if communicates(merge.node))
+    apply_merges(gm.graph, plan)
+    gm.recompile()
+    return removed
+
+
+def plan_merges(graph: fx.Graph) -> list[Merge]:
+    """Collectives, their parts and their waits that repeat earlier ones, in graph order."""
+    if any(writes(node) and not _is_write_back(node) for node in graph.nodes):
+        return []
+    return _Planner().plan(graph)
+
+
+class _Planner:
+    """Numbers values: equal numbers are equal values."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[fx.Node, int] = {}
+        self._known: dict[str, fx.Node] = {}
+        """Collectives and what they read, since the last write-back."""
+        self._results: dict[str, fx.Node] = {}
+        """Parts and waits. Write-backs do not touch the memory of results."""
+        self._pending: set[fx.Node] = set()
+        self._arguments = ArgumentWriter(self._number)
+        self._merges: list[Merge] = []
+
+    def plan(self, graph: fx.Graph) -> list[Merge]:
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if _is_write_back(node):
+                self._known.clear()
+            elif communicates(node) and node.target is not call_on_copies:
+                if is_collective(node.target):
+                    self._pending.add(node)
+                self._meet(node, self._known, merge=True)
+            elif (is_wait(node.target) or is_part(node)) and node.all_input_nodes[0] in self._pending:
+                if not is_wait(node.target):
+                    self._pending.add(node)
+                self._meet(node, self._results, merge=True)
+            elif keeps_elements(node):
+                self._meet(node, self._known, merge=False)
+        return self._merges
+
+    def _meet(self, node: fx.Node, table: dict[str, fx.Node], *, merge: bool) -> None:
+        key = self._key(node)
+        first = table.setdefault(key, node) if key is not None else node
+        if first is not node:
+            self._numbers[node] = self._number(first)
+            if merge:
+                self._merges.append(Merge(node, first))
+
+    def _number(self, node: fx.Node) -> int:
+        return self._numbers.setdefault(node, len(self._numbers))
+
+    def _key(self, node: fx.Node) -> str | None:
+        """Equal for equal values; None for what cannot be compared."""
+        args, kwargs = replace_group(node, group_of(node))
+        write = self._arguments.write
+        try:
+            written = [write(args), {name: write(value) for name, value in sorted(kwargs.items())}]
+            again = communicates(node) and node_meta(node).recompute
+            return json.dumps([target_name(node.target), again, written])
+        except GraphFormatError:
+            return None
+
+
+def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
+    """Let later nodes use the earlier ones; the later ones go, with views and casts that only they read."""
+    written, leaving = _written_back(graph), _sharing_with_outputs(graph)
+    stands_for: dict[fx.Node, fx.Node] = {}
+    orphans: list[fx.Node] = []
+    for merge in plan:
+        node, by = merge.node, stands_for.get(merge.by, merge.by)
+        orphans += node.all_input_nodes
+        if (node in written and by in written) or (node in leaving and by in leaving):
+            node.target, node.args, node.kwargs = aten.clone.default, (by,), {}
+            continue
+        if node in leaving or by in leaving:
+            leaving |= {node, by}
+        if node in written:
+            _take_the_place(node, by)
+            stands_for[merge.by] = node
+            node, by = by, node
+        node.replace_all_uses_with(by)
+        graph.erase_node(node)
+    _erase_unread(graph, orphans)
+
+
+def _take_the_place(node: fx.Node, of: fx.Node) -> None:
+    """Move a node to where its equal stands, so that it is that node under its own name."""
+    of.prepend(node)
+    node.args, node.kwargs = of.args, of.kwargs
+    node.meta = dict(of.meta)
+
+
+def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
+    gone: set[fx.Node] = set()
+    while candidates:
+        node = candidates.pop()
+        if node not in gone and not node.users and keeps_elements(node):
+            candidates += node.all_input_nodes
+            gone.add(node)
+            graph.erase_node(node)
+
+
+def _written_back(graph: fx.Graph) -> set[fx.Node]:
+    """Values that a signature's write-backs know by name."""
+    return {value for node in graph.nodes if _is_write_back(node) for value in node.all_input_nodes[1:]}
+
+
+def _sharing_with_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """What leaves the graph, and everything that it is a view of."""
+    found: set[fx.Node] = set()
+    stack = list(graph.output_node().all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += shared_inputs(node)
+    return found
+
+
+def _is_write_back(node: fx.Node) -> bool:
+    target = node.args[0] if node.target is aten.copy_.default and node.args else None
+    return isinstance(target, fx.Node) and target.op == "placeholder"
