@@ -9,14 +9,18 @@ from wholestep.errors import WholestepError as WholestepError
 from wholestep.ir.step_graph import StepGraph as StepGraph
 from wholestep.options import Dim as Dim
 from wholestep.options import Options as Options
+from wholestep.parallel.plan import FullyShard as FullyShard
+from wholestep.parallel.plan import Replicate as Replicate
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CompiledStep",
     "Dim",
+    "FullyShard",
     "Options",
     "RecompileWarning",
+    "Replicate",
     "StepGraph",
     "WholestepError",
     "capture",

@@ -5,6 +5,7 @@ Nothing else in the package may touch a name of torch that starts with an unders
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -484,7 +485,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_of(tensor: Any) -> Any:
-    """What this rank has of a DTensor (`DTensor._local_tensor`; `to_local` would make a view); else the tensor itself."""
+    """What this rank has of a DTensor (`DTensor._local_tensor`; `to_local` makes a view); else the tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
@@ -497,7 +498,8 @@ def dtensor_over(local: Tensor, spec: Any, requires_grad: bool = False) -> Tenso
     """A DTensor whose local part is this very tensor; `from_local` would put a view between. 2.11, 2.13."""
     from torch.distributed.tensor import DTensor
 
-    made: Tensor = DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    make: Any = DTensor
+    made: Tensor = make(local, spec, requires_grad=requires_grad)
     return made
 
 
@@ -519,3 +521,85 @@ TOTAL_NORM, SCALE_BY_NORM = "_get_total_norm", "_clip_grads_with_norm_"
 
 SCALER_UNSCALE = "_unscale_grads_"
 # GradScaler's loop over gradients; returns found_inf per device. 2.11, 2.13.
+
+
+def forward_hook_registries(module: Any) -> list[dict[int, Any]]:
+    """Where a module keeps its forward pre-hooks and forward hooks. 2.11, 2.13."""
+    return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether a forward hook is one of `fully_shard`'s (a method of its `FSDPState`). 2.11, 2.13."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+
+def default_group() -> Any | None:
+    """The default process group, or None (`GroupMember.WORLD`). 2.11, 2.13."""
+    if not torch.distributed.is_available():
+        return None
+    return torch.distributed.GroupMember.WORLD
+
+
+def default_store() -> Any:
+    """The store of the default process group (`_get_default_store`). 2.11, 2.13."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def group_names() -> dict[Any, str]:
+    """Every process group that this rank is in, with its name (`_world.pg_names`). 2.11, 2.13."""
+    from torch.distributed import distributed_c10d
+
+    return dict(distributed_c10d._world.pg_names)
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether a group runs collectives of the CPU by gloo (`ProcessGroup._get_backend`). 2.11, 2.13."""
+    kind = getattr(torch.distributed, "ProcessGroupGloo", None)
+    cpu = torch.device("cpu")
+    return kind is not None and cpu in group._device_types and isinstance(group._get_backend(cpu), kind)
+
+
+def uses_accelerator(group: Any) -> bool:
+    """Whether a group has a backend for another device than the CPU that is not gloo. 2.11, 2.13."""
+    kind = getattr(torch.distributed, "ProcessGroupGloo", None)
+    backends = [group._get_backend(device) for device in group._device_types if device.type != "cpu"]
+    return any(kind is None or not isinstance(backend, kind) for backend in backends)
+
+
+def abort_nccl() -> None:
+    """Abort the NCCL communicators of every group, as `_abort_process_group` does, but keep the groups. 2.11, 2.13.
+
+    All within one NCCL group: else the aborts of several communicators can wait for each other (pytorch issue 119797).
+    """
+    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    cuda = torch.device("cuda")
+    groups = [group for group in group_names() if cuda in group._device_types]
+    backends = [group._get_backend(cuda) for group in groups]
+    backends = [backend for backend in backends if kind is not None and isinstance(backend, kind)]
+    if not backends:
+        return
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
+def flight_recording() -> bytes | None:
+    """What torch's flight recorder holds, as its own tools read it; None where it is off (`_dump_fr_trace`). 2.11, 2.13.
+
+    Filled by NCCL, and by gloo from 2.13.
+    """
+    if int(os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"))) <= 0:
+        return None
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    return None if dump is None else bytes(dump())
+
+
+def flight_recording_prefix() -> str:
+    """Where torch itself writes such a file; the rank follows. 2.11, 2.13."""
+    default = "/tmp/nccl_trace_rank_"
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from wholestep.capture.trace import is_tracing, trace_step
+from wholestep.capture.captured import Captured
+from wholestep.capture.trace import is_tracing, place_models, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
@@ -116,8 +117,7 @@ class CompiledStep(Generic[P, R]):
             number = self._last.guards.changed_number()
             if number is not None:
                 self._symbolic_numbers |= {number}
-        captured = trace_step(fn, args, kwargs, self.options, self._symbolic_numbers)
-        verify(captured.step_graph, self.options.verify)
+        captured = _trace(fn, args, kwargs, self.options, self._symbolic_numbers)
         entry = Entry(captured)
         self._entries.append(entry)
         if len(self._entries) > _MOST_GRAPHS:
@@ -206,6 +206,19 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
         options = step.options
     elif isinstance(step, _BoundStep):
         options = step._step.options
-    captured = trace_step(getattr(step, "__wholestep_function__", step), args, kwargs, options)
+    return _trace(getattr(step, "__wholestep_function__", step), args, kwargs, options).step_graph
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    symbolic_numbers: frozenset[str] = frozenset(),
+) -> Captured:
+    """Place the models where the plan wants them, capture, and check the graph."""
+    if options.parallel is not None:
+        place_models(fn, args, kwargs, options.parallel)
+    captured = trace_step(fn, args, kwargs, options, symbolic_numbers)
     verify(captured.step_graph, options.verify)
-    return captured.step_graph
+    return captured

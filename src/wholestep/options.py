@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from wholestep.errors import OptionError
+from wholestep.parallel.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Options:
     lower: str = "eager"
     """`eager`: run the graph operator by operator, bit for bit like eager PyTorch."""
     passes: Any = None
-    parallel: Any = None
+    parallel: Plan | None = None
+    """`ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph."""
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None
     """Path of a batch leaf (or of a part of the batch) to the dimensions that may vary."""
     verify: int = 1
@@ -44,11 +46,12 @@ class Options:
             raise OptionError(
                 f"lower={self.lower!r} is not available in this version.", fix='use lower="eager" (the default).'
             )
-        for name in ("passes", "parallel"):
-            if getattr(self, name) is not None:
-                raise OptionError(
-                    f"{name}={getattr(self, name)!r} is not available in this version.", fix=f"leave {name}=None."
-                )
+        if self.passes is not None:
+            raise OptionError(f"passes={self.passes!r} is not available in this version.", fix="leave passes=None.")
+        if self.parallel is not None and not isinstance(self.parallel, Plan):
+            raise OptionError(
+                f"parallel={self.parallel!r} is no plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
+            )
         if self.verify not in (0, 1, 2, 3):
             raise OptionError(f"verify={self.verify!r}", fix="use 0, 1, 2 or 3.")
         if type(self.max_recompiles) is not int or self.max_recompiles < 0:

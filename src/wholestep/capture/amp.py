@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from wholestep._torch_compat import local_of
 from wholestep.capture.recorder import Recorder
 
 aten = torch.ops.aten
@@ -65,4 +66,4 @@ def _reachable(optimizer: Optimizer) -> list[Tensor]:
         for value in entries.values() if isinstance(entries, dict) else ():
             if isinstance(value, Tensor):
                 found[id(value)] = value
-    return list(found.values())
+    return [local_of(tensor) for tensor in found.values()]

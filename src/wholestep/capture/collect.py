@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_TENSORS, FakeTensor, OpOverload, storage_key
+from wholestep._torch_compat import (
+    SCALER_TENSORS,
+    FakeTensor,
+    OpOverload,
+    is_dtensor,
+    local_of,
+    spec_of,
+    storage_key,
+)
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf, Recipe
@@ -23,6 +31,7 @@ from wholestep.capture.slots import (
     BatchSlot,
     GradSlot,
     HyperSlot,
+    LocalSlot,
     MappingSlot,
     OptimizerStateSlot,
     Slot,
@@ -121,18 +130,22 @@ class _Collector:
             class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
             containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
             modules=list(capture.world.modules.items()),
+            ragged=capture.session is not None and capture.session.ragged,
         )
 
     # The user's result.
 
     def _result_leaf(self, leaf: Any, path: str) -> tuple[str, Any]:
+        if is_dtensor(leaf):
+            index = self._output(OutputKind.RESULT, f"result{path}", self.recorder.node_of(local_of(leaf)))
+            return "sharded", (index, spec_of(leaf))
         if isinstance(leaf, Tensor):
             tracked = self.table.by_fake.get(id(leaf))
             if not isinstance(leaf, FakeTensor):
                 tracked = self.table.tracked.get(id(leaf))
                 leaf = self.capture.lift(leaf)
             if tracked is not None:
-                node = next(n for n, s in self.capture.slot_of.items() if n.meta.get("val") is tracked.fake)
+                node = next(n for n, s in self.capture.slot_of.items() if n.meta.get("val") is tracked.input)
             else:
                 node = self.recorder.node_of(leaf)
             kind = "attached" if leaf.requires_grad and not leaf.is_leaf else "output"
@@ -259,6 +272,9 @@ class _Collector:
             self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless))
             return
         scalar = scalar_of(new)
+        if is_dtensor(new):
+            slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(new))
+            new = local_of(new)
         if isinstance(new, Tensor):
             source = new if isinstance(new, FakeTensor) else self.capture.lift(new)
             node = self.recorder.node_of(source)
@@ -525,6 +541,8 @@ def _leaf_output(value: Any) -> int | dict[str, Any] | None:
     if not isinstance(value, _Leaf):
         return None
     kind, found = value.found
+    if kind == "sharded":
+        return int(found[0])
     return int(found) if kind in ("output", "attached") else describe_leaf(found)
 
 
@@ -571,11 +589,11 @@ def _refuse_shared_memory(tracked: Any, written: list[Tracked]) -> None:
     """Two inputs over the same memory, one of them written: the graph would not see the other change."""
     by_storage: dict[int, list[Tracked]] = {}
     for item in tracked:
-        if item.real.numel():
-            by_storage.setdefault(storage_key(item.real), []).append(item)
+        if local_of(item.real).numel():
+            by_storage.setdefault(storage_key(local_of(item.real)), []).append(item)
     for item in written:
-        for other in by_storage.get(storage_key(item.real), ()):
-            if other is not item and _overlap(item.real, other.real):
+        for other in by_storage.get(storage_key(local_of(item.real)), ()):
+            if other is not item and _overlap(local_of(item.real), local_of(other.real)):
                 raise AliasError(
                     f"{item.slot.path} and {other.slot.path} share memory, and the step writes to the first.",
                     fix="clone() one of them, or tie them as one parameter.",

@@ -23,11 +23,12 @@ from wholestep.errors import HookError
 _PURE = weight_computing_hooks()
 
 
-def refuse_hooks(world: World, parameters: list[Tracked]) -> None:
-    """Raise with a list of all hooks that would only run while tracing."""
+def refuse_hooks(world: World, parameters: list[Tracked], ours: frozenset[int] = frozenset()) -> None:
+    """Raise with a list of all hooks that would only run while tracing; `ours` are the plan's, by identity."""
     found: list[str] = [f"every module: {_name(hook)}" for hook in global_module_hooks()]
     for module, path in world.modules.items():
-        found += [f"{path}: {_name(hook)}" for hook in module_hooks(module) if not _is_pure(hook)]
+        hooks = (hook for hook in module_hooks(module) if id(hook) not in ours)
+        found += [f"{path}: {_name(hook)}" for hook in hooks if not _is_pure(hook)]
     for tracked in parameters:
         found += [f"{tracked.slot.path}: {_name(hook)}" for hook in tensor_hooks(tracked.real)]
     for optimizer, path in world.optimizers.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from wholestep._torch_compat import FakeTensor
+from wholestep._torch_compat import FakeTensor, local_of
 from wholestep.capture.location import user_location
 from wholestep.errors import ItemError, ParameterDataError
 
@@ -31,12 +31,15 @@ _TAKES_VALUE = {
     Tensor.__index__: "__index__",
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+_GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 
 class InterceptHost(Protocol):
     """What the mode tells the capture."""
 
     api: str
+    session: Any
 
 
 class FunctionMode(TorchFunctionMode):
@@ -61,6 +64,14 @@ class FunctionMode(TorchFunctionMode):
                 fix="write into it under torch.no_grad(): param.copy_(new).",
                 location=user_location(),
             )
+        session = self._host.session
+        if session is not None:
+            if func == _GET_GRAD:
+                session.before_reading_grad(args[0])
+            elif func == _SET_GRAD:
+                func(*args, **(kwargs or {}))
+                session.after_setting_grad(args[0])
+                return None
         name = _TAKES_VALUE.get(func)
         if name is None:
             return func(*args, **(kwargs or {}))
@@ -72,4 +83,4 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
+    return isinstance(local_of(value), FakeTensor)

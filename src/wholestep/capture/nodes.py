@@ -49,6 +49,19 @@ class Nodes:
         node.meta[KEY] = self._meta(in_place)
         return node
 
+    def last(self) -> fx.Node | None:
+        """The newest node."""
+        return next(iter(reversed(self.graph.nodes)), None)
+
+    def since(self, before: fx.Node | None) -> list[fx.Node]:
+        """The nodes made after that one, in order."""
+        made: list[fx.Node] = []
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                break
+            made.append(node)
+        return made[::-1]
+
     def _meta(self, in_place: OpOverload | None) -> NodeMeta:
         place = self._place
         running = current_autograd_node()

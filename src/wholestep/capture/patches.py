@@ -9,6 +9,8 @@
 | `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
 | lists of foreach types | also FakeTensor | the trace takes the path eager takes |
 | DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
+| `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
+| the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
 
 The replacements act only on the thread that traces; other threads get the originals.
 """
@@ -28,10 +30,13 @@ from torch.nn.modules import batchnorm
 
 from wholestep._torch_compat import (
     AMP_UPDATE_SCALE,
+    CLIP_MODULE,
     FUSED_OPTIMIZER_FUNCTIONS,
     MODULE_APPLY,
     PROPAGATE_SHAPES,
     RNN_WEIGHTS_CHANGED,
+    SCALE_BY_NORM,
+    TOTAL_NORM,
     FakeTensor,
     adafactor_module,
     foreach_type_lists,
@@ -43,6 +48,8 @@ from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.errors import CapturedTensorError, ItemError, ParameterDataError, RandomStateError, UnsupportedError
 from wholestep.ir import rng
+from wholestep.parallel.norms import scale_by_norm, total_norm
+from wholestep.parallel.session import Session
 
 _MATH = {
     name: name
@@ -55,6 +62,7 @@ class PatchHost(Protocol):
 
     module_path: str
     recorder: Recorder
+    session: Session | None
 
     def path_of_module(self, module: nn.Module) -> str: ...
 
@@ -80,6 +88,8 @@ def patched(host: PatchHost) -> Iterator[None]:
             stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
         patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))
+        if host.session is not None:
+            _patch_parallel(host.session, patch)
         for name in FUSED_OPTIMIZER_FUNCTIONS:
             patch(torch, name, lambda original, *a, **k: _with_named_scalars(host, original, (), a, k))
         patch(torch, "batch_norm", lambda original, *a, **k: _with_named_scalars(host, original, _BATCH_NORM, a, k))
@@ -166,9 +176,17 @@ def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, 
             location=user_location(),
         )
     try:
+        if host.session is not None:
+            return host.session.call(original, module, args, kwargs)
         return original(module, *args, **kwargs)
     finally:
         host.module_path = before
+
+
+def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
+    patch(nn.Module, "__getattr__", lambda original, module, name: session.attribute(original(module, name)))
+    patch(CLIP_MODULE, TOTAL_NORM, total_norm)
+    patch(CLIP_MODULE, SCALE_BY_NORM, scale_by_norm)
 
 
 def _with_named_scalars(

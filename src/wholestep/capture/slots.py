@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.ir.signature import InputKind
 
 
@@ -192,6 +193,30 @@ class BatchGradSlot(Slot):
     """`.grad` of a leaf of the arguments of the call."""
 
     index: int
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSlot(Slot):
+    """A slot that holds a DTensor; the graph sees what this rank has of it."""
+
+    inner: Slot
+    spec: Any
+    """Mesh, placements and global shape: part of what a graph is made for."""
+
+    def get(self) -> Any:
+        value = self.inner.get()
+        return local_of(value) if is_dtensor(value) and spec_of(value) == self.spec else ABSENT
+
+    def set(self, value: Any) -> None:
+        self.inner.set(dtensor_over(value, self.spec))
+
+    def remove(self) -> None:
+        self.inner.remove()
+
+
+def in_users_objects(slot: Slot) -> Slot:
+    """The slot in the user's objects, where another may stand for it."""
+    return slot.inner if isinstance(slot, LocalSlot) else slot
 
 
 @dataclass(frozen=True, eq=False)

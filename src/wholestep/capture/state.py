@@ -16,17 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_NUMBERS, SCALER_TENSORS, FakeTensorMode, mark_parameter, new_fake
+from wholestep._torch_compat import (
+    SCALER_NUMBERS,
+    SCALER_TENSORS,
+    FakeTensorMode,
+    dtensor_over,
+    is_dtensor,
+    local_of,
+    mark_parameter,
+    new_fake,
+    spec_of,
+)
 from wholestep.capture.discover import World
 from wholestep.capture.slots import (
     FixedSlot,
     GradSlot,
     GroupParamSlot,
     HyperSlot,
+    LocalSlot,
     MappingSlot,
     ModuleSlot,
     OptimizerStateSlot,
     Slot,
+    in_users_objects,
 )
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
@@ -42,6 +54,12 @@ class Tracked:
     real: Tensor
     fake: Tensor
     slot: Slot
+
+    @property
+    def input(self) -> Tensor:
+        """The fake that is the graph's input: what this rank has of a DTensor."""
+        found: Tensor = local_of(self.fake)
+        return found
 
 
 @dataclass(eq=False)
@@ -107,15 +125,18 @@ class StateTable:
         self.module_slots.append((slot, tracked))
 
     def _track(self, real: Tensor, slot: Slot) -> Tracked:
-        self.refuse_odd_tensor(real, slot.path)
-        fake = new_fake(self._mode, real)
+        self.refuse_odd_tensor(local_of(real), slot.path)
+        fake = new_fake(self._mode, local_of(real))
+        if is_dtensor(real):
+            slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(real))
+            fake = dtensor_over(fake, slot.spec)
         if isinstance(real, nn.Parameter):
             mark_parameter(fake)
         if real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)
         tracked = Tracked(real, fake, slot)
         self.tracked[id(real)] = tracked
-        self.by_fake[id(fake)] = tracked
+        self.by_fake[id(fake)] = self.by_fake[id(tracked.input)] = tracked
         return tracked
 
     def track_input(self, real: Tensor, slot: Slot, fake: Tensor | None = None) -> Tracked:
@@ -162,8 +183,8 @@ class StateTable:
             if id(real) in self.tracked and not isinstance(other, FixedSlot):
                 self._swap(other, self.tracked[id(real)].fake)
         for tracked in self.parameters:
-            if not isinstance(tracked.slot, ModuleSlot | FixedSlot | GroupParamSlot):
-                self._swap(tracked.slot, tracked.fake)
+            if not isinstance(in_users_objects(tracked.slot), ModuleSlot | FixedSlot | GroupParamSlot):
+                self._swap(in_users_objects(tracked.slot), tracked.fake)
             self._grad(tracked)
         for optimizer, path in self.world.optimizers.items():
             self._swap_optimizer(optimizer, path)
@@ -178,6 +199,18 @@ class StateTable:
                 if type(number) in (int, float):
                     where = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)
                     self._swap(where, self._make_scalar(where, number))
+
+    def remove_hooks(self, hooks: list[tuple[dict[Any, Any], Any]]) -> None:
+        """Take entries out of registries of hooks; `restore` puts the registries back as they were."""
+        for registry, key in hooks:
+            before = dict(registry)
+            del registry[key]
+
+            def undo(registry: dict[Any, Any] = registry, before: dict[Any, Any] = before) -> None:
+                registry.clear()
+                registry.update(before)
+
+            self._undo.append(undo)
 
     def restore(self) -> None:
         """Everything back to where it was."""

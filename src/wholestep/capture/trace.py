@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import (
     SCALER_STEP,
     SCALER_TENSORS,
+    SCALER_UNSCALE,
     FakeTensorMode,
     generator_key,
+    local_of,
     new_fake_mode,
     without_modes,
 )
@@ -53,6 +56,9 @@ from wholestep.errors import (
 )
 from wholestep.ir.signature import InputKind
 from wholestep.options import Options
+from wholestep.parallel.place import place, plan_hooks, sharding_hooks
+from wholestep.parallel.plan import Plan
+from wholestep.parallel.session import Session
 
 _one_capture_at_a_time = threading.RLock()
 _tracing = threading.local()
@@ -77,6 +83,12 @@ def trace_step(
         captured = capture.run()
     captured.seconds = time.perf_counter() - started
     return captured
+
+
+def place_models(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> None:
+    """Put the models and optimizers of a step into the form of a plan, if they are not yet."""
+    flat = flatten((args, kwargs))
+    place(plan, discover(fn, zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)))
 
 
 class Capture:
@@ -126,6 +138,8 @@ class Capture:
         self._known = KnownValues(self._known_placeholder)
         self._known_batch = KnownValues(self._known_batch_placeholder, single=False)
         self._item_nodes: dict[fx.Node, ScalarNode] = {}
+        self.session: Session | None = None
+        """What the plan does while tracing."""
 
     # The way of one capture.
 
@@ -134,14 +148,19 @@ class Capture:
         try:
             self._build_inputs()
             if self.options.hooks == "refuse":
-                refuse_hooks(self.world, self.table.parameters)
+                refuse_hooks(self.world, self.table.parameters, plan_hooks(self.world))
             with self._swapped():
+                self._begin_session()
                 result = self._trace(rng)
                 self.shapes.refuse_fixed()
                 captured = collect(self, result)
         finally:
             rng.restore()
         return captured
+
+    def _begin_session(self) -> None:
+        if self.options.parallel is not None:
+            self.session = Session(self.options.parallel, self.world, self.table, self.recorder)
 
     def _build_inputs(self) -> None:
         self.table.build()
@@ -164,6 +183,7 @@ class Capture:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         try:
+            self.table.remove_hooks(sharding_hooks(self.world))
             self.table.swap_in()
             for tracked in list(self.table.tracked.values()):
                 self._placeholder_for(tracked)
@@ -194,8 +214,9 @@ class Capture:
             self._lift_numbers(optimizer, path)
             self._wrap_optimizer(optimizer)
         for scaler, path in self.world.scalers.items():
-            self.snapshots.append(Attributes(scaler, path, frozenset({*SCALER_TENSORS, SCALER_STEP})))
+            self.snapshots.append(Attributes(scaler, path, frozenset({*SCALER_TENSORS, SCALER_STEP, SCALER_UNSCALE})))
             vars(scaler)[SCALER_STEP] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
+            vars(scaler)[SCALER_UNSCALE] = functools.partial(self._unscale, getattr(scaler, SCALER_UNSCALE))
         for scheduler, path in self.world.schedulers.items():
             self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
             self._wrap_scheduler(scheduler, path)
@@ -233,8 +254,12 @@ class Capture:
             stack.callback(torch.clear_autocast_cache)
             _tracing.active = True
             stack.callback(lambda: setattr(_tracing, "active", False))
+            if self.session is not None:
+                stack.enter_context(self.session.saved_tensors())
             try:
                 result = self.fn(*fake_args, **fake_kwargs)
+                if self.session is not None:
+                    self.session.finish()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
         self._refuse_changed_arguments(fake_args, fake_kwargs)
@@ -280,11 +305,18 @@ class Capture:
             before, self.phase = self.phase, "optimizer"
             self.steps_seen.append(optimizer)
             try:
+                if self.session is not None:
+                    return self.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
                 return original(*args, **kwargs)
             finally:
                 self.phase = before
 
         vars(optimizer)["step"] = step
+
+    def _unscale(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any) -> Any:
+        if self.session is None:
+            return original(optimizer, *args)
+        return self.session.unscale(optimizer, lambda: original(optimizer, *args))
 
     def _wrap_scheduler(self, scheduler: Any, path: str) -> None:
         def step(*args: Any, **kwargs: Any) -> None:
@@ -331,7 +363,7 @@ class Capture:
 
     def _placeholder_for(self, tracked: Tracked) -> fx.Node:
         node = self._placeholder(tracked.slot)
-        self.recorder.values.register_input(tracked.fake, node)
+        self.recorder.values.register_input(tracked.input, node)
         return node
 
     def _placeholder(self, slot: Slot) -> fx.Node:
@@ -460,7 +492,7 @@ class Capture:
             return None
         fake = node.meta.get("val")
         tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
-        return tracked.real if tracked is not None else fake
+        return local_of(tracked.real) if tracked is not None else fake
 
     def _known_batch_placeholder(self, node: fx.Node) -> Any | None:
         tracked = self.table.by_fake.get(id(node.meta.get("val")))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import below_autograd, mark_stepped
+from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import BatchGradSlot, GradSlot
+from wholestep.capture.slots import BatchGradSlot, GradSlot, in_users_objects
 from wholestep.ir.signature import ChangeKind
 from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.attached import attach
@@ -61,6 +61,8 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
         return outputs[value]
     if kind == "attached":
         return attach(outputs[value])
+    if kind == "sharded":
+        return dtensor_over(outputs[value[0]], value[1])
     return value.read() if kind == "host" else value
 
 
@@ -84,10 +86,10 @@ def _releasable(captured: Captured) -> list[Change]:
 
     Only where the graph does not read them and no condition can keep them.
     """
-    read = {id(slot.param) for slot in captured.inputs if isinstance(slot, GradSlot)}
+    read = {id(slot.param) for slot in map(in_users_objects, captured.inputs) if isinstance(slot, GradSlot)}
     found = []
     for change in captured.changes:
-        slot = change.slot
+        slot = in_users_objects(change.slot)
         if isinstance(slot, GradSlot) and change.unless is None and id(slot.param) not in read:
             found.append(change)
     return found

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep._torch_compat import DictWatch
+from wholestep._torch_compat import DictWatch, local_of
 from wholestep.capture.slots import (
     ABSENT,
     BatchSlot,
     GradSlot,
+    LocalSlot,
     MappingSlot,
     ModuleSlot,
     OptimizerStateSlot,
@@ -61,8 +62,16 @@ class Gather:
         self._kept: list[Any] | None = None
         self.reading = 0
         """Number of the last reading of the dicts: the same number, the same objects."""
+        self._local = [
+            (i, s, s.inner)
+            for i, s in enumerate(slots)
+            if isinstance(s, LocalSlot) and isinstance(s.inner, ModuleSlot | OptimizerStateSlot)
+        ]
+        self._locals: list[tuple[Any, Any]] = []
+        """DTensors that lie in dicts, each with what this rank has of it."""
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
-        self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast)]
+        known = {i for i, _, _ in self._local}
+        self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast) and i not in known]
 
     def read(self, leaves: list[Any]) -> list[Any] | None:
         """The inputs now; None if some slot is gone."""
@@ -88,6 +97,7 @@ class Gather:
 
     def _same_dicts(self) -> bool:
         same = all(o.state is held for (o, _), held in zip(self._states, self._state_dicts, strict=True))
+        same = same and all(local_of(whole) is local for whole, local in self._locals)
         return same and self._watch is not None and self._watch.unchanged()
 
     def _read_dicts(self) -> None:
@@ -103,6 +113,15 @@ class Gather:
             for i, param, key in entries:
                 values[i] = state.get(param, _NOTHING)[key]
             dicts |= {id(d): d for d in (state, *state.values())}
+        self._locals = []
+        for i, slot, inner in self._local:
+            whole, local = inner.get(), slot.get()
+            if local is ABSENT:
+                raise KeyError(slot.path)
+            values[i] = local
+            self._locals.append((whole, local))
+            if isinstance(inner, ModuleSlot):
+                dicts[id(inner.mapping)] = inner.mapping
         plain = all(isinstance(d, dict) for d in dicts.values())
         self._watch = DictWatch(list(dicts.values())) if plain else None
         self._kept = values

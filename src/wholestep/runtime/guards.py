@@ -30,7 +30,7 @@ from wholestep.capture.discover import MODULE_INTERNALS
 from wholestep.capture.known import ItemLeaf
 from wholestep.capture.plain import PLAIN, is_mutable_value, kind_of, same_plain, skeleton
 from wholestep.capture.shapes import out_of_range
-from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, ModuleSlot, Slot
+from wholestep.capture.slots import ABSENT, BatchSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.capture.tree import same_objects
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.runtime.gather import Gather, picker
@@ -147,7 +147,7 @@ class Guards:
         self._nones = [None] * len(self._grad_owners)
         self._no_grads = all(self._grad_absent)
         checked = {id(s) for s in self._gather.tensor_slots}
-        self._unread = [t for t in table.parameters if id(t.slot) not in checked]
+        self._unread = [t for t in table.parameters if id(t.slot) not in checked or isinstance(t.slot, LocalSlot)]
         """Parameters that are no input; the others have `requires_grad` checked with their shape."""
         self._requires_grad = [t.real.requires_grad for t in self._unread]
 
@@ -238,7 +238,7 @@ class Guards:
         self._identities = [
             (slot, tracked.real)
             for tracked in self._captured.table.tracked.values()
-            for slot in (tracked.slot,)
+            for slot in (in_users_objects(tracked.slot),)
             if slot.kind is InputKind.PARAMETER and not isinstance(slot, BatchSlot | ModuleSlot)
         ]
         self._kinds = self._captured.kinds

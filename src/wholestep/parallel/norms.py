@@ -1,0 +1,71 @@
+"""Clipping by the norm of all gradients, where ranks have parts of them.
+
+Each rank takes the norm of what it has; one all-reduce per axis makes that the norm of the whole. Gradients are grouped
+by placement, so that what several ranks have in common counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Shard
+
+from wholestep._torch_compat import is_dtensor, local_of, spec_of
+from wholestep.parallel.axes import axes_of
+from wholestep.parallel.collectives import all_reduce
+
+Norm = Callable[..., Tensor]
+
+
+def total_norm(original: Norm, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for the norm inside of `clip_grad_norm_`."""
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not any(is_dtensor(g) for g in grads):
+        return original(grads, norm_type, *args, **kwargs)
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        if is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements):
+            grad = _reduced(grad)
+        spec = spec_of(grad) if is_dtensor(grad) else None
+        key = None if spec is None else (spec.mesh, tuple(isinstance(p, Shard) for p in spec.placements))
+        groups.setdefault(key, []).append(local_of(grad))
+    totals = []
+    for key, members in groups.items():
+        norm: Tensor = original(members, norm_type, *args, **kwargs)
+        if key is not None:
+            mesh, sharded = key
+            for axis, is_sharded in zip(axes_of(mesh), sharded, strict=True):
+                if is_sharded and axis.size > 1:
+                    norm = _over_axis(norm, norm_type, axis)
+        totals.append(norm)
+    if len(totals) == 1:
+        return totals[0]
+    return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+
+
+def scale_by_norm(original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+    """Stands in for the second half of `clip_grad_norm_`: scales the local parts."""
+    params: Sequence[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in params]
+    original([SimpleNamespace(grad=None if g is None else local_of(g)) for g in grads], *args, **kwargs)
+
+
+def _over_axis(norm: Tensor, norm_type: float, axis: Any) -> Tensor:
+    if math.isinf(norm_type):
+        return all_reduce(norm, axis, "max" if norm_type > 0 else "min")
+    if norm_type == 0:
+        return all_reduce(norm, axis, "sum")
+    found: Tensor = all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
+    return found
+
+
+def _reduced(grad: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    spec = spec_of(grad)
+    return grad.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])

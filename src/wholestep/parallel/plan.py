@@ -1,0 +1,156 @@
+"""What users say about parallelism: `parallel=ws.Replicate(mesh)` or `parallel=ws.FullyShard(mesh)`.
+
+    Replicate     whole parameters on every rank, gradients all-reduced: what DistributedDataParallel does
+    FullyShard    a shard of each parameter at rest, gathered before use, gradients reduce-scattered: FSDP2 / ZeRO-3
+
+A plan is a frozen description. `place` (at the first call) puts model and optimizer into its form; a `Session` (while
+tracing) makes the reads and the gradients of that form into nodes of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from wholestep.errors import MeshError, PlanError
+from wholestep.parallel.axes import Axis, as_mesh, axes_of
+
+_REDUCE_OPS = ("avg", "sum")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What both ways share."""
+
+    mesh: Any
+    """A DeviceMesh (or one axis of one: `mesh["dp"]`) or a ProcessGroup."""
+    _: KW_ONLY
+    reduce_op: str = "avg"
+    """How gradients of ranks become one: `avg` (as DDP and FSDP2 do) or `sum`."""
+    gradient_divide_factor: float | None = None
+    """Divide the sum of gradients by this instead of by the number of ranks."""
+    broadcast: bool = True
+    """Make parameters and buffers equal to rank 0's at the first call."""
+    buffers: str = "local"
+    """`local`: each rank keeps its own (BatchNorm statistics differ). `broadcast`: buffers that the step writes are
+    taken from rank 0 before the step, as DDP does."""
+    tensor_parallel: tuple[DeviceMesh, Mapping[str, Any]] | None = None
+    """The mesh axis and the plan for tensor parallelism: module path (patterns with * are allowed) to a style of
+    `torch.distributed.tensor.parallel`."""
+    deadline: float = 15.0
+    """Seconds without a sign of life after which a rank that should agree on a graph counts as missing."""
+    reduces: bool = field(default=True)
+    """False: gradients stay each rank's own (see `no_sync`)."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        object.__setattr__(self, "mesh", as_mesh(self.mesh, name))
+        if self.reduce_op not in _REDUCE_OPS:
+            raise PlanError(f"{name}(reduce_op={self.reduce_op!r})", fix='use "avg" or "sum".')
+        if self.gradient_divide_factor is not None and not self.gradient_divide_factor > 0:
+            raise PlanError(
+                f"{name}(gradient_divide_factor={self.gradient_divide_factor!r})", fix="use a number above 0."
+            )
+        if self.buffers not in ("local", "broadcast"):
+            raise PlanError(f"{name}(buffers={self.buffers!r})", fix='use "local" or "broadcast".')
+        if not self.deadline > 0:
+            raise PlanError(f"{name}(deadline={self.deadline!r})", fix="use a number of seconds above 0.")
+        self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tensor_parallel is None:
+            return
+        given: Any = self.tensor_parallel
+        if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], Mapping):
+            raise PlanError(
+                "tensor_parallel takes a mesh axis and a plan.",
+                fix='use tensor_parallel=(mesh["tp"], {"layers.*.up": ColwiseParallel(), ...}).',
+            )
+        mesh, plan = given
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise MeshError("tensor_parallel takes one axis of a mesh.", fix='use mesh["tp"].')
+        styles = [p for p, style in plan.items() if not hasattr(style, "_apply")]
+        if styles:
+            raise PlanError(
+                f"the tensor-parallel plan for {styles[0]!r} is a {type(plan[styles[0]]).__name__}.",
+                fix="use the styles of torch.distributed.tensor.parallel: ColwiseParallel(), RowwiseParallel(), ...",
+            )
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The data-parallel axes, outermost first."""
+        return axes_of(self.mesh)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks see different data."""
+        size: int = self.mesh.size()
+        return size
+
+    def no_sync(self) -> Self:
+        """The same plan for a step that does not reduce gradients: they add up on each rank until a step reduces."""
+        return replace(self, reduces=False)
+
+
+@dataclass(frozen=True)
+class Replicate(Plan):
+    """Whole parameters on every rank; gradients are all-reduced once a step, as DistributedDataParallel does."""
+
+    buffers: str = "broadcast"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mesh.ndim != 1:
+            raise MeshError(
+                f"Replicate works along one axis; this mesh has {self.mesh.ndim}: {self.mesh.mesh_dim_names}.",
+                fix='pass one axis: ws.Replicate(mesh["dp"]).',
+            )
+
+
+@dataclass(frozen=True)
+class FullyShard(Plan):
+    """Each rank keeps a shard of every parameter and of its optimizer state, as FSDP2 does.
+
+    A mesh of two axes is HSDP: replicate along the first, shard along the second.
+    """
+
+    modules: Sequence[str] | None = None
+    """Paths of the modules to shard (patterns with * are allowed), each a unit of its own in eager; None: all."""
+    reshard_after_forward: bool = True
+    """Gather again in the backward instead of keeping whole parameters in between."""
+    mp_policy: MixedPrecisionPolicy | None = None
+    """dtypes of gathered parameters, of reductions and of outputs, as FSDP2 has them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mesh.ndim > 2:
+            raise MeshError(
+                f"FullyShard works along one axis, or two for HSDP; this mesh has {self.mesh.mesh_dim_names}.",
+                fix='pass the data-parallel axes: ws.FullyShard(mesh["dp"]) or mesh["replicate", "shard"].',
+            )
+        if self.mesh.ndim == 2 and self.mesh.mesh_dim_names is None:
+            raise MeshError(
+                "HSDP needs a mesh with named axes.",
+                fix='use init_device_mesh(..., mesh_dim_names=("replicate", "shard")).',
+            )
+        if isinstance(self.modules, str):
+            raise PlanError(f"modules={self.modules!r} is a string.", fix=f"use modules=[{self.modules!r}].")
+        if self.mp_policy is not None and not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise PlanError(
+                f"mp_policy is a {type(self.mp_policy).__name__}.",
+                fix="use torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...).",
+            )
+
+    @property
+    def shard_axis(self) -> Axis:
+        """The axis along which parameters are sharded: the last."""
+        return self.axes[-1]
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The dtypes, torch's defaults if none were given."""
+        return self.mp_policy or MixedPrecisionPolicy()

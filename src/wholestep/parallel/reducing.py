@@ -1,0 +1,207 @@
+"""Gradients of ranks become one, once per step: when something first looks at them.
+
+    loss.backward(); loss2.backward()     whole gradients add up, nothing is sent
+    clip_grad_norm_ / optimizer.step()    reads `.grad`: every gradient that changed is reduced, in backward order
+
+Because the reading decides, gradient accumulation inside of a step reduces once, at the last micro-batch. In the graph
+each reduction then moves up to where its gradient is complete, and its wait to before the next reduction: at most two
+are under way, so whole gradients do not pile up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial
+
+from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, respec, spec_of
+from wholestep.capture.recorder import Recorder
+from wholestep.ir.effects import is_collective
+from wholestep.ir.meta import update_node_meta
+from wholestep.parallel.collectives import all_reduce, scatter_rows
+from wholestep.parallel.gathering import Sharded
+from wholestep.parallel.plan import FullyShard, Plan
+
+
+@dataclass(eq=False)
+class Whole:
+    """A parameter that every rank has whole (or a tensor-parallel part of); its gradient is all-reduced."""
+
+    fake: Tensor
+    path: str
+
+
+class Reducer:
+    """Gradients of one trace that are not yet reduced."""
+
+    def __init__(self, plan: Plan, recorder: Recorder, wholes: list[Whole]) -> None:
+        self._plan = plan
+        self._recorder = recorder
+        self._wholes = {id(w.fake): w for w in wholes}
+        self._pending: dict[Sharded, Tensor] = {}
+        self._sharded: dict[int, Sharded] = {}
+        self._changed: dict[int, Whole] = {}
+        """Parameters that the backward added to the gradient of, in that order."""
+        for whole in wholes:
+            if whole.fake.requires_grad:
+                fake: Any = whole.fake
+                fake.register_post_accumulate_grad_hook(self._accumulated)
+        self._flushing = False
+        self._reductions: list[tuple[fx.Node, fx.Node]] = []
+        """First and last node of each reduction."""
+
+    def add(self, param: Sharded, grad: Tensor) -> None:
+        """A whole gradient of a gathered parameter."""
+        if is_dtensor(grad):
+            grad = grad.redistribute(placements=param.form.spec.placements)  # type: ignore[attr-defined]
+        local = local_of(grad)
+        before = self._pending.get(param)
+        self._pending[param] = local if before is None else before + local
+        self._sharded[id(param.fake)] = param
+
+    def _accumulated(self, tensor: Tensor) -> None:
+        self._changed.pop(id(tensor), None)
+        self._changed[id(tensor)] = self._wholes[id(tensor)]
+
+    def is_concerned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter whose gradient may have to be reduced."""
+        return id(tensor) in self._wholes or id(tensor) in self._sharded
+
+    def replaced(self, tensor: Tensor) -> None:
+        """`.grad` was set: what came before no longer counts."""
+        param = self._sharded.get(id(tensor))
+        if param is not None:
+            self._pending.pop(param, None)
+        self._changed.pop(id(tensor), None)
+
+    def flush(self) -> None:
+        """Reduce all that changed since the last time."""
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            with torch.no_grad():
+                self._flush()
+        finally:
+            self._flushing = False
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        for param, grad in pending.items():
+            self._noted(param.path, partial(self._finish_sharded, param, grad))
+        changed, self._changed = self._changed, {}
+        for whole in changed.values():
+            if self._plan.reduces and whole.fake.grad is not None:
+                self._noted(whole.path, partial(self._finish_whole, whole))
+
+    # One gradient.
+
+    def _finish_sharded(self, param: Sharded, grad: Tensor) -> None:
+        plan, fake = self._plan, param.fake
+        assert isinstance(plan, FullyShard)
+        held = fake.grad
+        if held is not None and _is_unreduced(held):
+            grad = local_of(held) + grad
+            held = None
+        if not plan.reduces:
+            spec = respec(spec_of(fake), _unreduced(spec_of(fake), plan))
+            fake.grad = dtensor_over(grad, spec)
+            return
+        local = local_of(fake)
+        reduced = self._reduced(grad, plan.policy.reduce_dtype, local.dtype, local.shape[0])
+        if held is None:
+            fake.grad = dtensor_over(reduced, spec_of(fake))
+        else:
+            local_of(held).add_(reduced)
+
+    def _finish_whole(self, whole: Whole) -> None:
+        grad = whole.fake.grad
+        assert grad is not None
+        local = local_of(grad)
+        reduced = self._reduced(local, None, local.dtype, None)
+        if reduced is not local:
+            self._recorder.values.write(local, self._recorder.node_of(reduced))
+
+    def _reduced(self, grad: Tensor, wire: torch.dtype | None, final: torch.dtype, rows: int | None) -> Tensor:
+        """Over all data-parallel axes: scattered along the last one if `rows` are asked for, else all-reduced."""
+        plan = self._plan
+        if wire is not None and grad.dtype != wire:
+            grad = grad.to(wire)
+        op, before, after = _scaling(plan, grad.dtype)
+        if before != 1:
+            grad = grad / before
+        *outer, last = plan.axes
+        grad = all_reduce(grad, last, op) if rows is None else scatter_rows(grad, last, op, rows)
+        for axis in outer:
+            grad = all_reduce(grad, axis, op)
+        if after != 1:
+            grad = grad / after
+        return grad if grad.dtype == final else grad.to(final)
+
+    # Order.
+
+    def _noted(self, path: str, reduce: Callable[[], None]) -> None:
+        nodes = self._recorder.nodes
+        before = nodes.last()
+        reduce()
+        made = list(nodes.since(before))
+        for node in made:
+            update_node_meta(node, parameter=path, phase="backward", module_path=path.rpartition(".")[0])
+        if any(is_collective(node.target) for node in made):
+            self._reductions.append((made[0], made[-1]))
+
+    def schedule(self) -> None:
+        """Each reduction starts where its gradient is complete and is waited for before the next one starts."""
+        place: dict[fx.Node, float] = {node: i for i, node in enumerate(self._recorder.nodes.graph.nodes)}
+        waiting: list[fx.Node] = []
+        started: list[fx.Node] = []
+        for first, last in self._reductions:
+            made = [first]
+            while made[-1] is not last:
+                made.append(made[-1].next)
+            cut = next(i for i, node in enumerate(made) if is_collective(node.target)) + 1
+            moving = [*waiting, *made[:cut]]
+            waiting = made[cut:]
+            inside = set(moving)
+            needs = [n for node in moving for n in node.all_input_nodes if n not in inside and n.op != "placeholder"]
+            anchor = max([*needs, *started], key=lambda n: place[n], default=None)
+            if anchor is not None:
+                for node in moving:
+                    anchor.append(node)
+                    place[node] = place[anchor] + _LATER
+                    anchor = node
+            started = made[cut - 1 : cut]
+
+
+_LATER = 1e-6
+"""Between a node and what was moved to behind it."""
+
+
+def _is_unreduced(grad: Tensor) -> bool:
+    return is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements)
+
+
+def _unreduced(spec: Any, plan: FullyShard) -> list[Any]:
+    """Placements of a gradient that each rank has whole for itself."""
+    names = {axis.name for axis in plan.axes}
+    axes = spec.mesh.mesh_dim_names or (plan.axes[0].name,)
+    return [Partial(plan.reduce_op) if n in names else p for n, p in zip(axes, spec.placements, strict=True)]
+
+
+def _scaling(plan: Plan, dtype: torch.dtype) -> tuple[str, float, float]:
+    """The reduce op, and what gradients are divided by before and after it."""
+    factor = plan.gradient_divide_factor
+    if factor is None and plan.reduce_op == "sum":
+        return "sum", 1, 1
+    total = factor if factor is not None else float(plan.ranks)
+    if dtype is torch.float16:  # a sum may overflow where the mean does not: divide half before
+        early = 1
+        while total / early > early:
+            early *= 2
+        return "sum", early, total / early
+    return ("avg", 1, 1) if factor is None else ("sum", 1, factor)

@@ -1,0 +1,148 @@
+"""What a plan does while one step is traced: parameters are gathered where modules read them, gradients are reduced
+where something looks at them, optimizers and clipping work on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import is_dtensor, pytree
+from wholestep.capture.recorder import Recorder
+from wholestep.parallel.collectives import all_reduce
+from wholestep.parallel.gathering import Gathering, Sharded
+from wholestep.parallel.optimizers import on_shards, step_sharded
+from wholestep.parallel.place import placement_of
+from wholestep.parallel.plan import FullyShard, Plan
+from wholestep.parallel.reducing import Reducer, Whole
+
+if TYPE_CHECKING:
+    from wholestep.capture.discover import World
+    from wholestep.capture.state import StateTable
+
+
+class Session:
+    """One trace under a plan."""
+
+    def __init__(self, plan: Plan, world: World, table: StateTable, recorder: Recorder) -> None:
+        self._plan = plan
+        self._depth = 0
+        placements = [p for module in world.modules if (p := placement_of(module)) is not None]
+        self.hooks = {id(hook) for placement in placements for hook in placement.hooks}
+        self._units = {module for placement in placements for module in placement.units}
+        self._sharded: dict[int, Sharded] = {}
+        wholes: list[Whole] = []
+        forms = {m: f for placement in placements for m, f in placement.forms.items()}
+        for slot, tracked in table.module_slots:
+            form = forms.get(slot.module, {}).get(slot.key)
+            if form is not None and is_dtensor(tracked.fake):
+                self._sharded[id(tracked.fake)] = Sharded(tracked.fake, tracked.slot.path, form)
+        for tracked in table.parameters:
+            if id(tracked.fake) not in self._sharded:
+                wholes.append(Whole(tracked.fake, tracked.slot.path))
+        self._reducer = Reducer(plan, recorder, wholes)
+        self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
+        self.ragged = self._is_ragged()
+
+    def _is_ragged(self) -> bool:
+        """Whether ranks have shards of different sizes, so that their graphs differ in more than communication."""
+        if not isinstance(self._plan, FullyShard):
+            return False
+        size = self._plan.shard_axis.size
+        return any(param.form.shape[0] % size for param in self._sharded.values())
+
+    # Reading parameters.
+
+    def attribute(self, value: Any) -> Any:
+        """What a module's attribute is to code inside of a forward."""
+        if self._depth == 0 or not isinstance(value, Tensor):
+            return value
+        param = self._sharded.get(id(value))
+        if param is None or self._gathering is None:
+            return value
+        return self._gathering.read(param)
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module is called."""
+        policy = self._plan.policy if isinstance(self._plan, FullyShard) and module in self._units else None
+        if policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        self._depth += 1
+        try:
+            with self._whole_lists(module):
+                result = original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and self._gathering is not None:
+                self._gathering.forget()
+        if policy is not None and policy.output_dtype is not None:
+            result = _cast(result, policy.output_dtype)
+        return result
+
+    @contextmanager
+    def _whole_lists(self, module: nn.Module) -> Iterator[None]:
+        """An RNN keeps its weights in a list of its own."""
+        held = vars(module).get("_flat_weights") if isinstance(module, nn.RNNBase) else None
+        if held is None or not any(id(w) in self._sharded for w in held):
+            yield
+            return
+        vars(module)["_flat_weights"] = [self.attribute(w) for w in held]
+        try:
+            yield
+        finally:
+            vars(module)["_flat_weights"] = held
+
+    def saved_tensors(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._gathering is None else self._gathering.hooks()
+
+    # Gradients.
+
+    def before_reading_grad(self, tensor: Any) -> None:
+        if self._reducer.is_concerned(tensor):
+            self._reducer.flush()
+
+    def after_setting_grad(self, tensor: Any) -> None:
+        self._reducer.replaced(tensor)
+
+    def finish(self) -> None:
+        """The step's code has run."""
+        self._reducer.flush()
+        if self._gathering is not None:
+            self._gathering.check_unwritten()
+        self._reducer.schedule()
+
+    # Optimizers and scalers.
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        self._reducer.flush()
+        return step_sharded(optimizer, step)
+
+    def unscale(self, optimizer: Optimizer, unscale: Callable[[], dict[Any, Tensor]]) -> dict[Any, Tensor]:
+        """A scaler looks for inf among the shards of this rank; all ranks skip if one must."""
+        self._reducer.flush()
+        if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+            return unscale()
+        with on_shards(optimizer):
+            found = unscale()
+        axes = list(self._plan.axes)
+        if self._plan.tensor_parallel is not None:
+            from wholestep.parallel.axes import axes_of
+
+            axes += axes_of(self._plan.tensor_parallel[0])
+        for device, flag in found.items():
+            for axis in axes:
+                flag = all_reduce(flag, axis, "max")
+            found[device] = flag
+        return found
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+        return leaf.to(dtype) if is_float else leaf
+
+    return pytree.tree_map(cast, tree)
