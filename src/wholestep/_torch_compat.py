@@ -510,6 +510,13 @@ def respec(spec: Any, placements: Sequence[Any]) -> Any:
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
+def describe_placement(spec: Any) -> str:
+    """How a DTensor lies on its mesh, in words that are the same on all ranks. 2.11, 2.13."""
+    names = spec.mesh.mesh_dim_names or [f"axis{i}" for i in range(spec.mesh.ndim)]
+    axes = ", ".join(f"{name}={spec.mesh.size(i)}" for i, name in enumerate(names))
+    return f"{', '.join(map(str, spec.placements))} of {list(spec.shape)} over {axes}"
+
+
 def graph_task() -> int:
     """A number that is the same within one run of the autograd engine; -1 outside. 2.11, 2.13."""
     return int(torch._C._current_graph_task_id())
@@ -533,6 +540,23 @@ def is_fsdp_hook(hook: Any) -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
+# Store: what `torch.distributed.Store` is; torch does not export it for type checkers. 2.11, 2.13.
+
+
+def store_under(prefix: str, store: Store) -> Store:
+    """A store whose keys begin with a prefix (`torch.distributed.PrefixStore`, not exported for types). 2.11, 2.13."""
+    made: Store = torch.distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return made
+
+
+def own_client(store: Store) -> Store:
+    """A client of the same store that shares no lock with the given one (`Store.clone`, without types). 2.11, 2.13."""
+    made: Store = store.clone()  # type: ignore[attr-defined]
+    return made
 
 
 def default_group() -> Any | None:
@@ -589,9 +613,9 @@ def abort_nccl() -> None:
 
 
 def flight_recording() -> bytes | None:
-    """What torch's flight recorder holds, as its own tools read it; None where it is off (`_dump_fr_trace`). 2.11, 2.13.
+    """What torch's flight recorder holds, as its own tools read it; None where it is off. 2.11, 2.13.
 
-    Filled by NCCL, and by gloo from 2.13.
+    `_dump_fr_trace`. Filled by NCCL, and by gloo from 2.13.
     """
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"))) <= 0:
         return None

@@ -16,7 +16,10 @@ from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
 from wholestep.options import Options
+from wholestep.passes.dedup_collectives import dedup_collectives
+from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.runtime.executor import Entry
+from wholestep.runtime.ranks import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +59,8 @@ class CompiledStep(Generic[P, R]):
         self._calls = 0
         self._symbolic_numbers: frozenset[str] = frozenset()
         self._warned = False
+        plan = options.parallel
+        self._ranks = None if plan is None else Ranks(self._name, plan.deadline, plan.allows_ragged)
 
     @property
     def __wholestep_function__(self) -> Callable[P, R]:
@@ -85,22 +90,32 @@ class CompiledStep(Generic[P, R]):
             return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
+        found = self._find(leaves, structure)
+        if self._ranks is None:
+            entry, state = found or self._capture(fn, args, kwargs, leaves, structure)
+            return entry.run(state, leaves)
+        if found is None:
+            with self._ranks.compiling(self._calls):
+                found = self._capture(fn, args, kwargs, leaves, structure)
+            self._ranks.agree(self._calls, found[0])
+        entry, state = found
+        with self._ranks.running(self._calls, entry):
+            return entry.run(state, leaves)
+
+    def _find(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+        """A graph that may run for this call, and its inputs."""
         last = self._last
         if last is not None:
             state = last.gather.read(leaves)
             if state is not None and last.guards.hold(leaves, structure, state):
-                return last.run(state, leaves)
+                return last, state
         for entry in reversed(self._entries):
             if entry is not last:
                 state = entry.gather.read(leaves)
                 if state is not None and entry.guards.hold(leaves, structure, state):
                     self._last = entry
-                    return entry.run(state, leaves)
-        entry = self._capture(fn, args, kwargs, leaves, structure)
-        state = entry.gather.read(leaves)
-        assert state is not None, "what was just captured can be read"
-        self._last = entry
-        return entry.run(state, leaves)
+                    return entry, state
+        return None
 
     def _capture(
         self,
@@ -109,7 +124,7 @@ class CompiledStep(Generic[P, R]):
         kwargs: dict[str, Any],
         leaves: list[Any],
         structure: Any,
-    ) -> Entry:
+    ) -> tuple[Entry, list[Any]]:
         reason = None
         if self._last is not None:
             state = self._last.gather.read(leaves)
@@ -128,7 +143,10 @@ class CompiledStep(Generic[P, R]):
             self.recompiles.append(Recompile(self._calls, reason))
             log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)
             self._warn_if_many()
-        return entry
+        state = entry.gather.read(leaves)
+        assert state is not None, "what was just captured can be read"
+        self._last = entry
+        return entry, state
 
     @property
     def _name(self) -> str:
@@ -220,5 +238,7 @@ def _trace(
     if options.parallel is not None:
         place_models(fn, args, kwargs, options.parallel)
     captured = trace_step(fn, args, kwargs, options, symbolic_numbers)
+    dedup_collectives(captured.step_graph.gm)
+    drop_dead_collectives(captured.step_graph.gm)
     verify(captured.step_graph, options.verify)
     return captured

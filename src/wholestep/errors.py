@@ -165,6 +165,30 @@ class OptionError(WholestepError, TypeError):
     code = "WS-OPTION"
 
 
+class MeshError(WholestepError):
+    """A mesh, an axis or a process group that does not fit, or none at all."""
+
+    code = "WS-MESH"
+
+
+class PlanError(WholestepError):
+    """A plan for parallelism that says something impossible, or that does not fit the model."""
+
+    code = "WS-PLAN"
+
+
+class WrappedError(WholestepError):
+    """A model that something else has already made parallel."""
+
+    code = "WS-WRAPPED"
+
+
+class ShardedOptimizerError(WholestepError):
+    """An optimizer that cannot work on shards."""
+
+    code = "WS-SHARD-OPT"
+
+
 class GraphFormatError(WholestepError):
     """A file or string that is not a StepGraph wholestep can read."""
 
@@ -175,6 +199,35 @@ class VerifyError(WholestepError):
     """A graph broke a rule that every StepGraph obeys."""
 
     code = "WS-VERIFY"
+
+
+class DesyncError(WholestepError, RuntimeError):
+    """Ranks came to different graphs, or one of them did not come at all."""
+
+    code = "WS-DESYNC"
+
+
+class PeerFailedError(WholestepError, RuntimeError):
+    """Another rank raised, died or left, so that this rank cannot go on. `rank`, `step` and `call` say where."""
+
+    code = "WS-PEER-FAILED"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        fix: str = "",
+        node: str = "",
+        location: Location | None = None,
+        around: Sequence[str] = (),
+        rank: int | None = None,
+        step: str = "",
+        call: int = 0,
+    ) -> None:
+        super().__init__(what, fix=fix, node=node, location=location, around=around)
+        self.rank = rank
+        self.step = step
+        self.call = call
 
 
 class RecompileWarning(UserWarning):

@@ -14,6 +14,7 @@ from wholestep._torch_compat import (
     SCALER_TENSORS,
     FakeTensor,
     OpOverload,
+    describe_placement,
     is_dtensor,
     local_of,
     spec_of,
@@ -489,7 +490,8 @@ class _Collector:
                 slot = capture.slot_of[node]
                 fake = node.meta.get("val")
                 spec = tensor_spec(fake) if isinstance(fake, Tensor) else None
-                inputs.append(InputSpec(node.name, slot.kind, slot.path, spec, slot.of))
+                placement = describe_placement(slot.spec) if isinstance(slot, LocalSlot) else ""
+                inputs.append(InputSpec(node.name, slot.kind, slot.path, spec, slot.of, placement))
         outputs = []
         for kind, path, node in self.outputs:
             val = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -517,7 +519,7 @@ class _Collector:
             rng=tuple(self.recorder.random_devices),
             host_calls=tuple(f"{call.path}.step()" for call in capture.host_calls),
             dynamic={name: (dim.min, dim.max) for name, (dim, _) in capture.shapes.symbols.items()},
-            groups=group_table(gm),
+            groups=group_table(gm, {} if capture.session is None else capture.session.axis_names()),
         )
 
 

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -185,7 +186,7 @@ def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, 
 
 def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
     patch(nn.Module, "__getattr__", lambda original, module, name: session.attribute(original(module, name)))
-    patch(CLIP_MODULE, TOTAL_NORM, total_norm)
+    patch(CLIP_MODULE, TOTAL_NORM, partial(total_norm, session.collectives))
     patch(CLIP_MODULE, SCALE_BY_NORM, scale_by_norm)
 
 

@@ -73,6 +73,8 @@ class InputSpec:
     path: str
     tensor: TensorSpec | None = None
     of: str | None = None
+    placement: str = ""
+    """For a part of a sharded tensor: what the whole is and how it lies on the mesh, `S(0) of [16, 8] over dp=2`."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,22 @@
-"""Collectives on rows of tensors, as functional operators that the recorder sees: each with exactly one wait."""
+"""Collectives on rows of tensors, put into the graph: each with exactly one wait.
+
+The nodes are written directly, with results of the right shape: calling torch's operators on fakes takes a Python
+autograd kernel per collective, which made a tenth of a capture.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.functional import pad
 
+from wholestep.capture.recorder import Recorder
 from wholestep.parallel.axes import Axis
 
-comm = torch.ops._c10d_functional
+_comm = torch.ops._c10d_functional
 
 
 def rows_per_rank(rows: int, size: int) -> int:
@@ -16,34 +24,60 @@ def rows_per_rank(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
-def gather_rows(local: Tensor, axis: Axis, rows: int) -> Tensor:
-    """The whole of a tensor that is sharded by rows along an axis. Shorter shards are padded on the way."""
-    if axis.size == 1:
-        return local
-    padded = pad_rows(local, rows_per_rank(rows, axis.size))
-    whole: Tensor = comm.wait_tensor(comm.all_gather_into_tensor(padded, axis.size, axis.group))
-    return whole if whole.shape[0] == rows else whole.narrow(0, 0, rows)
+class Collectives:
+    """Writes collectives of one trace."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def gather_rows(self, local: Tensor, axis: Axis, rows: int) -> Tensor:
+        """The whole of a tensor that is sharded by rows along an axis. Shorter shards are padded on the way."""
+        if axis.size == 1:
+            return local
+        padded = _pad_rows(local, rows_per_rank(rows, axis.size))
+        shape = (padded.shape[0] * axis.size, *padded.shape[1:])
+        whole = self._call(_comm.all_gather_into_tensor.default, padded, (axis.size, axis.group), shape)
+        return whole if shape[0] == rows else whole.narrow(0, 0, rows)
+
+    def scatter_rows(self, whole: Tensor, axis: Axis, op: str, own_rows: int) -> Tensor:
+        """This rank's rows of the sum (or mean) over the axis."""
+        if axis.size == 1:
+            return whole
+        each = rows_per_rank(whole.shape[0], axis.size)
+        padded = _pad_rows(whole, each * axis.size)
+        shape = (each, *padded.shape[1:])
+        mine = self._call(_comm.reduce_scatter_tensor.default, padded, (op, axis.size, axis.group), shape)
+        return mine if each == own_rows else mine.narrow(0, 0, own_rows)
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Tensor:
+        """The sum, mean or maximum over the axis, the same on all its ranks."""
+        if axis.size == 1:
+            return tensor
+        return self._call(_comm.all_reduce.default, tensor, (op, axis.group), tensor.shape)
+
+    def broadcast(self, source: fx.Node, axis: Axis) -> fx.Node:
+        """What the first rank of the axis has; of a node, for use after the trace."""
+        if axis.size == 1:
+            return source
+        emit, val = self._recorder.emit_function, source.meta["val"]
+        start = emit(_comm.broadcast.default, (source, 0, axis.group), val)
+        return emit(_comm.wait_tensor.default, (start,), val)
+
+    def _call(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
+        recorder = self._recorder
+        source = recorder.node_of(tensor)
+        before, recorder.values.paused = recorder.values.paused, True
+        try:
+            begun = tensor.new_empty(shape)
+            done = tensor.new_empty(shape)
+        finally:
+            recorder.values.paused = before
+        start = recorder.emit_function(op, (source, *arguments), begun)
+        recorder.values.register_result(done, recorder.emit_function(_comm.wait_tensor.default, (start,), done))
+        return done
 
 
-def scatter_rows(whole: Tensor, axis: Axis, op: str, own_rows: int) -> Tensor:
-    """This rank's rows of the sum (or mean) over the axis."""
-    if axis.size == 1:
-        return whole
-    each = rows_per_rank(whole.shape[0], axis.size)
-    padded = pad_rows(whole, each * axis.size)
-    mine: Tensor = comm.wait_tensor(comm.reduce_scatter_tensor(padded, op, axis.size, axis.group))
-    return mine if mine.shape[0] == own_rows else mine.narrow(0, 0, own_rows)
-
-
-def all_reduce(tensor: Tensor, axis: Axis, op: str) -> Tensor:
-    """The sum, mean or maximum over the axis, the same on all its ranks."""
-    if axis.size == 1:
-        return tensor
-    reduced: Tensor = comm.wait_tensor(comm.all_reduce(tensor, op, axis.group))
-    return reduced
-
-
-def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     """With zero rows at the end."""
     missing = rows - tensor.shape[0]
     return pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, missing)) if missing else tensor.contiguous()

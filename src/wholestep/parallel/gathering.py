@@ -27,7 +27,7 @@ from wholestep.capture.recorder import Recorder
 from wholestep.capture.values import Value
 from wholestep.errors import ParameterDataError
 from wholestep.ir.meta import update_node_meta
-from wholestep.parallel.collectives import gather_rows
+from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import Form
 from wholestep.parallel.plan import FullyShard
 
@@ -71,6 +71,7 @@ class Gathering:
         self._axis = plan.shard_axis
         self._dtype = plan.policy.param_dtype
         self._recorder = recorder
+        self._collectives = Collectives(recorder)
         self._forward: dict[Sharded, Tensor] = {}
         self._backward: dict[tuple[Sharded, int], Tensor] = {}
         self._whole: dict[Any, tuple[Sharded, Tensor]] = {}
@@ -96,7 +97,7 @@ class Gathering:
         if self._dtype is not None and local.dtype != self._dtype:
             local = local.to(self._dtype)
         first = self._recorder.nodes.last()
-        whole = gather_rows(local, self._axis, param.form.shape[0])
+        whole = self._collectives.gather_rows(local, self._axis, param.form.shape[0])
         for node in self._recorder.nodes.since(first):
             update_node_meta(node, parameter=param.path, recompute=graph_task() >= 0)
         if whole is local:

@@ -17,12 +17,14 @@ from torch.distributed.tensor import Partial, Shard
 
 from wholestep._torch_compat import is_dtensor, local_of, spec_of
 from wholestep.parallel.axes import axes_of
-from wholestep.parallel.collectives import all_reduce
+from wholestep.parallel.collectives import Collectives
 
 Norm = Callable[..., Tensor]
 
 
-def total_norm(original: Norm, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+def total_norm(
+    emit: Collectives, original: Norm, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Tensor:
     """Stands in for the norm inside of `clip_grad_norm_`."""
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not any(is_dtensor(g) for g in grads):
@@ -41,11 +43,12 @@ def total_norm(original: Norm, tensors: Any, norm_type: float = 2.0, *args: Any,
             mesh, sharded = key
             for axis, is_sharded in zip(axes_of(mesh), sharded, strict=True):
                 if is_sharded and axis.size > 1:
-                    norm = _over_axis(norm, norm_type, axis)
+                    norm = _over_axis(emit, norm, norm_type, axis)
         totals.append(norm)
     if len(totals) == 1:
         return totals[0]
-    return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    return total
 
 
 def scale_by_norm(original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,12 +58,12 @@ def scale_by_norm(original: Callable[..., None], parameters: Any, *args: Any, **
     original([SimpleNamespace(grad=None if g is None else local_of(g)) for g in grads], *args, **kwargs)
 
 
-def _over_axis(norm: Tensor, norm_type: float, axis: Any) -> Tensor:
+def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Any) -> Tensor:
     if math.isinf(norm_type):
-        return all_reduce(norm, axis, "max" if norm_type > 0 else "min")
+        return emit.all_reduce(norm, axis, "max" if norm_type > 0 else "min")
     if norm_type == 0:
-        return all_reduce(norm, axis, "sum")
-    found: Tensor = all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
+        return emit.all_reduce(norm, axis, "sum")
+    found: Tensor = emit.all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
     return found
 
 

@@ -105,7 +105,7 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [group["params"] for group in optimizer.param_groups]
-        self._before: dict[Tensor, dict[Any, Any]] = {}
+        self._before: dict[Any, dict[Any, Any]] = {}
         self._given: dict[Tensor, dict[Any, Any]] = {}
         self._stand_in: dict[Tensor, Tensor] = {}
 
@@ -145,12 +145,14 @@ class _Swap:
                 optimizer.state[other] = entries
                 continue
             before, given = self._before.get(param, {}), self._given[param]
-            placed = {}
+            placed: dict[Any, Any] = {}
             for key, value in entries.items():
-                held: Any = before.get(key)
-                if not isinstance(value, Tensor) or (value is given.get(key) and local_of(held) is value):
-                    placed[key] = held if isinstance(value, Tensor) else value
-                elif is_dtensor(held) and value is given.get(key):
+                held, is_given = before.get(key), value is given.get(key)
+                if not isinstance(value, Tensor):
+                    placed[key] = value
+                elif is_given and local_of(held) is value:
+                    placed[key] = held
+                elif is_given and is_dtensor(held):
                     with torch.no_grad():
                         local_of(held).copy_(local(param, value))
                     placed[key] = held

@@ -86,6 +86,11 @@ class Plan:
         return axes_of(self.mesh)
 
     @property
+    def allows_ragged(self) -> bool:
+        """Whether ranks may have batches of different shapes: gradients are of the parameters' shapes on all."""
+        return True
+
+    @property
     def ranks(self) -> int:
         """How many ranks see different data."""
         size: int = self.mesh.size()

@@ -23,7 +23,7 @@ from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, respec, 
 from wholestep.capture.recorder import Recorder
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
-from wholestep.parallel.collectives import all_reduce, scatter_rows
+from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.plan import FullyShard, Plan
 
@@ -42,6 +42,7 @@ class Reducer:
     def __init__(self, plan: Plan, recorder: Recorder, wholes: list[Whole]) -> None:
         self._plan = plan
         self._recorder = recorder
+        self._collectives = Collectives(recorder)
         self._wholes = {id(w.fake): w for w in wholes}
         self._pending: dict[Sharded, Tensor] = {}
         self._sharded: dict[int, Sharded] = {}
@@ -136,9 +137,10 @@ class Reducer:
         if before != 1:
             grad = grad / before
         *outer, last = plan.axes
-        grad = all_reduce(grad, last, op) if rows is None else scatter_rows(grad, last, op, rows)
+        emit = self._collectives
+        grad = emit.all_reduce(grad, last, op) if rows is None else emit.scatter_rows(grad, last, op, rows)
         for axis in outer:
-            grad = all_reduce(grad, axis, op)
+            grad = emit.all_reduce(grad, axis, op)
         if after != 1:
             grad = grad / after
         return grad if grad.dtype == final else grad.to(final)

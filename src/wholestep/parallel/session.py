@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 
 from wholestep._torch_compat import is_dtensor, pytree
 from wholestep.capture.recorder import Recorder
-from wholestep.parallel.collectives import all_reduce
+from wholestep.ir.meta import update_node_meta
+from wholestep.ir.signature import InputKind
+from wholestep.parallel.axes import axes_of
+from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Gathering, Sharded
 from wholestep.parallel.optimizers import on_shards, step_sharded
 from wholestep.parallel.place import placement_of
@@ -31,6 +34,7 @@ class Session:
     def __init__(self, plan: Plan, world: World, table: StateTable, recorder: Recorder) -> None:
         self._plan = plan
         self._depth = 0
+        self.collectives = Collectives(recorder)
         placements = [p for module in world.modules if (p := placement_of(module)) is not None]
         self.hooks = {id(hook) for placement in placements for hook in placement.hooks}
         self._units = {module for placement in placements for module in placement.units}
@@ -44,6 +48,8 @@ class Session:
         for tracked in table.parameters:
             if id(tracked.fake) not in self._sharded:
                 wholes.append(Whole(tracked.fake, tracked.slot.path))
+        self._recorder = recorder
+        self._buffers = [tracked for slot, tracked in table.module_slots if slot.kind is InputKind.BUFFER]
         self._reducer = Reducer(plan, recorder, wholes)
         self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
         self.ragged = self._is_ragged()
@@ -54,6 +60,13 @@ class Session:
             return False
         size = self._plan.shard_axis.size
         return any(param.form.shape[0] % size for param in self._sharded.values())
+
+    def axis_names(self) -> dict[str, str]:
+        """Names of axes by the groups of this rank."""
+        axes = list(self._plan.axes)
+        if self._plan.tensor_parallel is not None:
+            axes += axes_of(self._plan.tensor_parallel[0])
+        return {axis.group: axis.name for axis in axes}
 
     # Reading parameters.
 
@@ -114,6 +127,28 @@ class Session:
         if self._gathering is not None:
             self._gathering.check_unwritten()
         self._reducer.schedule()
+        if self._plan.buffers == "broadcast" and self._plan.ranks > 1:
+            self._take_buffers_of_first_rank()
+
+    def _take_buffers_of_first_rank(self) -> None:
+        """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""
+        nodes = self._recorder.nodes
+        inputs = {node.meta.get("val"): node for node in nodes.graph.nodes if node.op == "placeholder"}
+        place = next(reversed(inputs.values()))
+        for tracked in self._buffers:
+            if not self._recorder.values.is_written(tracked.input):
+                continue
+            source, before = inputs[tracked.input], nodes.last()
+            users = list(source.users)
+            value = source
+            for axis in reversed(self._plan.axes):
+                value = self.collectives.broadcast(value, axis)
+            for user in users:
+                user.replace_input_with(source, value)
+            for node in nodes.since(before):
+                update_node_meta(node, parameter=tracked.slot.path, phase="forward", module_path="")
+                place.append(node)
+                place = node
 
     # Optimizers and scalers.
 
@@ -130,12 +165,10 @@ class Session:
             found = unscale()
         axes = list(self._plan.axes)
         if self._plan.tensor_parallel is not None:
-            from wholestep.parallel.axes import axes_of
-
             axes += axes_of(self._plan.tensor_parallel[0])
         for device, flag in found.items():
             for axis in axes:
-                flag = all_reduce(flag, axis, "max")
+                flag = self.collectives.all_reduce(flag, axis, "max")
             found[device] = flag
         return found
 

@@ -1,0 +1,51 @@
+"""What one compiled step says to the other ranks: around a capture, before a first run, and around each run.
+
+Without other ranks (a world of one, a fake process group) every method does nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakKeyDictionary
+
+from wholestep.runtime.agreement import Agreement
+from wholestep.runtime.channel import Channel
+from wholestep.runtime.digest import GraphDigest, digest_of
+from wholestep.runtime.executor import Entry
+
+_steps: dict[str, itertools.count[int]] = {}
+_nothing = nullcontext()
+
+
+class Ranks:
+    """The side of one compiled step that talks to other ranks."""
+
+    def __init__(self, name: str, deadline: float, ragged: bool) -> None:
+        number = next(_steps.setdefault(name, itertools.count()))
+        self._step = f"{name}#{number}" if number else name
+        """The same on all ranks, which make their steps in the same order."""
+        self._deadline = deadline
+        self._ragged = ragged
+        self._digests: WeakKeyDictionary[Entry, GraphDigest] = WeakKeyDictionary()
+
+    def compiling(self, call: int) -> AbstractContextManager[None]:
+        """While the body captures, this rank counts as alive."""
+        channel = Channel.current()
+        return _nothing if channel is None else channel.compiling(self._step, call)
+
+    def agree(self, call: int, entry: Entry) -> None:
+        """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same."""
+        channel = Channel.current()
+        if channel is None:
+            return
+        graph = entry.step_graph
+        digest = digest_of(graph.gm, graph.signature, self._ragged or entry.captured.ragged)
+        self._digests[entry] = digest
+        channel.deadline = self._deadline
+        Agreement(channel, self._step, self._deadline).agree(call, digest)
+
+    def running(self, call: int, entry: Entry) -> AbstractContextManager[None]:
+        """While the body runs a graph, failures of other ranks end its waits."""
+        channel = Channel.current()
+        return _nothing if channel is None else channel.running(self._step, call, self._digests.get(entry))
