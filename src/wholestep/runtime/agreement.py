@@ -1,0 +1,226 @@
+"""Ranks agree, through the store, on the graph that each of them is about to run for the first time.
+
+Every rank writes a record of its graph for (step, call) and waits for the records of the others. Ranks that have run
+their graph before (a cache hit there, a capture here) are answered for by their watchdog. Then all ranks have the same
+records in hand, and each comes to the same conclusion by itself:
+
+    all collectives the same, and all graphs that are not ragged the same   every rank runs
+    otherwise                                                               every rank raises, with the first difference
+
+A rank that does not come is given up after `deadline` seconds without a sign that it compiles. The first rank that
+decides, decides for all (`verdict`): no rank starts while another gives up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from wholestep.errors import DesyncError, PeerFailedError
+from wholestep.runtime.board import Board, StoreGoneError
+from wholestep.runtime.channel import DEADLINE, Channel
+from wholestep.runtime.digest import GraphDigest, Line, digest_of, first_difference
+from wholestep.runtime.failure import DESYNC_FIX, Failure, Kind, as_error
+from wholestep.runtime.peers import Position, State
+from wholestep.runtime.rounds import RoundKeys, record_of
+from wholestep.runtime.watchdog import Job
+
+__all__ = ["Agreement", "GraphDigest", "digest_of"]
+
+_ASK_AFTER = 0.2
+_LOOK_EVERY = 0.5
+_FOREVER = 10 * 365 * 86400.0
+
+
+class Agreement:
+    """The agreement of one step."""
+
+    def __init__(self, channel: Channel, step: str, deadline: float = DEADLINE) -> None:
+        self._channel = channel
+        self._step = step
+        self._deadline = deadline
+
+    def agree(self, call: int, digest: GraphDigest) -> None:
+        """Return once all ranks are about to run (or already run) graphs that fit; raises on every rank otherwise."""
+        channel = self._channel
+        channel.watchdog.answers.agreed.append((self._step, call))
+        with channel.agreeing(self._step, call):
+            current = _Round(channel, RoundKeys(self._step, call), digest, self._deadline)
+            try:
+                channel.perform(Job(current.poll), _FOREVER)  # the round has a deadline of its own
+            except StoreGoneError as error:
+                lost = Failure(Kind.STORE, 0, self._step, call, str(error), running=False)
+                raise as_error(lost, channel.rank) from error
+            if current.outcome is not None:
+                raise current.outcome
+
+
+class _Round:
+    """One round; polled by the watchdog."""
+
+    def __init__(self, channel: Channel, keys: RoundKeys, digest: GraphDigest, deadline: float) -> None:
+        self.outcome: DesyncError | PeerFailedError | None = None
+        self._channel = channel
+        self._watchdog = channel.watchdog
+        self._keys = keys
+        self._digest = digest
+        self._deadline = deadline
+        self._position = Position(State.AGREEING, keys.step, keys.call)
+        self._begun = 0.0
+        self._asked = False
+        self._look_due = 0.0
+        self._records: list[dict[str, Any]] = []
+        self._pair: tuple[list[int], list[int]] | None = None
+        self._detail_until = 0.0
+
+    def poll(self, board: Board) -> bool:
+        """One look at the store; whether the round is over."""
+        now = time.monotonic()
+        if not self._begun:
+            self._begun = now
+            board.write(self._keys.record(self._channel.rank), record_of(self._digest))
+            board.count(self._keys.of("count"), 1)
+        if self._pair is not None:
+            return self._poll_details(board, now)
+        if board.count(self._keys.of("count")) >= self._channel.size:
+            verdict = board.write_first(self._keys.of("verdict"), "go")
+            return self._compare(board, now) if verdict == "go" else self._stop(Failure.read(verdict))
+        return self._wait(board, now)
+
+    def _wait(self, board: Board, now: float) -> bool:
+        failed = next((f for f in self._watchdog.failures if f.concerns(self._keys.step, self._keys.call)), None)
+        if failed is None and now - self._begun > _ASK_AFTER and not self._asked:
+            self._ask(board)
+        if failed is None and now >= self._look_due:
+            self._look_due = now + _LOOK_EVERY
+            failed = self._missing(board, now)
+        if failed is None:
+            return False
+        verdict = board.write_first(self._keys.of("verdict"), failed.write())
+        if verdict == "go":
+            return False  # the last rank came at this moment
+        board.remove([self._keys.record(self._channel.rank)])
+        return self._stop(Failure.read(verdict))
+
+    def _ask(self, board: Board) -> None:
+        """Have the watchdogs of ranks that run a graph they know answer for them."""
+        self._asked = True
+        if board.count(self._keys.of("asked"), 1) == 1:
+            self._watchdog.post_event({"kind": "question", "step": self._keys.step, "call": self._keys.call})
+
+    def _missing(self, board: Board, now: float) -> Failure | None:
+        """The failure of the first rank that had its time to come."""
+        peers = self._watchdog.peers
+        present = board.read_some([self._keys.record(rank) for rank in peers.others])
+        missing = [rank for rank, record in zip(peers.others, present, strict=True) if record is None]
+        peers.refresh(board, missing)
+        late = [rank for rank in missing if now - max(self._begun, peers.compiled_at(rank)) > self._deadline]
+        gone = [rank for rank in missing if peers.state(rank) in (State.LEFT, State.ABORTED)]
+        for rank in gone or late:
+            lost = self._watchdog.lost(rank, self._position, self._deadline / 2)
+            if lost is not None:
+                return Failure(lost.kind, rank, lost.step, lost.call, lost.text, running=False)
+        if not late:
+            return None
+        place = f"call {self._keys.call} of {self._keys.step}"
+        lines = [f"    rank {rank} {peers.last_words(rank)}" for rank in late]
+        shown = f"{_ranks(late)} did not come to {place} within {self._deadline:g} s.\n" + "\n".join(lines)
+        return Failure(Kind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
+
+    def _stop(self, failure: Failure) -> bool:
+        # Ranks that run a graph they know do not look at the verdict: they learn it as an event.
+        if failure.kind is not Kind.RAISED and failure not in self._watchdog.failures:
+            self._watchdog.post(failure)
+        self.outcome = as_error(failure, self._channel.rank, aborted=self._watchdog.broken is not None)
+        return True
+
+    def _compare(self, board: Board, now: float) -> bool:
+        self._records = board.read_all([self._keys.record(rank) for rank in range(self._channel.size)])
+        self._pair = difference(self._records)
+        if self._pair is None:
+            self._finish(board)
+            return True
+        self._detail_until = now + self._deadline
+        for side in self._pair:
+            if side[0] == self._channel.rank:
+                board.write(self._keys.detail(side[0]), self._lines())
+            elif "fingerprint" not in self._records[side[0]] and self._is_first():
+                event = {"kind": "detail", "step": self._keys.step, "call": self._keys.call, "rank": side[0]}
+                self._watchdog.post_event(event)
+        return False
+
+    def _lines(self) -> list[Line]:
+        return self._digest.nodes() if self._by_nodes() else self._digest.communications()
+
+    def _by_nodes(self) -> bool:
+        """Whether whole graphs are compared: none of the two is ragged or was answered for."""
+        assert self._pair is not None
+        return all(_is_strict(self._records[side[0]]) for side in self._pair)
+
+    def _is_first(self) -> bool:
+        """Whether this is the lowest of the ranks that take part: it speaks for all."""
+        return all("fingerprint" not in record for record in self._records[: self._channel.rank])
+
+    def _poll_details(self, board: Board, now: float) -> bool:
+        assert self._pair is not None
+        left, right = (board.read(self._keys.detail(side[0])) for side in self._pair)
+        if (left is None or right is None) and now < self._detail_until:
+            return False
+        text = _describe(self._keys, self._pair, left, right, "node" if self._by_nodes() else "collective")
+        if self._is_first() and any("fingerprint" not in record for record in self._records):
+            failure = Failure(Kind.DESYNC, self._pair[1][0], self._keys.step, self._keys.call, text, running=False)
+            self._watchdog.post(failure)
+        self.outcome = DesyncError(text, fix=DESYNC_FIX)
+        self._finish(board)
+        return True
+
+    def _finish(self, board: Board) -> None:
+        """The last rank that has read everything takes it away."""
+        readers = sum("fingerprint" in record for record in self._records)
+        if board.count(self._keys.of("done"), 1) == readers:
+            board.remove(self._keys.all(range(self._channel.size)))
+
+
+def difference(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]] | None:
+    """The ranks with the most common graph and those with the next, where ranks may not run together; else None."""
+    by_communication: dict[str, list[int]] = defaultdict(list)
+    by_graph: dict[str, list[int]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        by_communication[record["communication"]].append(rank)
+        if _is_strict(record):
+            by_graph[record["fingerprint"]].append(rank)
+    for sides in (by_graph, by_communication):
+        if len(sides) > 1:
+            first, second, *_ = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+            return first, second
+    return None
+
+
+def _is_strict(record: dict[str, Any]) -> bool:
+    return "fingerprint" in record and not record["ragged"]
+
+
+def _describe(
+    keys: RoundKeys,
+    pair: tuple[list[int], list[int]],
+    left: list[Line] | None,
+    right: list[Line] | None,
+    unit: str,
+) -> str:
+    one, other = (_ranks(side) for side in pair)
+    text = f"Ranks disagree on the graph of call {keys.call} of {keys.step}: {one} against {other}."
+    if left is None or right is None:
+        return f"{text} Rank {pair[0 if left is None else 1][0]} did not say in time what it runs."
+    found = first_difference(left, right)
+    if found is None:
+        return f"{text} All lines of their graphs are the same; constants or the structure of results differ."
+    number, a, b = found
+    width = max(len(one), len(other))
+    return f"{text} The first difference is {unit} {number}:\n    {one:<{width}}  {a}\n    {other:<{width}}  {b}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f", .. {len(ranks)} in all" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

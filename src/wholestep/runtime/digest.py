@@ -1,0 +1,84 @@
+"""What a rank shows the other ranks of a graph: two hashes at once, its nodes as text only where hashes differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from torch import fx
+
+from wholestep.ir.communication import communication
+from wholestep.ir.fingerprint import fingerprint, node_digests
+from wholestep.ir.meta import node_meta
+from wholestep.ir.readable import format_node
+from wholestep.ir.signature import Signature
+
+_SHORT = 16
+_TEXT = 400
+
+Line = tuple[str, str]
+"""A digest and what it stands for."""
+
+
+class GraphDigest:
+    """The hashes of one graph. The graph must not change afterwards."""
+
+    def __init__(self, gm: fx.GraphModule, signature: Signature, ragged: bool) -> None:
+        self._gm = gm
+        self._signature = signature
+        self._communication = communication(gm, signature)
+        self.fingerprint = fingerprint(gm, signature)
+        """Of everything that the graph computes."""
+        self.communication = _hash("\n".join(each.digest for each in self._communication))
+        """Of its collectives only, in order."""
+        self.ragged = ragged
+        """Whether batches may differ in shape between ranks: then only the communication has to be the same."""
+
+    def communications(self) -> list[Line]:
+        """One line per collective."""
+        return [(each.digest[:_SHORT], each.text[:_TEXT]) for each in self._communication]
+
+    def nodes(self) -> list[Line]:
+        """One line per node, then the signature."""
+        digests = node_digests(self._gm, self._signature.groups)
+        lines = [(d[:_SHORT], _text(n)) for d, n in zip(digests, self._gm.graph.nodes, strict=True)]
+        return lines + [(_hash(text)[:_SHORT], text[:_TEXT]) for text in _signature_lines(self._signature)]
+
+
+def digest_of(gm: fx.GraphModule, signature: Signature, ragged: bool) -> GraphDigest:
+    """What this rank shows of a graph. Costs three walks."""
+    return GraphDigest(gm, signature, ragged)
+
+
+def first_difference(left: list[Line], right: list[Line]) -> tuple[int, str, str] | None:
+    """The number of the first line that differs, and what each side has there."""
+    for number in range(max(len(left), len(right))):
+        a = left[number] if number < len(left) else None
+        b = right[number] if number < len(right) else None
+        if a is None or b is None or a[0] != b[0]:
+            end = "nothing more"
+            return number, a[1] if a else end, b[1] if b else end
+    return None
+
+
+def _text(node: fx.Node) -> str:
+    path = node_meta(node).module_path
+    return (f"{format_node(node)}, {path}" if path else format_node(node))[:_TEXT]
+
+
+def _signature_lines(signature: Signature) -> Iterator[str]:
+    """The parts of a signature that ranks must share. Names of nodes and devices of ranks are not."""
+    for spec in signature.inputs:
+        yield f"input {spec.path or spec.name} ({spec.kind.value})"
+    for output in signature.outputs:
+        yield f"output {output.path or output.kind.value}"
+    yield f"{len(signature.write_backs)} write-backs"
+    for change in signature.state_changes:
+        yield f"state change {asdict(change)}"
+    for call in signature.host_calls:
+        yield f"host call {call}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
