@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 
 from wholestep._torch_compat import is_dtensor, local_of, spec_of
 from wholestep.parallel.axes import axes_of
@@ -34,7 +34,7 @@ def total_norm(
         if is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements):
             grad = _reduced(grad)
         spec = spec_of(grad) if is_dtensor(grad) else None
-        key = None if spec is None else (spec.mesh, tuple(isinstance(p, Shard) for p in spec.placements))
+        key = None if spec is None else (spec.mesh, tuple(not (p.is_replicate() or p.is_partial()) for p in spec.placements))
         groups.setdefault(key, []).append(local_of(grad))
     totals = []
     for key, members in groups.items():
