@@ -60,6 +60,11 @@ def test_names_that_a_rebinding_does_not_mention_stay() -> None:
     assert [spec.name for spec in group_table(step.gm)] == ["1", "5"]
 
 
+def test_a_printed_graph_says_which_group_is_which() -> None:
+    text = two_axes("3", "1").print_readable(print_output=False)
+    assert "; groups: '3' is dp of 2, '1' is tp of ?\n" in text
+
+
 @pytest.mark.parametrize("namespace", [comm, torch.ops._dtensor, torch.ops._c10d_functional_autograd], ids=str)
 def test_every_operator_of_torch_that_communicates_says_in_which_group(namespace: object) -> None:
     others = {"wait_tensor", "_wrap_tensor_autograd"}

@@ -199,7 +199,9 @@ def _header(nodes: list[fx.Node], signature: Signature) -> str:
     by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     text = f"# StepGraph: {len(nodes)} nodes" + (f" ({by_phase})" if by_phase else "")
     text += f"; inputs: {by_kind}" if by_kind else ""
-    return text + (f"; draws random numbers on {', '.join(map(clean, signature.rng))}" if signature.rng else "")
+    text += f"; draws random numbers on {', '.join(map(clean, signature.rng))}" if signature.rng else ""
+    groups = [f"{spec.name!r} is {spec.axis or 'a group'} of {spec.size or '?'}" for spec in signature.groups]
+    return text + (f"; groups: {clean(', '.join(groups))}" if groups else "")
 
 
 def _inputs(nodes: list[fx.Node], signature: Signature) -> list[str]:

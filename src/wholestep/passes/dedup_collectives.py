@@ -56,6 +56,8 @@ def dedup_collectives(gm: fx.GraphModule) -> int:
 
 def plan_merges(graph: fx.Graph) -> list[Merge]:
     """Collectives, their parts and their waits that repeat earlier ones, in graph order."""
+    if sum(1 for node in graph.nodes if communicates(node)) < 2:
+        return []
     if any(writes(node) and not _is_write_back(node) for node in graph.nodes):
         return []
     return _Planner().plan(graph)

@@ -8,7 +8,7 @@
     output(loss)
 
 Needs: nothing.  Numerics: exact.  Legal where no wait of the collective has a user: its result is a fresh tensor.
-In-place collectives, and sends and receives between two ranks, stay.  What was computed only to be sent goes too, unless
+In-place collectives, and sends and receives between two ranks, stay.  What only the dropped ones read goes too, unless
 it draws random numbers.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
 """
 
