@@ -92,7 +92,7 @@ def overload_name(op: OpOverload) -> str:
 
 
 def process_group_size(name: str) -> int:
-    """How many ranks the process group of this name has; 0 if this process has none of that name. 2.11, 2.13."""
+    """How many ranks the process group of this name has; 0 if this process has none of that name. 2.13."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
