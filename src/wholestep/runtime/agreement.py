@@ -25,7 +25,7 @@ from wholestep.runtime.digest import GraphDigest, Line, digest_of, first_differe
 from wholestep.runtime.failure import DESYNC_FIX, Failure, Kind, as_error
 from wholestep.runtime.peers import Position, State
 from wholestep.runtime.rounds import RoundKeys, record_of
-from wholestep.runtime.watchdog import Job
+from wholestep.runtime.watchdog import BEAT, Job
 
 __all__ = ["Agreement", "GraphDigest", "digest_of"]
 
@@ -74,6 +74,8 @@ class _Round:
         self._records: list[dict[str, Any]] = []
         self._pair: tuple[list[int], list[int]] | None = None
         self._detail_until = 0.0
+        self._events: list[str] = []
+        """What this rank asked; nobody else needs it once the round is over."""
 
     def poll(self, board: Board) -> bool:
         """One look at the store; whether the round is over."""
@@ -101,14 +103,18 @@ class _Round:
         verdict = board.write_first(self._keys.of("verdict"), failed.write())
         if verdict == "go":
             return False  # the last rank came at this moment
-        board.remove([self._keys.record(self._channel.rank)])
+        board.remove([self._keys.record(self._channel.rank), *self._events])
         return self._stop(Failure.read(verdict))
 
     def _ask(self, board: Board) -> None:
         """Have the watchdogs of ranks that run a graph they know answer for them."""
         self._asked = True
         if board.count(self._keys.of("asked"), 1) == 1:
-            self._watchdog.post_event({"kind": "question", "step": self._keys.step, "call": self._keys.call})
+            self._post({"kind": "question"})
+
+    def _post(self, event: dict[str, Any]) -> None:
+        number = self._watchdog.post_event({**event, "step": self._keys.step, "call": self._keys.call})
+        self._events.append(f"event/{number}")
 
     def _missing(self, board: Board, now: float) -> Failure | None:
         """The failure of the first rank that had its time to come."""
@@ -119,7 +125,7 @@ class _Round:
         late = [rank for rank in missing if now - max(self._begun, peers.compiled_at(rank)) > self._deadline]
         gone = [rank for rank in missing if peers.state(rank) in (State.LEFT, State.ABORTED)]
         for rank in gone or late:
-            lost = self._watchdog.lost(rank, self._position, self._deadline / 2)
+            lost = self._watchdog.lost(rank, self._position, max(3 * BEAT, self._deadline / 2))
             if lost is not None:
                 return Failure(lost.kind, rank, lost.step, lost.call, lost.text, running=False)
         if not late:
@@ -147,8 +153,7 @@ class _Round:
             if side[0] == self._channel.rank:
                 board.write(self._keys.detail(side[0]), self._lines())
             elif "fingerprint" not in self._records[side[0]] and self._is_first():
-                event = {"kind": "detail", "step": self._keys.step, "call": self._keys.call, "rank": side[0]}
-                self._watchdog.post_event(event)
+                self._post({"kind": "detail", "rank": side[0]})
         return False
 
     def _lines(self) -> list[Line]:
@@ -178,6 +183,7 @@ class _Round:
 
     def _finish(self, board: Board) -> None:
         """The last rank that has read everything takes it away."""
+        board.remove(self._events)
         readers = sum("fingerprint" in record for record in self._records)
         if board.count(self._keys.of("done"), 1) == readers:
             board.remove(self._keys.all(range(self._channel.size)))
