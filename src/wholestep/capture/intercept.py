@@ -72,6 +72,8 @@ class FunctionMode(TorchFunctionMode):
                 func(*args, **(kwargs or {}))
                 session.after_setting_grad(args[0])
                 return None
+            elif func is torch.autograd.grad:
+                session.refuse_gradients(*args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)
         if name is None:
             return func(*args, **(kwargs or {}))

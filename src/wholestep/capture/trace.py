@@ -20,6 +20,7 @@ from wholestep._torch_compat import (
     SCALER_UNSCALE,
     FakeTensorMode,
     generator_key,
+    is_dtensor,
     local_of,
     new_fake_mode,
     without_modes,
@@ -52,6 +53,7 @@ from wholestep.errors import (
     OptimizerClosureError,
     RandomStateError,
     SideEffectError,
+    UnsupportedError,
     WholestepError,
 )
 from wholestep.ir.signature import InputKind
@@ -147,6 +149,8 @@ class Capture:
         rng = RandomState(self.world)
         try:
             self._build_inputs()
+            if self.options.parallel is None:
+                self._refuse_shards()
             if self.options.hooks == "refuse":
                 refuse_hooks(self.world, self.table.parameters, plan_hooks(self.world))
             with self._swapped():
@@ -157,6 +161,15 @@ class Capture:
         finally:
             rng.restore()
         return captured
+
+    def _refuse_shards(self) -> None:
+        for tracked in self.table.tracked.values():
+            if is_dtensor(tracked.real):
+                raise UnsupportedError(
+                    f"{tracked.slot.path} is a shard of a tensor (a DTensor), and this step has no plan.",
+                    fix="compile the step with the parallel= plan that the model was sharded by; for a model that "
+                    "something else sharded, start from the plain model.",
+                )
 
     def _begin_session(self) -> None:
         if self.options.parallel is not None:
@@ -262,6 +275,10 @@ class Capture:
                     self.session.finish()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise _mixed(location_of_exception(error)) from error
         self._refuse_changed_arguments(fake_args, fake_kwargs)
         rng.check_untouched()
         return result
@@ -520,3 +537,13 @@ def _identifier(path: str) -> str:
     while "__" in name:
         name = name.replace("__", "_")
     return name if name and not name[0].isdigit() else f"input_{name}"
+
+
+def _mixed(location: Location | None) -> UnsupportedError:
+    return UnsupportedError(
+        "an operator got a sharded parameter together with a plain tensor. Outside of a module's forward a parameter "
+        "is what this rank has of it.",
+        fix="move the computation into the forward of a module, where parameters are whole; or take the whole of it: "
+        "parameter.full_tensor().",
+        location=location,
+    )

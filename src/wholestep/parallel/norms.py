@@ -34,7 +34,11 @@ def total_norm(
         if is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements):
             grad = _reduced(grad)
         spec = spec_of(grad) if is_dtensor(grad) else None
-        key = None if spec is None else (spec.mesh, tuple(not (p.is_replicate() or p.is_partial()) for p in spec.placements))
+        key = (
+            None
+            if spec is None
+            else (spec.mesh, tuple(not (p.is_replicate() or p.is_partial()) for p in spec.placements))
+        )
         groups.setdefault(key, []).append(local_of(grad))
     totals = []
     for key, members in groups.items():
@@ -65,6 +69,14 @@ def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Any) -> 
         return emit.all_reduce(norm, axis, "sum")
     found: Tensor = emit.all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
     return found
+
+
+def _sharding(grad: Tensor) -> Any:
+    """The mesh of a gradient and along which of its axes it is sharded; None for a plain tensor."""
+    if not is_dtensor(grad):
+        return None
+    spec = spec_of(grad)
+    return spec.mesh, tuple(not (p.is_replicate() or p.is_partial()) for p in spec.placements)
 
 
 def _reduced(grad: Any) -> Any:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import is_dtensor, pytree
+from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
+from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import update_node_meta
 from wholestep.ir.signature import InputKind
 from wholestep.parallel.axes import axes_of
@@ -49,6 +51,7 @@ class Session:
             if id(tracked.fake) not in self._sharded:
                 wholes.append(Whole(tracked.fake, tracked.slot.path))
         self._recorder = recorder
+        self._paths = {id(t.fake): t.slot.path for t in table.parameters}
         self._buffers = [tracked for slot, tracked in table.module_slots if slot.kind is InputKind.BUFFER]
         self._reducer = Reducer(plan, recorder, wholes)
         self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
@@ -120,6 +123,17 @@ class Session:
 
     def after_setting_grad(self, tensor: Any) -> None:
         self._reducer.replaced(tensor)
+
+    def refuse_gradients(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """`torch.autograd.grad` of parameters goes past the reduction."""
+        for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
+            path = self._paths.get(id(tensor))
+            if path is not None:
+                raise UnsupportedError(
+                    f"torch.autograd.grad takes the gradient of {path}, which would be this rank's alone.",
+                    fix="use loss.backward() and read .grad, which is reduced over all ranks.",
+                    location=user_location(),
+                )
 
     def finish(self) -> None:
         """The step's code has run."""
