@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from wholestep._torch_compat import is_dtensor, local_of, spec_of
-from wholestep.parallel.axes import axes_of
+from wholestep.parallel.axes import Axis, axes_of
 from wholestep.parallel.collectives import Collectives
 
 Norm = Callable[..., Tensor]
@@ -42,16 +42,20 @@ def total_norm(
         groups.setdefault(key, []).append(local_of(grad))
     totals = []
     for key, members in groups.items():
-        norm: Tensor = original(members, norm_type, *args, **kwargs)
-        if key is not None:
-            mesh, sharded = key
-            for axis, is_sharded in zip(axes_of(mesh), sharded, strict=True):
-                if is_sharded and axis.size > 1:
-                    norm = _over_axis(emit, norm, norm_type, axis)
+        mesh, sharded = key or (None, ())
+        axes = [a for a, is_sharded in zip(axes_of(mesh) if mesh else (), sharded, strict=True) if is_sharded]
+        axes = [axis for axis in axes if axis.size > 1]
+        if axes and norm_type == 0:
+            totals.append(_nonzero_tensors(emit, members, axes))
+            continue
+        norm = _norm_here(original, members, norm_type, *args, **kwargs)
+        for axis in axes:
+            norm = _over_axis(emit, norm, norm_type, axis)
         totals.append(norm)
     if len(totals) == 1:
         return totals[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    together = torch.stack(totals)
+    total: Tensor = together.sum() if norm_type == 0 else torch.linalg.vector_norm(together, norm_type)
     return total
 
 
@@ -62,11 +66,30 @@ def scale_by_norm(original: Callable[..., None], parameters: Any, *args: Any, **
     original([SimpleNamespace(grad=None if g is None else local_of(g)) for g in grads], *args, **kwargs)
 
 
-def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Any) -> Tensor:
+def _norm_here(original: Norm, members: list[Tensor], norm_type: float, *args: Any, **kwargs: Any) -> Tensor:
+    """The norm of what this rank has. A rank without rows of any parameter has nothing to compare."""
+    if not math.isinf(norm_type):
+        return original(members, norm_type, *args, **kwargs)
+    some = [m for m in members if m.numel()]
+    return (
+        original(some, norm_type, *args, **kwargs)
+        if some
+        else members[0].new_full((), 0 if norm_type > 0 else math.inf)
+    )
+
+
+def _nonzero_tensors(emit: Collectives, members: list[Tensor], axes: list[Axis]) -> Tensor:
+    """torch's norm of order 0 of all gradients: how many of them have an element that is not 0."""
+    counts = torch.stack([torch.linalg.vector_norm(m, 0) for m in members])
+    for axis in axes:
+        counts = emit.all_reduce(counts, axis, "sum")
+    found: Tensor = torch.linalg.vector_norm(counts, 0)
+    return found
+
+
+def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Axis) -> Tensor:
     if math.isinf(norm_type):
         return emit.all_reduce(norm, axis, "max" if norm_type > 0 else "min")
-    if norm_type == 0:
-        return emit.all_reduce(norm, axis, "sum")
     found: Tensor = emit.all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
     return found
 
