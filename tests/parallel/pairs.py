@@ -237,8 +237,9 @@ def all_of(check: Callable[[Case], list[str]], cases: Iterable[Case], ranks: int
                 said[case.name] = lines[:8]
         return said
 
-    said = run_ranks(code, ranks, deadline=deadline)
-    text = [
-        f"{name} (rank {rank}): {line}" for rank, of in enumerate(said) for name, lines in of.items() for line in lines
-    ]
-    assert not text, "\n" + "\n".join(text)
+    said: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(run_ranks(code, ranks, deadline=deadline)):
+        for name, lines in of_rank.items():
+            for line in lines:
+                said.setdefault(f"{name}: {line}", []).append(rank)
+    assert not said, "\n" + "\n".join(f"{line}  (ranks {who})" for line, who in said.items())

@@ -39,15 +39,14 @@ class Collectives:
         whole = self._call(_comm.all_gather_into_tensor.default, padded, (axis.size, axis.group), shape)
         return whole if shape[0] == rows else whole.narrow(0, 0, rows)
 
-    def scatter_rows(self, whole: Tensor, axis: Axis, op: str, own_rows: int) -> Tensor:
-        """This rank's rows of the sum (or mean) over the axis."""
+    def scatter_rows(self, whole: Tensor, axis: Axis, op: str) -> Tensor:
+        """This rank's rows of the sum (or mean) over the axis: as many on every rank, the last ones padded."""
         if axis.size == 1:
             return whole
         each = rows_per_rank(whole.shape[0], axis.size)
         padded = _pad_rows(whole, each * axis.size)
         shape = (each, *padded.shape[1:])
-        mine = self._call(_comm.reduce_scatter_tensor.default, padded, (op, axis.size, axis.group), shape)
-        return mine if each == own_rows else mine.narrow(0, 0, own_rows)
+        return self._call(_comm.reduce_scatter_tensor.default, padded, (op, axis.size, axis.group), shape)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Tensor:
         """The sum, mean or maximum over the axis, the same on all its ranks."""

@@ -138,9 +138,11 @@ class Reducer:
             grad = grad / before
         *outer, last = plan.axes
         emit = self._collectives
-        grad = emit.all_reduce(grad, last, op) if rows is None else emit.scatter_rows(grad, last, op, rows)
+        grad = emit.all_reduce(grad, last, op) if rows is None else emit.scatter_rows(grad, last, op)
         for axis in outer:
             grad = emit.all_reduce(grad, axis, op)
+        if rows is not None and grad.shape[0] != rows:
+            grad = grad.narrow(0, 0, rows)
         if after != 1:
             grad = grad / after
         return grad if grad.dtype == final else grad.to(final)
