@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.trace import is_tracing, place_models, trace_step
+from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
@@ -60,7 +60,7 @@ class CompiledStep(Generic[P, R]):
         self._symbolic_numbers: frozenset[str] = frozenset()
         self._warned = False
         plan = options.parallel
-        self._ranks = None if plan is None else Ranks(self._name, plan.deadline, plan.allows_ragged)
+        self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
 
     @property
     def __wholestep_function__(self) -> Callable[P, R]:
@@ -95,7 +95,12 @@ class CompiledStep(Generic[P, R]):
             entry, state = found or self._capture(fn, args, kwargs, leaves, structure)
             return entry.run(state, leaves)
         if found is None:
+            assert self.options.parallel is not None
             with self._ranks.compiling(self._calls):
+                placing = find_models(fn, args, kwargs, self.options.parallel)
+            self._ranks.agree_on_models(self._calls, placing.lines())
+            with self._ranks.compiling(self._calls):
+                placing.run()
                 found = self._capture(fn, args, kwargs, leaves, structure)
             self._ranks.agree(self._calls, found[0])
         entry, state = found
@@ -224,7 +229,10 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
         options = step.options
     elif isinstance(step, _BoundStep):
         options = step._step.options
-    return _trace(getattr(step, "__wholestep_function__", step), args, kwargs, options).step_graph
+    function = getattr(step, "__wholestep_function__", step)
+    if options.parallel is not None:
+        find_models(function, args, kwargs, options.parallel).run()
+    return _trace(function, args, kwargs, options).step_graph
 
 
 def _trace(
@@ -234,9 +242,7 @@ def _trace(
     options: Options,
     symbolic_numbers: frozenset[str] = frozenset(),
 ) -> Captured:
-    """Place the models where the plan wants them, capture, and check the graph."""
-    if options.parallel is not None:
-        place_models(fn, args, kwargs, options.parallel)
+    """Capture, merge equal communication, and check the graph."""
     captured = trace_step(fn, args, kwargs, options, symbolic_numbers)
     dedup_collectives(captured.step_graph.gm)
     drop_dead_collectives(captured.step_graph.gm)

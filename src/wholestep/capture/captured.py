@@ -82,8 +82,6 @@ class Captured:
     containers: list[tuple[Any, str, Any]] = field(default_factory=list)
     """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
-    ragged: bool = False
-    """Ranks may run graphs of other local shapes; what they communicate is the same."""
     seconds: float = 0.0
 
     def release_batch(self) -> None:

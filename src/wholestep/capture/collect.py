@@ -131,7 +131,6 @@ class _Collector:
             class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
             containers=[(c, path, contents) for c, path, contents in capture.contents if self._may_read(path)],
             modules=list(capture.world.modules.items()),
-            ragged=capture.session is not None and capture.session.ragged,
         )
 
     # The user's result.

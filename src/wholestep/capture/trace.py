@@ -58,7 +58,7 @@ from wholestep.errors import (
 )
 from wholestep.ir.signature import InputKind
 from wholestep.options import Options
-from wholestep.parallel.place import place, plan_hooks, sharding_hooks
+from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
 from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
 
@@ -87,10 +87,10 @@ def trace_step(
     return captured
 
 
-def place_models(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> None:
-    """Put the models and optimizers of a step into the form of a plan, if they are not yet."""
+def find_models(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Placing:
+    """The models and optimizers of a step that are not yet in the form of a plan."""
     flat = flatten((args, kwargs))
-    place(plan, discover(fn, zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)))
+    return Placing(plan, discover(fn, zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)))
 
 
 class Capture:

@@ -86,16 +86,36 @@ def sharding_hooks(world: World) -> list[tuple[dict[Any, Any], Any]]:
     return found
 
 
-def place(plan: Plan, world: World) -> None:
-    """Every model that a step works on; a second call for the same plan does nothing."""
-    for model, path in _roots(world):
-        done = _placements.get(model)
-        if done is not None:
-            _check_same(plan, done.plan, path)
-            continue
-        _refuse_wrapped(model, path)
-        check_device(plan.mesh, model, path)
-        _placements[model] = _place_model(plan, model, path, world)
+class Placing:
+    """The models of a step that are not yet in the form of a plan. All is checked; nothing is changed before `run`."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._plan = plan
+        self._world = world
+        self._todo: list[tuple[nn.Module, str, dict[str, Any], list[str]]] = []
+        for model, path in _roots(world):
+            done = _placements.get(model)
+            if done is not None:
+                _check_same(plan, done.plan, path)
+                continue
+            _refuse_wrapped(model, path)
+            check_device(plan.mesh, model, path)
+            self._todo.append((model, path, _matched_plan(plan, model, path), _units(plan, model, path)))
+
+    def lines(self) -> list[str]:
+        """What is to be done, for ranks to compare; empty if nothing is."""
+        tensors = [line for model, path, _, _ in self._todo for line in _describe(model, path)]
+        return [self._plan.describe(), *tensors] if tensors else []
+
+    def run(self) -> None:
+        """Place them. Communicates."""
+        for model, _, tensor_plan, units in self._todo:
+            _placements[model] = _place_model(self._plan, model, tensor_plan, units, self._world)
+
+
+def _describe(model: nn.Module, path: str) -> list[str]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [f"{path}.{name}: {t.dtype} {list(t.shape)}{' frozen' * (not t.requires_grad)}" for name, t in tensors]
 
 
 def _roots(world: World) -> list[tuple[nn.Module, str]]:
@@ -130,10 +150,10 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
             )
 
 
-def _place_model(plan: Plan, model: nn.Module, path: str, world: World) -> Placement:
+def _place_model(
+    plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str], world: World
+) -> Placement:
     placement = Placement(plan)
-    tensor_plan = _matched_plan(plan, model, path)
-    units = _units(plan, model, path)
     if plan.broadcast:
         _broadcast(plan, model)
     before = dict(model.named_parameters(remove_duplicate=False))

@@ -10,7 +10,7 @@ tracing) makes the reads and the gradients of that form into nodes of the graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,15 +86,21 @@ class Plan:
         return axes_of(self.mesh)
 
     @property
-    def allows_ragged(self) -> bool:
-        """Whether ranks may have batches of different shapes: gradients are of the parameters' shapes on all."""
-        return True
-
-    @property
     def ranks(self) -> int:
         """How many ranks see different data."""
         size: int = self.mesh.size()
         return size
+
+    def describe(self) -> str:
+        """The plan in words that are the same on all ranks."""
+        axes = [f"{axis.name}={axis.size}" for axis in self.axes]
+        if self.tensor_parallel is not None:
+            mesh, styles = self.tensor_parallel
+            axes += [f"{axis.name}={axis.size}" for axis in axes_of(mesh)]
+            axes += [f"{path}: {type(style).__name__}" for path, style in styles.items()]
+        hidden = ("mesh", "tensor_parallel", "reduces")
+        options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in hidden]
+        return f"{type(self).__name__}({', '.join(axes + options)})"
 
     def no_sync(self) -> Self:
         """The same plan for a step that does not reduce gradients: they add up on each rank until a step reduces."""

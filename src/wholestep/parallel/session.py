@@ -55,14 +55,6 @@ class Session:
         self._buffers = [tracked for slot, tracked in table.module_slots if slot.kind is InputKind.BUFFER]
         self._reducer = Reducer(plan, recorder, wholes)
         self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
-        self.ragged = self._is_ragged()
-
-    def _is_ragged(self) -> bool:
-        """Whether ranks have shards of different sizes, so that their graphs differ in more than communication."""
-        if not isinstance(self._plan, FullyShard):
-            return False
-        size = self._plan.shard_axis.size
-        return any(param.form.shape[0] % size for param in self._sharded.values())
 
     def axis_names(self) -> dict[str, str]:
         """Names of axes by the groups of this rank."""

@@ -4,8 +4,8 @@ Every rank writes a record of its graph for (step, call) and waits for the recor
 their graph before (a cache hit there, a capture here) are answered for by their watchdog. Then all ranks have the same
 records in hand, and each comes to the same conclusion by itself:
 
-    all collectives the same, and all graphs that are not ragged the same   every rank runs
-    otherwise                                                               every rank raises, with the first difference
+    all collectives the same, and graphs for the same shapes the same   every rank runs
+    otherwise                                                           every rank raises, with the first difference
 
 A rank that does not come is given up after `deadline` seconds without a sign that it compiles. The first rank that
 decides, decides for all (`verdict`): no rank starts while another gives up.
@@ -21,7 +21,7 @@ from typing import Any
 from wholestep.errors import DesyncError, PeerFailedError
 from wholestep.runtime.board import Board, StoreGoneError
 from wholestep.runtime.channel import DEADLINE, Channel
-from wholestep.runtime.digest import GraphDigest, Line, digest_of, first_difference
+from wholestep.runtime.digest import GraphDigest, Line, LinesDigest, digest_of, first_difference
 from wholestep.runtime.failure import DESYNC_FIX, Failure, Kind, as_error
 from wholestep.runtime.peers import Position, State
 from wholestep.runtime.rounds import RoundKeys, record_of
@@ -42,7 +42,7 @@ class Agreement:
         self._step = step
         self._deadline = deadline
 
-    def agree(self, call: int, digest: GraphDigest) -> None:
+    def agree(self, call: int, digest: GraphDigest | LinesDigest) -> None:
         """Return once all ranks are about to run (or already run) graphs that fit; raises on every rank otherwise."""
         channel = self._channel
         channel.watchdog.answers.agreed.append((self._step, call))
@@ -60,7 +60,7 @@ class Agreement:
 class _Round:
     """One round; polled by the watchdog."""
 
-    def __init__(self, channel: Channel, keys: RoundKeys, digest: GraphDigest, deadline: float) -> None:
+    def __init__(self, channel: Channel, keys: RoundKeys, digest: GraphDigest | LinesDigest, deadline: float) -> None:
         self.outcome: DesyncError | PeerFailedError | None = None
         self._channel = channel
         self._watchdog = channel.watchdog
@@ -160,9 +160,10 @@ class _Round:
         return self._digest.nodes() if self._by_nodes() else self._digest.communications()
 
     def _by_nodes(self) -> bool:
-        """Whether whole graphs are compared: none of the two is ragged or was answered for."""
+        """Whether whole graphs are compared: both are for the same shapes, and none was answered for."""
         assert self._pair is not None
-        return all(_is_strict(self._records[side[0]]) for side in self._pair)
+        left, right = (self._records[side[0]] for side in self._pair)
+        return _is_strict(left) and _is_strict(right) and left["ragged"] == right["ragged"]
 
     def _is_first(self) -> bool:
         """Whether this is the lowest of the ranks that take part: it speaks for all."""
@@ -192,12 +193,12 @@ class _Round:
 def difference(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]] | None:
     """The ranks with the most common graph and those with the next, where ranks may not run together; else None."""
     by_communication: dict[str, list[int]] = defaultdict(list)
-    by_graph: dict[str, list[int]] = defaultdict(list)
+    by_graph: dict[Any, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, record in enumerate(records):
         by_communication[record["communication"]].append(rank)
         if _is_strict(record):
-            by_graph[record["fingerprint"]].append(rank)
-    for sides in (by_graph, by_communication):
+            by_graph[record["ragged"]][record["fingerprint"]].append(rank)
+    for sides in (*by_graph.values(), by_communication):
         if len(sides) > 1:
             first, second, *_ = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
             return first, second
@@ -205,7 +206,7 @@ def difference(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]
 
 
 def _is_strict(record: dict[str, Any]) -> bool:
-    return "fingerprint" in record and not record["ragged"]
+    return "fingerprint" in record and record["ragged"] is not True
 
 
 def _describe(

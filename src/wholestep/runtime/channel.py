@@ -181,6 +181,8 @@ class Channel:
 
     def _error(self, failure: Failure, node: str = "") -> DesyncError | PeerFailedError:
         watchdog = self.watchdog
+        if watchdog.broken is not None:
+            watchdog.aborted.wait(_POST_SECONDS)  # whoever catches the error may destroy the groups
         return as_error(failure, self.rank, node, watchdog.broken is not None, watchdog.recording)
 
     def _explain(self, error: BaseException, position: Position) -> DesyncError | PeerFailedError | None:

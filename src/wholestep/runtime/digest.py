@@ -24,7 +24,7 @@ Line = tuple[str, str]
 class GraphDigest:
     """The hashes of one graph. The graph must not change afterwards."""
 
-    def __init__(self, gm: fx.GraphModule, signature: Signature, ragged: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, signature: Signature, ragged: bool | str) -> None:
         self._gm = gm
         self._signature = signature
         self._communication = communication(gm, signature)
@@ -33,7 +33,8 @@ class GraphDigest:
         self.communication = _hash("\n".join(each.digest for each in self._communication))
         """Of its collectives only, in order."""
         self.ragged = ragged
-        """Whether batches may differ in shape between ranks: then only the communication has to be the same."""
+        """Which graphs must be the same as a whole: all (False), none (True), or those with the same word here. Of
+        the others only the communication has to be the same."""
 
     def communications(self) -> list[Line]:
         """One line per collective."""
@@ -46,7 +47,29 @@ class GraphDigest:
         return lines + [(_hash(text)[:_SHORT], text[:_TEXT]) for text in _signature_lines(self._signature)]
 
 
-def digest_of(gm: fx.GraphModule, signature: Signature, ragged: bool) -> GraphDigest:
+class LinesDigest:
+    """What ranks must have in common that is no graph: lines of text."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines: list[Line] = [(_hash(line)[:_SHORT], line[:_TEXT]) for line in lines]
+        self.fingerprint = self.communication = _hash("\n".join(lines))
+        self.ragged: bool | str = False
+
+    def communications(self) -> list[Line]:
+        """All lines."""
+        return self._lines
+
+    def nodes(self) -> list[Line]:
+        """All lines."""
+        return self._lines
+
+
+def local_shapes(signature: Signature) -> str:
+    """A word for the shapes that a rank has: of its batch and of its shards."""
+    return _hash(repr([spec.tensor.shape for spec in signature.inputs if spec.tensor is not None]))[:_SHORT]
+
+
+def digest_of(gm: fx.GraphModule, signature: Signature, ragged: bool | str) -> GraphDigest:
     """What this rank shows of a graph. Costs three walks."""
     return GraphDigest(gm, signature, ragged)
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from wholestep.runtime.agreement import Agreement
 from wholestep.runtime.channel import Channel
-from wholestep.runtime.digest import GraphDigest, digest_of
+from wholestep.runtime.digest import GraphDigest, LinesDigest, digest_of, local_shapes
 from wholestep.runtime.executor import Entry
 
 _steps: dict[str, itertools.count[int]] = {}
@@ -21,12 +21,11 @@ _nothing = nullcontext()
 class Ranks:
     """The side of one compiled step that talks to other ranks."""
 
-    def __init__(self, name: str, deadline: float, ragged: bool) -> None:
+    def __init__(self, name: str, deadline: float) -> None:
         number = next(_steps.setdefault(name, itertools.count()))
         self._step = f"{name}#{number}" if number else name
         """The same on all ranks, which make their steps in the same order."""
         self._deadline = deadline
-        self._ragged = ragged
         self._digests: WeakKeyDictionary[Entry, GraphDigest] = WeakKeyDictionary()
 
     def compiling(self, call: int) -> AbstractContextManager[None]:
@@ -34,13 +33,21 @@ class Ranks:
         channel = Channel.current()
         return _nothing if channel is None else channel.compiling(self._step, call)
 
+    def agree_on_models(self, call: int, lines: list[str]) -> None:
+        """Before parameters are sent around: all ranks place the same models by the same plan."""
+        channel = Channel.current()
+        if channel is not None and lines:
+            channel.deadline = self._deadline
+            place = f"{self._step}, placing its models"
+            Agreement(channel, place, self._deadline).agree(call, LinesDigest(lines))
+
     def agree(self, call: int, entry: Entry) -> None:
         """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same."""
         channel = Channel.current()
         if channel is None:
             return
         graph = entry.step_graph
-        digest = digest_of(graph.gm, graph.signature, self._ragged or entry.captured.ragged)
+        digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature))
         self._digests[entry] = digest
         channel.deadline = self._deadline
         Agreement(channel, self._step, self._deadline).agree(call, digest)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholestep.runtime.board import Board
-from wholestep.runtime.digest import GraphDigest
+from wholestep.runtime.digest import GraphDigest, LinesDigest
 
 _MOST_CALLS = 1024
 _MOST_QUESTIONS = 256
@@ -52,7 +52,7 @@ class RoundKeys:
         return [*each, *(self.of(name) for name in ("count", "verdict", "asked", "done"))]
 
 
-def record_of(digest: GraphDigest) -> dict[str, Any]:
+def record_of(digest: GraphDigest | LinesDigest) -> dict[str, Any]:
     """The record of a rank that runs a graph for the first time."""
     return {"fingerprint": digest.fingerprint, "communication": digest.communication, "ragged": digest.ragged}
 

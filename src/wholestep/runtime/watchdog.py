@@ -56,6 +56,8 @@ class Watchdog(threading.Thread):
         """What other ranks (and this one) posted; the thread that runs steps looks only at whether there is any."""
         self.broken: Failure | None = None
         """Why the process groups of this rank were aborted."""
+        self.aborted = threading.Event()
+        """They are; an abort of NCCL takes a second or two."""
         self.recording = ""
         """Where the flight recorder's dump is."""
         self.store_gone = ""
@@ -135,6 +137,7 @@ class Watchdog(threading.Thread):
             abort_groups(self._listeners)
         except (OSError, RuntimeError):
             log.exception("a process group could not be aborted; its collectives end with the backend's time-out")
+        self.aborted.set()
         self._guarded(self._write_beat)
 
     def lost(self, rank: int, position: Position, silence: float) -> Failure | None:
