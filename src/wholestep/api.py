@@ -155,7 +155,11 @@ class CompiledStep(Generic[P, R]):
 
     @property
     def _name(self) -> str:
-        return self.options.name or getattr(self._fn, "__qualname__", repr(self._fn))
+        """The same in every process: no address of an object."""
+        fn: Any = self._fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return self.options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
     def _warn_if_many(self) -> None:
         if len(self.recompiles) > self.options.max_recompiles and not self._warned:
