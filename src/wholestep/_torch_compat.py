@@ -599,11 +599,7 @@ def abort_nccl() -> None:
 
     All within one NCCL group: else the aborts of several communicators can wait for each other (pytorch issue 119797).
     """
-    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
-    cuda = torch.device("cuda")
-    groups = [group for group in group_names() if cuda in group._device_types]
-    backends = [group._get_backend(cuda) for group in groups]
-    backends = [backend for backend in backends if kind is not None and isinstance(backend, kind)]
+    backends = _nccl_backends()
     if not backends:
         return
     backends[0]._group_start()
@@ -612,14 +608,22 @@ def abort_nccl() -> None:
     backends[0]._group_end()
 
 
+def _nccl_backends() -> list[Any]:
+    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    cuda = torch.device("cuda")
+    backends = [group._get_backend(cuda) for group in group_names() if cuda in group._device_types]
+    return [backend for backend in backends if kind is not None and isinstance(backend, kind)]
+
+
 def flight_recording() -> bytes | None:
     """What torch's flight recorder holds, as its own tools read it; None where it is off. 2.11, 2.13.
 
-    `_dump_fr_trace`. Filled by NCCL, and by gloo from 2.13.
+    NCCL has a recorder of its own (`_dump_nccl_trace`); the other one (`_dump_fr_trace`) records gloo.
     """
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"))) <= 0:
         return None
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    name = "_dump_nccl_trace" if _nccl_backends() else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name, None)
     return None if dump is None else bytes(dump())
 
 

@@ -320,7 +320,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_graph_is_named():
     assert set(caught.value.results) == {0, 2}
     for text in caught.value.results.values():
         assert "PeerFailedError: [WS-PEER-FAILED] Rank 1 died or hangs" in text
-        assert "it compiles call 1 of train_step" in text
+        assert "(compiles call 1 of train_step; last sign of life" in text
 
 
 def test_the_store_does_not_grow_with_calls():

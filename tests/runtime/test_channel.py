@@ -269,6 +269,7 @@ def test_a_stopped_rank_counts_as_dead_after_the_deadline_even_if_no_connection_
         def step() -> None:
             with here.running("step", 1):
                 if rank == 1:
+                    time.sleep(1)  # the others are told where it is
                     os.kill(os.getpid(), signal.SIGSTOP)
                 reduce()
 
@@ -278,7 +279,7 @@ def test_a_stopped_rank_counts_as_dead_after_the_deadline_even_if_no_connection_
         return text
 
     texts = run_ranks(code, 2, deadline=40)
-    assert "Rank 1 died or hangs: its last sign of life came" in texts[0]
+    assert "Rank 1 died or hangs (runs call 1 of step; last sign of life" in texts[0]
     assert "WS-PEER-FAILED" in texts[1]
 
 

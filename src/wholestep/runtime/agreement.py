@@ -104,6 +104,8 @@ class _Round:
         if verdict == "go":
             return False  # the last rank came at this moment
         board.remove([self._keys.record(self._channel.rank), *self._events])
+        if verdict == failed.write() and failed not in self._watchdog.failures:
+            self._watchdog.post(failed)  # ranks that run a graph they know do not look at the verdict
         return self._stop(Failure.read(verdict))
 
     def _ask(self, board: Board) -> None:
@@ -136,9 +138,6 @@ class _Round:
         return Failure(Kind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
 
     def _stop(self, failure: Failure) -> bool:
-        # Ranks that run a graph they know do not look at the verdict: they learn it as an event.
-        if failure.kind is not Kind.RAISED and failure not in self._watchdog.failures:
-            self._watchdog.post(failure)
         self.outcome = as_error(failure, self._channel.rank, aborted=self._watchdog.broken is not None)
         return True
 

@@ -153,8 +153,7 @@ class Watchdog(threading.Thread):
             passed = there.step == position.step and there.call >= position.call
             return None if passed else Failure(Kind.LEFT, rank, position.step, position.call, words)
         if self.peers.silent_for(rank) > silence:
-            text = f"died or hangs: its last sign of life came {self.peers.silent_for(rank):.1f} s ago; it {words}"
-            return Failure(Kind.DIED, rank, position.step, position.call, text)
+            return Failure(Kind.DIED, rank, position.step, position.call, f"died or hangs ({words})")
         return None
 
     def _guarded(self, action: Callable[[], None]) -> None:
