@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+RANKS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.stamp
 .PHONY: help env demo test lint format unit bench clean
 
 help:
-	@echo "make demo    train a small GPT, eager and wholestep side by side"
+	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
 	@echo "make test    lint, type-check and test everything"
 	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
@@ -28,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo_ranks.py $(RANK_ARGS)
 
 test: lint unit
 

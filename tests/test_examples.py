@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +15,36 @@ import demo
 import wholestep as ws
 from wholestep.errors import all_error_types
 
-PAGES = Path(__file__).parents[1] / "docs" / "errors"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "errors"
+SMALL = "--steps 4 --layers 1 --heads 2 --width 16 --context 8 --batch 2"
 NOT_RAISED_THEMSELVES = {"WS-ERROR", "WS-CAPTURE"}
 CODES = [cls.code for cls in all_error_types() if cls.__module__.startswith("wholestep.")]
 
 
 def test_the_demo_ends_with_two_equal_runs(capsys):
-    small = "--steps 4 --layers 1 --heads 2 --width 16 --context 8 --batch 2 --sample 5 --device cpu"
-    assert demo.main(small.split()) == 0
+    assert demo.main(f"{SMALL} --sample 5 --device cpu".split()) == 0
     assert "equal to the bit" in capsys.readouterr().out
+
+
+def demo_on_two_ranks(arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(ROOT / "examples" / "demo_ranks.py"), *arguments.split()]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_demo_on_two_ranks_ends_with_equal_runs_and_shows_them_once():
+    done = demo_on_two_ranks(f"{SMALL} --shard-steps 3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal to the bit") >= 2
+    assert done.stdout.count("training ") == done.stdout.count("capture time") == 2  # one rank shows both pairs
+
+
+def test_the_demo_on_two_ranks_fails_with_the_error_of_a_rank():
+    done = demo_on_two_ranks(f"{SMALL} --heads 3")
+    assert done.returncode != 0
+    assert "RuntimeError: shape" in done.stderr
 
 
 @pytest.mark.parametrize("code", sorted(set(CODES) - NOT_RAISED_THEMSELVES))
