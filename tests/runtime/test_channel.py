@@ -375,6 +375,23 @@ def test_other_connections_of_the_process_are_left_alone():
     assert run_ranks(code, 2, deadline=30) == [b"still here"] * 2
 
 
+def test_an_error_after_the_step_destroyed_its_own_group_is_raised_unchanged(tmp_path: Path):
+    def code(rank: int) -> str:
+        here = channel()
+
+        def step() -> None:
+            with here.running("step", 1):
+                dist.destroy_process_group()
+                here.watchdog.join(10)
+                raise RuntimeError("connection lost")
+
+        text = str(error_of(step))
+        dist.init_process_group("gloo", f"file://{tmp_path}/again", rank=rank, world_size=2)
+        return text
+
+    assert run_ranks(code, 2, deadline=30) == ["connection lost"] * 2
+
+
 def test_the_flight_recorder_is_written_where_it_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_rank_"))

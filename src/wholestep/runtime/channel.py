@@ -187,8 +187,8 @@ class Channel:
 
     def _explain(self, error: BaseException, position: Position) -> DesyncError | PeerFailedError | None:
         """What an error of a step becomes; None if it is this rank's own, which is then posted."""
-        if isinstance(error, DesyncError | PeerFailedError):
-            return None
+        if isinstance(error, DesyncError | PeerFailedError) or not self._is_current():
+            return None  # the latter: the step destroyed the group itself
         watchdog = self.watchdog
         if position.state is State.RUNNING and _is_communication(error):
             if watchdog.broken is None:
@@ -215,8 +215,13 @@ class Channel:
             self.watchdog.break_groups(failure)
             return True
 
-        if self.watchdog.broken is None:
+        if self.watchdog.broken is not None:
+            return
+        try:
             self.perform(Job(poll), _POST_SECONDS)
+        except StoreGoneError as error:  # the watchdog has ended, or hangs in the store
+            self.watchdog.store_gone = str(error)
+            self.watchdog.break_groups(failure)
 
 
 class _Phase(AbstractContextManager[None]):
@@ -228,7 +233,8 @@ class _Phase(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         channel, position = self._channel, self._position
-        if channel.watchdog.failures:
+        # A rank that compiles may have the same error itself, and its own words are better.
+        if channel.watchdog.failures and position.state is not State.COMPILING:
             error = channel.failure_at(position.step, position.call)
             if error is not None:
                 raise error
