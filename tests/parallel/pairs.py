@@ -11,6 +11,7 @@ Nothing is sent between the sides: each rank compares its own shards, bit for bi
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,9 @@ class Side:
     def run(self, i: int, *batch: Any) -> Frame:
         """One step; all that can be seen after it."""
         torch.manual_seed(SEED + i)
-        result = self.step(self.through, self.optimizer, *(batch or self.case.batch(i, dist.get_rank())))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+            result = self.step(self.through, self.optimizer, *(batch or self.case.batch(i, dist.get_rank())))
         self.results.append(result)
         frame = look(self.model, self.optimizer, f"call {i + 1}", result)
         self.case.after(i, self.optimizer)

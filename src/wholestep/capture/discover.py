@@ -29,7 +29,7 @@ from wholestep._torch_compat import generator_key
 from wholestep.capture.plain import CONTAINERS
 from wholestep.capture.plain import PLAIN as _PLAIN
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
-from wholestep.errors import UnsupportedError
+from wholestep.errors import WrappedError
 from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
@@ -223,9 +223,9 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
     kinds = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
     found = kinds & _WRAPPERS
     if found:
-        raise UnsupportedError(
+        raise WrappedError(
             f"{path} is a {found.pop()}, whose communication happens outside of the step's own code.",
-            fix="pass the plain module (wrapper.module).",
+            fix="pass the plain module (wrapper.module), and parallel=ws.Replicate(mesh) or ws.FullyShard(mesh).",
         )
 
 

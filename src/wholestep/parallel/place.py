@@ -241,6 +241,8 @@ def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Plac
         module = model.get_submodule(unit)
         if plan.gradient_divide_factor is not None or plan.reduce_op == "sum":
             module.set_gradient_divide_factor(plan.gradient_divide_factor or 1.0)  # type: ignore[operator]
+            if plan.mesh.device_type == "cpu":  # gloo has no sum of scaled addends, which eager steps would use
+                module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     for (module, name), key in names.items():
         now = module._parameters[name]
         if now is not None and id(now) != key and key in gathered:
