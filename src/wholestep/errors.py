@@ -230,6 +230,18 @@ class PeerFailedError(WholestepError, RuntimeError):
         self.call = call
 
 
+class PassOrderError(WholestepError, AssertionError):
+    """A pass was applied before what it needs, after what must follow it, or twice."""
+
+    code = "WS-PASS-ORDER"
+
+
+class PassError(WholestepError):
+    """A pass raised, or left a graph that breaks a rule or its own contract. The graph is as it was before the pass."""
+
+    code = "WS-PASS"
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 

@@ -27,6 +27,15 @@ def group_of(node: fx.Node) -> str | None:
     return found if isinstance(found, str) else getattr(found, "group_name", None)
 
 
+def group_size(node: fx.Node) -> int:
+    """How many ranks a node communicates with, itself included; 1 if nobody knows."""
+    stated = _argument(node, "group_size")
+    if type(stated) is int:
+        return stated
+    name = group_of(node)
+    return (process_group_size(name) if name is not None else 0) or 1
+
+
 def group_table(gm: fx.GraphModule, axis_of: Mapping[str, str] | None = None) -> tuple[GroupSpec, ...]:
     """The groups of a graph in the order of first appearance; `axis_of` knows the mesh axes of some names."""
     sizes: dict[str, int] = {}

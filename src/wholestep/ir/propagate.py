@@ -51,6 +51,24 @@ def propagate(gm: fx.GraphModule, fail: Fail) -> None:
             run.step(node)
 
 
+def fill_values(gm: fx.GraphModule) -> None:
+    """Give a `val` to each node that has none, from those of its inputs. Costs only those nodes."""
+    run: _Run | None = None
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or "val" in node.meta:
+            continue
+        if any("val" not in source.meta for source in node.all_input_nodes):
+            continue  # a graph without metadata stays one
+        if run is None:
+            env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
+            run = _Run(gm, FakeTensorMode(shape_env=env or ShapeEnv(), allow_non_fake_inputs=True), _refuse)
+        node.meta["val"] = run.value_of(node)
+
+
+def _refuse(node: fx.Node, what: str) -> NoReturn:
+    raise ValueError(what)
+
+
 class _Run:
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, fail: Fail) -> None:
         self._gm = gm
@@ -74,6 +92,13 @@ class _Run:
             self._values[node] = self._fake(recorded)
         else:
             self._values[node] = self._computed(node, recorded)
+
+    def value_of(self, node: fx.Node) -> Any:
+        """What a node gives, from the recorded values of its inputs."""
+        for source in node.all_input_nodes:
+            self._values[source] = self._fake(source.meta["val"])
+        with torch.no_grad():
+            return self._computed(node, None)
 
     def _is_given(self, node: fx.Node, recorded: Any) -> bool:
         if node.target in SIDE_EFFECTS or is_data_dependent(node.target):

@@ -25,7 +25,7 @@ from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.propagate import propagate
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.rng import get_rng_state
-from wholestep.ir.signature import TensorSpec
+from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph
 
 _COPY = torch.ops.aten.copy_.default
@@ -42,6 +42,17 @@ def verify(step_graph: StepGraph, level: int = 1) -> None:
         rule(graph)
     if level >= 2:
         propagate(step_graph.gm, graph.fail)
+
+
+def verify_bare(gm: fx.GraphModule, level: int = 1) -> None:
+    """Raise VerifyError if a graph without a signature is malformed or uses a collective before its wait."""
+    if level <= 0:
+        return
+    graph = _Graph(StepGraph(gm, Signature()))
+    for rule in (well_formed, collectives_waited):
+        rule(graph)
+    if level >= 2:
+        propagate(gm, graph.fail)
 
 
 class _Graph:

@@ -1,0 +1,150 @@
+"""What a pass promises, said where it is defined and checked whenever it runs.
+
+    @graph_optimization_pass(prerequisites=[comm_fusion_with_concat], numerics="exact")
+    def schedule_comm_wait(gm: fx.GraphModule) -> None: ...
+
+    schedule_comm_wait(gm)                          runs, as PyTorch's `_spmd` passes did
+    comm_fusion_with_concat(bucket_size_mb=25)      no graph: binds options, for `ws.compile(passes=[...])`
+
+Which passes ran is kept on each graph (`applied_passes`), never in the process: another graph starts anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from wholestep.errors import OptionError, PassOrderError
+
+Numerics = Literal["exact", "reassociates", "changes"]
+_NUMERICS = ("exact", "reassociates", "changes")
+_HISTORY = "wholestep_passes"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What must have run, what must not have, and what becomes of the numbers."""
+
+    name: str
+    prerequisites: tuple[str, ...] = ()
+    """Passes that must have run on the same graph."""
+    apply_after: tuple[str, ...] = ()
+    """Passes that must have run before, if they are used at all."""
+    numerics: Numerics = "exact"
+    """`exact`: the same bits; `reassociates`: the same sums in another order; `changes`: anything else."""
+    allow_rerun: bool = False
+
+
+class GraphPass:
+    """A function on graphs with its contract."""
+
+    def __init__(self, function: Callable[..., Any], contract: Contract) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.contract = contract
+        _contracts[contract.name] = contract
+
+    @property
+    def name(self) -> str:
+        """What messages, options and dumps call it."""
+        return self.contract.name
+
+    def __call__(self, *args: Any, allow_rerun: bool = False, **options: Any) -> Any:
+        """With a graph first: run. Otherwise: the pass with its options bound."""
+        from wholestep.passes.manager import apply_pass, is_graph
+
+        if args and is_graph(args[0]):
+            return apply_pass(self, args[0], args[1:], options, allow_rerun=allow_rerun)
+        return BoundPass(self, args, options, allow_rerun)
+
+    def __repr__(self) -> str:
+        return f"<pass {self.name}>"
+
+
+@dataclass(frozen=True)
+class BoundPass:
+    """A pass with its options, waiting for a graph."""
+
+    graph_pass: GraphPass
+    args: tuple[Any, ...] = ()
+    options: Any = None
+    allow_rerun: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the pass."""
+        return self.graph_pass.name
+
+    def __call__(self, gm: Any) -> Any:
+        """Run on a graph."""
+        return self.graph_pass(gm, *self.args, allow_rerun=self.allow_rerun, **(self.options or {}))
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in (self.options or {}).items())]
+        return f"{self.name}({', '.join(given)})"
+
+
+_contracts: dict[str, Contract] = {}
+"""By name, to say in a message which pass must come after which."""
+
+
+def graph_optimization_pass(
+    prerequisites: Iterable[Any] = (),
+    apply_after: Iterable[Any] = (),
+    *,
+    numerics: Numerics = "exact",
+    allow_rerun: bool = False,
+) -> Callable[[Callable[..., Any]], GraphPass]:
+    """Declare a pass. Prerequisites and `apply_after` are passes or their names."""
+    if numerics not in _NUMERICS:
+        raise OptionError(f"numerics={numerics!r}", fix=f"use one of {', '.join(_NUMERICS)}.")
+    before, after = tuple(map(_name, prerequisites)), tuple(map(_name, apply_after))
+
+    def declare(function: Callable[..., Any]) -> GraphPass:
+        name = getattr(function, "__name__", type(function).__name__)
+        return GraphPass(function, Contract(name, before, after, numerics, allow_rerun))
+
+    return declare
+
+
+def _name(given: Any) -> str:
+    return given if isinstance(given, str) else str(getattr(given, "name", getattr(given, "__name__", given)))
+
+
+def applied_passes(gm: fx.GraphModule) -> tuple[str, ...]:
+    """The passes that ran on a graph, in order."""
+    return tuple(gm.meta.get(_HISTORY, ()))
+
+
+def note_applied(gm: fx.GraphModule, name: str) -> None:
+    """A pass ran on a graph."""
+    gm.meta[_HISTORY] = (*applied_passes(gm), name)
+
+
+def check_order(contract: Contract, applied: tuple[str, ...], *, allow_rerun: bool = False) -> None:
+    """Raise PassOrderError if a pass may not run now on a graph with that history."""
+    name = contract.name
+    missing = [needed for needed in contract.prerequisites if needed not in applied]
+    if missing:
+        raise PassOrderError(
+            f"{', '.join(missing)} are the prerequisites of {name} and did not run on this graph.",
+            fix=f"apply {', '.join(missing)} first; so far: {', '.join(applied) or 'nothing'}.",
+        )
+    late = [done for done in applied if name in _known(done).apply_after]
+    if late:
+        raise PassOrderError(
+            f"{', '.join(late)} must be applied after {name}, and already ran on this graph.",
+            fix=f"apply {name} before {', '.join(late)}.",
+        )
+    if name in applied and not (contract.allow_rerun or allow_rerun):
+        raise PassOrderError(
+            f"{name} already ran on this graph.", fix=f"leave it out, or say {name}(gm, ..., allow_rerun=True)."
+        )
+
+
+def _known(name: str) -> Contract:
+    return _contracts.get(name, Contract(name))

@@ -1,0 +1,218 @@
+"""Run passes on a graph: order checked before, everything else after each one, and nothing left half done.
+
+After a pass: dead code goes (never a live wait), new nodes get their metadata, the signature follows renamed
+write-backs, and the verifier looks at the result. If anything is wrong the graph is what it was before the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import OpOverload
+from wholestep.errors import PassError, PassOrderError, WholestepError
+from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
+from wholestep.ir.propagate import fill_values
+from wholestep.ir.signature import Signature, WriteBack
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.verify import verify, verify_bare
+from wholestep.passes.contract import BoundPass, GraphPass, applied_passes, check_order, note_applied
+from wholestep.passes.dump import Dump, current_dump
+from wholestep.passes.replay import Replay
+
+log = logging.getLogger("wholestep.passes")
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def is_graph(value: Any) -> bool:
+    """Whether a pass runs on it at once."""
+    return isinstance(value, fx.GraphModule | StepGraph) or _iterates(value)
+
+
+def _iterates(value: Any) -> bool:
+    """Whether a value is an IterGraphModule: three graphs that are edited together."""
+    return isinstance(getattr(value, "main_gm", None), fx.GraphModule)
+
+
+def run_passes(
+    step_graph: StepGraph, passes: Iterable[GraphPass | BoundPass], *, level: int = 1, dump: Dump | None = None
+) -> None:
+    """Run passes in order on a StepGraph, each verified at a level."""
+    for each in passes:
+        bound = each if isinstance(each, BoundPass) else BoundPass(each)
+        apply_pass(
+            bound.graph_pass,
+            step_graph,
+            bound.args,
+            bound.options or {},
+            allow_rerun=bound.allow_rerun,
+            level=level,
+            dump=dump,
+        )
+
+
+def apply_pass(
+    graph_pass: GraphPass,
+    graph: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    allow_rerun: bool = False,
+    level: int = 1,
+    dump: Dump | None = None,
+) -> Any:
+    """Run one pass on a StepGraph, a bare graph module or an IterGraphModule; returns what it returns."""
+    application = _Application(graph_pass, graph, level, current_dump() if dump is None else dump)
+    return application.run(args, options, allow_rerun)
+
+
+class _Application:
+    def __init__(self, graph_pass: GraphPass, graph: Any, level: int, dump: Dump | None) -> None:
+        self._pass = graph_pass
+        self._step_graph = graph if isinstance(graph, StepGraph) else None
+        self._given = graph.gm if isinstance(graph, StepGraph) else graph
+        self._iterates = _iterates(graph)
+        self._gm: fx.GraphModule = self._given.main_gm if self._iterates else self._given
+        self._level = level
+        self._dump = dump
+
+    def run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
+        name, gm = self._pass.name, self._gm
+        check_order(self._pass.contract, applied_passes(gm), allow_rerun=allow_rerun)
+        started = time.perf_counter()
+        saved = None if self._iterates else _Saved(gm, self._step_graph)
+        replay = None
+        if self._level >= 3 and not self._iterates and self._pass.contract.numerics != "changes":
+            replay = Replay(gm)
+        try:
+            result = self._pass.function(self._given, *args, **options)
+            if isinstance(result, fx.GraphModule) and result is not gm:
+                gm.graph = result.graph
+                result = gm
+            self._tidy(gm)
+            self._check()
+            if replay is not None:
+                replay.compare(gm, self._pass.contract.numerics)
+        except PassOrderError:
+            raise
+        except Exception as error:
+            if saved is not None:
+                saved.restore()
+            if isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError):
+                raise  # bad arguments: the pass's own words
+            raise self._error(error) from error
+        note_applied(gm, name)
+        seconds = time.perf_counter() - started
+        log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
+        if self._dump is not None:
+            before = saved.graph_module() if saved is not None else None
+            self._dump.write(name, before, gm, self._signature(), seconds)
+        return result
+
+    def _tidy(self, gm: fx.GraphModule) -> None:
+        if self._iterates:
+            self._given.graph.lint()
+            self._given.recompile()
+            return
+        gm.graph.eliminate_dead_code(is_needed)
+        fill_values(gm)
+        _inherit_meta(gm.graph)
+        gm.recompile()
+
+    def _signature(self) -> Signature | None:
+        return None if self._step_graph is None else self._step_graph.signature
+
+    def _check(self) -> None:
+        if self._step_graph is not None:
+            graph = self._step_graph
+            graph.signature = _renamed_write_backs(graph)
+            verify(graph, min(self._level, 2))
+        elif not self._iterates:
+            verify_bare(self._gm, self._level)
+
+    def _error(self, error: Exception) -> PassError:
+        name = self._pass.name
+        if isinstance(error, WholestepError):
+            text = f"{name} left a graph that breaks a rule: {error.what}"
+            return PassError(
+                text,
+                fix=f"this is a fault of the pass; leave it out ({name}) and report it. {error.fix}".strip(),
+                node=error.node,
+                location=error.location,
+                around=error.around,
+            )
+        return PassError(
+            f"{name} raised {type(error).__name__}: {error}",
+            fix=f"this is a fault of the pass or of its options; the graph is as it was before {name}.",
+        )
+
+
+class _Saved:
+    """A graph as it was, to go back to."""
+
+    def __init__(self, gm: fx.GraphModule, step_graph: StepGraph | None) -> None:
+        self._gm = gm
+        self._meta = dict(gm.meta)
+        self._step_graph = step_graph
+        self._signature = None if step_graph is None else step_graph.signature
+        self._graph = copy_graph(gm.graph)
+
+    def graph_module(self) -> fx.GraphModule:
+        return fx.GraphModule(self._gm, self._graph)
+
+    def restore(self) -> None:
+        self._gm.graph = self._graph
+        self._gm.meta = self._meta
+        if self._step_graph is not None and self._signature is not None:
+            self._step_graph.signature = self._signature
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same nodes under the same names, with their metadata (not copied)."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        made = new.node_copy(node, env.__getitem__)
+        made.meta = dict(node.meta)
+        env[node] = made
+    for old, made in env.items():
+        made.name = old.name
+    return new
+
+
+def is_needed(node: fx.Node) -> bool:
+    """What dead-code elimination must leave: effects, random draws, and collectives that are waited for."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    return node.is_impure()
+
+
+def _renamed_write_backs(graph: StepGraph) -> Signature:
+    """Write-backs are the `copy_` nodes into inputs: their values may have new names."""
+    found: list[WriteBack] = []
+    for node in reversed(graph.gm.graph.nodes):
+        if node.op == "output":
+            continue
+        target = node.args[0] if node.target is _COPY else None
+        if not isinstance(target, fx.Node) or target.op != "placeholder":
+            break
+        found.append(WriteBack(target.name, str(node.args[1])))
+    return replace(graph.signature, write_backs=tuple(reversed(found)))
+
+
+def _inherit_meta(graph: fx.Graph) -> None:
+    """New nodes belong to the module and line of what they are made from."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "wholestep" not in node.meta:
+            sources = [node_meta(source) for source in node.all_input_nodes if source.op != "placeholder"]
+            set_node_meta(node, replace(sources[-1], in_place=None) if sources else NodeMeta())

@@ -1,0 +1,53 @@
+"""Wait for a collective as late as possible: right before the first node that needs its result.
+
+    before                                 after
+    started = all_reduce(g, 'avg', '0')    started = all_reduce(g, 'avg', '0')
+    done = wait_tensor(started)            h2 = mm(..)                        computed while the ranks talk
+    flat = view(done, [-1])                done = wait_tensor(started)
+    h2 = mm(..)                            flat = view(done, [-1])
+    p1 = add(p, flat)                      p1 = add(p, flat)
+
+Needs: comm_fusion_with_concat (moving waits of collectives that will be merged is work for nothing).  Numerics: exact.
+Legal everywhere: waits and views move down to their first real user, past nodes that do not read them; the epilogue and
+the output are users like any other.  Views, splits and parts of a result move along.  Cost: one walk over the graph.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from wholestep.ir.comm_block import is_part
+from wholestep.ir.effects import is_wait
+from wholestep.passes.comm_fusion import comm_fusion_with_concat
+from wholestep.passes.contract import graph_optimization_pass
+
+
+@graph_optimization_pass(prerequisites=[comm_fusion_with_concat], numerics="exact", allow_rerun=True)
+def schedule_comm_wait(gm: fx.GraphModule) -> None:
+    """Move each wait, with the views behind it, to right before its first real user."""
+    apply_moves(plan_moves(gm.graph))
+
+
+def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Which node goes right before which other, in graph order."""
+    followers: set[fx.Node] = set()
+    """Waits, and views of what they give."""
+    for node in graph.nodes:
+        if is_wait(node.target) or (is_part(node) and node.all_input_nodes[0] in followers):
+            followers.add(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first_user: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        if node not in followers:
+            continue
+        reals = [first_user.get(user, user) if user in followers else user for user in node.users]
+        if reals:
+            first_user[node] = min(reals, key=place.__getitem__)
+    return [(node, first_user[node]) for node in graph.nodes if node in first_user]
+
+
+def apply_moves(moves: list[tuple[fx.Node, fx.Node]]) -> None:
+    """Nodes with the same destination keep their order."""
+    for node, before in moves:
+        if node.next is not before:
+            before.prepend(node)
