@@ -168,9 +168,9 @@ def beside_fully_shard(
     return beside(torchs, Compiled(case, ws.FullyShard(mesh, **both, **(plan or {}))))
 
 
-def sharded_beside_ddp(case: Case, rtol: float = 0) -> list[str]:
+def sharded_beside_ddp(case: Case, rtol: float = 0, **options: Any) -> list[str]:
     """For what torch cannot do on DTensors: whole tensors of ours against those of DDP, bit for bit."""
-    torchs, ours = Side(case, DistributedDataParallel), Compiled(case, ws.FullyShard(world_mesh()))
+    torchs, ours = Side(case, DistributedDataParallel), Compiled(case, ws.FullyShard(world_mesh(), **options))
     torchs.run_all()
     ours.run_all()
     return [*apart(torchs, ours, rtol), *too_many_graphs(ours)]

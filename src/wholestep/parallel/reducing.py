@@ -53,8 +53,8 @@ class Reducer:
                 fake: Any = whole.fake
                 fake.register_post_accumulate_grad_hook(self._accumulated)
         self._flushing = False
-        self._reductions: list[tuple[fx.Node, fx.Node]] = []
-        """First and last node of each reduction."""
+        self._reductions: list[list[tuple[fx.Node, fx.Node]]] = []
+        """First and last node of each reduction, for each time that something looked."""
 
     def add(self, param: Sharded, grad: Tensor) -> None:
         """A whole gradient of a gathered parameter."""
@@ -92,6 +92,7 @@ class Reducer:
             self._flushing = False
 
     def _flush(self) -> None:
+        self._reductions.append([])
         pending, self._pending = self._pending, {}
         for param, grad in pending.items():
             self._noted(param.path, partial(self._finish_sharded, param, grad))
@@ -157,29 +158,35 @@ class Reducer:
         for node in made:
             update_node_meta(node, parameter=path, phase="backward", module_path=path.rpartition(".")[0])
         if any(is_collective(node.target) for node in made):
-            self._reductions.append((made[0], made[-1]))
+            self._reductions[-1].append((made[0], made[-1]))
 
     def schedule(self) -> None:
         """Each reduction starts where its gradient is complete and is waited for before the next one starts."""
         place: dict[fx.Node, float] = {node: i for i, node in enumerate(self._recorder.nodes.graph.nodes)}
-        waiting: list[fx.Node] = []
-        started: list[fx.Node] = []
-        for first, last in self._reductions:
-            made = [first]
-            while made[-1] is not last:
-                made.append(made[-1].next)
-            cut = next(i for i, node in enumerate(made) if is_collective(node.target)) + 1
-            moving = [*waiting, *made[:cut]]
-            waiting = made[cut:]
-            inside = set(moving)
-            needs = [n for node in moving for n in node.all_input_nodes if n not in inside and n.op != "placeholder"]
-            anchor = max([*needs, *started], key=lambda n: place[n], default=None)
-            if anchor is not None:
-                for node in moving:
-                    anchor.append(node)
-                    place[node] = place[anchor] + _LATER
-                    anchor = node
-            started = made[cut - 1 : cut]
+        for reductions in self._reductions:
+            _schedule(reductions, place)
+
+
+def _schedule(reductions: list[tuple[fx.Node, fx.Node]], place: dict[fx.Node, float]) -> None:
+    """Of reductions that were asked for together. The last wait stays where it is: before what asked for it."""
+    waiting: list[fx.Node] = []
+    started: list[fx.Node] = []
+    for first, last in reductions:
+        made = [first]
+        while made[-1] is not last:
+            made.append(made[-1].next)
+        cut = next(i for i, node in enumerate(made) if is_collective(node.target)) + 1
+        moving = [*waiting, *made[:cut]]
+        waiting = made[cut:]
+        inside = set(moving)
+        needs = [n for node in moving for n in node.all_input_nodes if n not in inside and n.op != "placeholder"]
+        anchor = max([*needs, *started], key=lambda n: place[n], default=None)
+        if anchor is not None:
+            for node in moving:
+                anchor.append(node)
+                place[node] = place[anchor] + _LATER
+                anchor = node
+        started = made[cut - 1 : cut]
 
 
 _LATER = 1e-6
