@@ -1,6 +1,7 @@
 """wholestep: an ordinary PyTorch training step as one FX graph."""
 
 from wholestep import errors as errors
+from wholestep import passes as passes
 from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
 from wholestep.api import compile as compile
@@ -26,4 +27,5 @@ __all__ = [
     "capture",
     "compile",
     "errors",
+    "passes",
 ]

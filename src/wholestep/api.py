@@ -18,6 +18,8 @@ from wholestep.ir.verify import verify
 from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.dump import Dump
+from wholestep.passes.manager import run_passes
 from wholestep.runtime.executor import Entry
 from wholestep.runtime.ranks import Ranks
 
@@ -246,9 +248,11 @@ def _trace(
     options: Options,
     symbolic_numbers: frozenset[str] = frozenset(),
 ) -> Captured:
-    """Capture, merge equal communication, and check the graph."""
+    """Capture, merge equal communication, check the graph, and run the passes."""
     captured = trace_step(fn, args, kwargs, options, symbolic_numbers)
     dedup_collectives(captured.step_graph.gm)
     drop_dead_collectives(captured.step_graph.gm)
-    verify(captured.step_graph, options.verify)
+    verify(captured.step_graph, min(options.verify, 2))
+    dump = None if options.dump_passes is None else Dump(options.dump_passes)
+    run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured

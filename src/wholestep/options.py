@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from wholestep.errors import OptionError
 from wholestep.parallel.plan import Plan
+from wholestep.passes.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Options:
     lower: str = "eager"
     """`eager`: run the graph operator by operator, bit for bit like eager PyTorch."""
     passes: Any = None
+    """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names."""
+    disable_passes: Sequence[str] = ()
+    """Names of passes that do not run."""
+    dump_passes: str | None = None
+    """A folder for the graphs before and after each pass."""
     parallel: Plan | None = None
     """`ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph."""
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None
@@ -46,8 +52,7 @@ class Options:
             raise OptionError(
                 f"lower={self.lower!r} is not available in this version.", fix='use lower="eager" (the default).'
             )
-        if self.passes is not None:
-            raise OptionError(f"passes={self.passes!r} is not available in this version.", fix="leave passes=None.")
+        object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
         if self.parallel is not None and not isinstance(self.parallel, Plan):
             raise OptionError(
                 f"parallel={self.parallel!r} is no plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."

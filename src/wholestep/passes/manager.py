@@ -79,7 +79,8 @@ class _Application:
         self._step_graph = graph if isinstance(graph, StepGraph) else None
         self._given = graph.gm if isinstance(graph, StepGraph) else graph
         self._iterates = _iterates(graph)
-        self._gm: fx.GraphModule = self._given.main_gm if self._iterates else self._given
+        main: Any = self._given.main_gm if self._iterates else self._given
+        self._gm: fx.GraphModule = main
         self._level = level
         self._dump = dump
 

@@ -1,7 +1,7 @@
 """Run a graph before and after a pass on the same real tensors, in one process, and hold the pass to its contract.
 
-Collectives are computed as if rank k had (1 + k/8) times what this rank has: linear, so that concatenating and splitting
-agree with them, and different for each rank, so that shards in a wrong order are seen.
+Collectives are computed as if rank k had (1 + k/8) times what this rank has: linear, so that concatenating and
+splitting agree with them, and different for each rank, so that shards in a wrong order are seen.
 """
 
 from __future__ import annotations

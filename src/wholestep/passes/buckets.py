@@ -1,0 +1,301 @@
+"""Many collectives as one: which go together, and how their operands travel in one flat tensor.
+
+A collective has a place where its operand is ready and a place where its result is first needed. Collectives may share
+a bucket if the last operand is ready before the first result is needed: then nothing else has to move, and no cycle
+can arise. `plan_buckets` packs them in graph order; what cannot join the open bucket opens the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep.ir.comm_block import CommBlock, comm_block, is_part
+from wholestep.ir.groups import group_of, group_size
+from wholestep.ir.meta import node_meta
+
+aten = torch.ops.aten
+comm = torch.ops._c10d_functional
+
+MEBIBYTE = 2**20
+FIRST_BUCKET = 1.0
+"""MiB of the first bucket: communication starts early."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One collective that may share a bucket."""
+
+    block: CommBlock
+    ready: int
+    """Position of its last input."""
+    needed: float
+    """Position of the first node that reads its result, through waits and views."""
+    bytes: int
+    key: Any
+    followers: list[fx.Node] = field(default_factory=list)
+    """Views behind its wait, which move along."""
+    prelude: list[fx.Node] = field(default_factory=list)
+    """Casts, padding and views that only make the operand of this collective; they move along too. A rank with a
+    shorter shard pads where others do not, and must come to the same buckets."""
+
+    @property
+    def node(self) -> fx.Node:
+        return self.block.collective
+
+    @property
+    def operand(self) -> fx.Node:
+        operand = self.node.args[0]
+        assert isinstance(operand, fx.Node)
+        return operand
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """What the operand is made from."""
+        return (self.prelude[0] if self.prelude else self.node).all_input_nodes
+
+    @property
+    def wait(self) -> fx.Node:
+        return self.block.waits[0]
+
+
+class Positions:
+    """Where nodes stand, and who first reads what; from one walk over the graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.of = {node: i for i, node in enumerate(self.nodes)}
+        self.inputs = max((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), default=-1)
+        """Position of the last input: nothing goes before it."""
+
+    def ready(self, node: fx.Node) -> int:
+        """After which position a node may stand."""
+        return max((self.of[source] for source in node.all_input_nodes), default=-1)
+
+    def follow(self, wait: fx.Node) -> tuple[float, list[fx.Node]]:
+        """Where the result of a wait is first really used, and the views in between."""
+        first, followers, stack = math.inf, [], [wait]
+        while stack:
+            for user in stack.pop().users:
+                if is_part(user):
+                    followers.append(user)
+                    stack.append(user)
+                else:
+                    first = min(first, self.of[user])
+        return first, sorted(followers, key=self.of.__getitem__)
+
+
+def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]:
+    """The collectives of one operator that can share a bucket, in graph order."""
+    found = []
+    for node in graph.nodes:
+        if node.target is not op or not isinstance(node.args[0], fx.Node):
+            continue
+        val = node.args[0].meta.get("val")
+        block = comm_block(node)
+        result = node.meta.get("val")
+        if (
+            not isinstance(val, Tensor)
+            or not isinstance(result, Tensor)
+            or len(block.waits) != 1
+            or block.parts
+            or block.misused
+        ):
+            continue
+        needed, followers = positions.follow(block.waits[0])
+        prelude = _prelude(node)
+        scalars = (*node.args[1:], group_of(node), val.dtype, str(val.device), node_meta(node).recompute)
+        key = (node.target, *map(str, scalars))
+        size = max(_bytes(val), _bytes(result))
+        ready = positions.ready(prelude[0] if prelude else node)
+        found.append(Member(block, ready, needed, size, key, followers, prelude))
+    return found
+
+
+_PREPARES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.constant_pad_nd.default,
+        aten.clone.default,
+        aten.view.default,
+        aten.reshape.default,
+        aten.slice.Tensor,
+    }
+)
+
+
+def _prelude(collective: fx.Node) -> list[fx.Node]:
+    chain: list[fx.Node] = []
+    node = collective.args[0]
+    while isinstance(node, fx.Node) and node.target in _PREPARES and len(node.users) == 1:
+        chain.append(node)
+        if len(node.all_input_nodes) != 1:
+            return []
+        node = node.all_input_nodes[0]
+    return chain[::-1]
+
+
+def _bytes(val: Tensor) -> int:
+    total = val.element_size()
+    sizes: list[Any] = list(val.shape)
+    for size in sizes:
+        total *= size if type(size) is int else int(size.node.hint or 1)
+    return total
+
+
+def plan_buckets(
+    members: Iterable[Member], bucket_size_mb: float, start: Callable[[Member], int], *, small_first: bool = True
+) -> list[list[Member]]:
+    """Buckets in the order in which they begin; `start` is where a member's bucket may begin at the earliest."""
+    open_: dict[Any, list[Member]] = {}
+    room: dict[Any, float] = {}
+    begun: dict[Any, int] = {}
+    needed: dict[Any, float] = {}
+    limit: dict[Any, float] = {}
+    done: list[list[Member]] = []
+    cap = bucket_size_mb * MEBIBYTE
+    for member in members:
+        key = member.key
+        bucket = open_.get(key)
+        if bucket and (
+            room[key] + member.bytes > limit[key] or max(begun[key], start(member)) >= min(needed[key], member.needed)
+        ):
+            done.append(open_.pop(key))
+            limit[key] = cap
+            bucket = None
+        if not bucket:
+            bucket = open_[key] = []
+            limit.setdefault(key, min(cap, FIRST_BUCKET * MEBIBYTE) if small_first else cap)
+            room[key], begun[key], needed[key] = 0.0, -1, math.inf
+        bucket.append(member)
+        room[key] += member.bytes
+        begun[key] = max(begun[key], start(member))
+        needed[key] = min(needed[key], member.needed)
+    done.extend(open_.values())
+    return [bucket for bucket in done if len(bucket) > 1]
+
+
+# Rewriting.
+
+
+class Writer:
+    """Puts nodes into a graph at one place, each with its value."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        self._like = like
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node right before the place."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta["wholestep"] = node_meta(self._like)
+        return node
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        """A tensor as one dimension."""
+        val = node.meta["val"]
+        if not val.is_contiguous():
+            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return node if val.dim() == 1 else self.call(aten.view.default, node, [-1])
+
+    def sizes(self, node: fx.Node) -> list[Any]:
+        """The shape of a tensor; symbolic sizes as nodes."""
+        shape = node.meta["val"].shape
+        return [s if type(s) is int else self.call(aten.sym_size.int, node, i) for i, s in enumerate(shape)]
+
+    def numel(self, node: fx.Node) -> Any:
+        """The number of elements, as a number or a node."""
+        count = node.meta["val"].numel()
+        return count if type(count) is int else self.call(aten.sym_numel.default, node)
+
+
+def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, positions: Positions) -> fx.Node:
+    """One all-reduce of all operands laid end to end."""
+    first = bucket[0].node
+    begin = _before(graph, bucket, at)
+    flats = [begin.flat(member.operand) for member in bucket]
+    sizes = [begin.numel(member.operand) for member in bucket]
+    fused = begin.call(first.target, begin.call(aten.cat.default, flats), *first.args[1:])
+    finish = _after_wait(graph, bucket, positions)
+    parts = _split(finish, finish.call(comm.wait_tensor.default, fused), sizes, 0)
+    for member, part in zip(bucket, parts, strict=True):
+        shaped = finish.call(aten.view.default, part, finish.sizes(member.operand))
+        _replace(member, shaped)
+    _erase(graph, bucket)
+    return fused
+
+
+def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, positions: Positions) -> fx.Node:
+    """One reduce-scatter: the rows of each rank side by side."""
+    first, size = bucket[0].node, group_size(bucket[0].node)
+    begin = _before(graph, bucket, at)
+    rows = [begin.call(aten.view.default, begin.flat(member.operand), [size, -1]) for member in bucket]
+    whole = begin.call(aten.view.default, begin.call(aten.cat.default, rows, 1), [-1])
+    fused = begin.call(first.target, whole, *first.args[1:])
+    finish = _after_wait(graph, bucket, positions)
+    sizes = [finish.numel(member.node) for member in bucket]
+    parts = _split(finish, finish.call(comm.wait_tensor.default, fused), sizes, 0)
+    for member, part in zip(bucket, parts, strict=True):
+        _replace(member, finish.call(aten.view.default, part, finish.sizes(member.node)))
+    _erase(graph, bucket)
+    return fused
+
+
+def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, positions: Positions) -> fx.Node:
+    """One all-gather of all shards laid end to end; each whole is then collected from the ranks' pieces."""
+    first, size = bucket[0].node, group_size(bucket[0].node)
+    begin = _before(graph, bucket, at)
+    flats = [begin.flat(member.operand) for member in bucket]
+    sizes = [begin.numel(member.operand) for member in bucket]
+    fused = begin.call(first.target, begin.call(aten.cat.default, flats), *first.args[1:])
+    finish = _after_wait(graph, bucket, positions)
+    table = finish.call(aten.view.default, finish.call(comm.wait_tensor.default, fused), [size, -1])
+    for member, part in zip(bucket, _split(finish, table, sizes, 1), strict=True):
+        own = finish.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+        _replace(member, finish.call(aten.view.default, own, finish.sizes(member.node)))
+    _erase(graph, bucket)
+    return fused
+
+
+def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
+    """The place where a bucket begins; what makes its operands moves there."""
+    preludes = {node: None for member in bucket for node in member.prelude}
+    while at in preludes:
+        at = at.next
+    for node in preludes:
+        at.prepend(node)
+    return Writer(graph, at, bucket[0].node)
+
+
+def _after_wait(graph: fx.Graph, bucket: list[Member], positions: Positions) -> Writer:
+    """The place right before the first use of any result; views behind the old waits move there too."""
+    needed = min(member.needed for member in bucket)
+    place = positions.nodes[int(needed)] if needed < math.inf else positions.nodes[-1]
+    views = {view for member in bucket for view in member.followers}
+    for view in sorted(views, key=positions.of.__getitem__):
+        place.prepend(view)
+    first = next((node for node in sorted(views, key=positions.of.__getitem__)), place)
+    return Writer(graph, first, bucket[0].wait)
+
+
+def _split(writer: Writer, tensor: fx.Node, sizes: list[Any], dim: int) -> list[fx.Node]:
+    pieces = writer.call(aten.split_with_sizes.default, tensor, sizes, dim)
+    return [writer.call(operator.getitem, pieces, i) for i in range(len(sizes))]
+
+
+def _replace(member: Member, by: fx.Node) -> None:
+    member.wait.replace_all_uses_with(by)
+
+
+def _erase(graph: fx.Graph, bucket: list[Member]) -> None:
+    for member in bucket:
+        graph.erase_node(member.wait)
+        graph.erase_node(member.node)

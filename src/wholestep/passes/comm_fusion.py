@@ -1,0 +1,114 @@
+"""One collective for many small ones: all-reduces, reduce-scatters and all-gathers in buckets of some MiB.
+
+    before                                  after
+    a = all_reduce(g1, 'avg', '0')          flat = cat([view(g1, [-1]), view(g2, [-1])])
+    w1 = wait_tensor(a)                     f = all_reduce(flat, 'avg', '0')
+    b = all_reduce(g2, 'avg', '0')          ...
+    w2 = wait_tensor(b)                     parts = split_with_sizes(wait_tensor(f), [n1, n2])
+    ...                                     w1, w2 = view(parts[0], ..), view(parts[1], ..)
+    p1 = add(p, w1)                         p1 = add(p, w1)
+
+Needs: nothing.  Numerics: reassociates (a backend may add ranks in another order at another place of the buffer);
+gathers are exact.  A reduction starts right after its last operand is ready; a gather where the first of its bucket
+stood, so that parameters are not gathered before their time.  Bucket key: operator, reduce op, group, dtype, device,
+and whether it is a gather made again for the backward.  The first bucket is small, so that communication starts early.
+What cannot join the open bucket opens the next one; nothing but the collectives, their waits and the views behind them
+moves.  Cost: one walk over the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import OptionError
+from wholestep.passes.buckets import (
+    Member,
+    Positions,
+    find_members,
+    fuse_all_gather,
+    fuse_all_reduce,
+    fuse_reduce_scatter,
+    plan_buckets,
+)
+from wholestep.passes.contract import graph_optimization_pass
+
+comm = torch.ops._c10d_functional
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+@graph_optimization_pass(numerics="reassociates")
+def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
+    """Bucket the all-reduces of a graph."""
+    _reductions(gm, comm.all_reduce.default, bucket_size_mb, fuse_all_reduce)
+
+
+@graph_optimization_pass(numerics="reassociates")
+def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
+    """Bucket the reduce-scatters of a graph."""
+    _reductions(gm, comm.reduce_scatter_tensor.default, bucket_size_mb, fuse_reduce_scatter)
+
+
+@graph_optimization_pass(numerics="exact")
+def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
+    """Bucket the all-gathers of a graph."""
+    _check(bucket_size_mb)
+    positions = Positions(gm.graph)
+    members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
+    # Where the first of a bucket stood, the shards of all others must be at hand.
+    for bucket in plan_buckets(members, bucket_size_mb, lambda member: member.ready, small_first=False):
+        for part in _from_the_first(bucket, positions):
+            if len(part) > 1:
+                fuse_all_gather(gm.graph, part, part[0].node, positions)
+
+
+def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Member]]:
+    """Cut a bucket where an operand is made after the place of the first gather."""
+    parts: list[list[Member]] = []
+    for member in bucket:
+        if parts and member.ready < positions.of[parts[-1][0].node]:
+            parts[-1].append(member)
+        else:
+            parts.append([member])
+    return parts
+
+
+def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -> None:
+    _check(bucket_size_mb)
+    seen: set[fx.Node] = set()
+    while True:
+        positions = Positions(gm.graph)
+        members = [m for m in find_members(gm.graph, positions, op) if m.node not in seen]
+        # A reduction of what another one reduced (two axes) has its turn when that one has found its place.
+        later = {view for member in members for view in (member.wait, *member.followers)}
+        now = sorted((m for m in members if later.isdisjoint(m.sources)), key=lambda member: member.ready)
+        if not now:
+            return
+        buckets = plan_buckets(now, bucket_size_mb, lambda member: member.ready)
+        fused = {member for bucket in buckets for member in bucket}
+        for member in now:
+            if member not in fused:
+                _hoist(member, positions)
+        seen.update(member.node for member in now if member not in fused)
+        for bucket in buckets:
+            last = max(member.ready for member in bucket)
+            place = positions.nodes[max(last, positions.inputs)]
+            seen.add(fuse(gm.graph, bucket, place.next, positions))
+
+
+def _hoist(member: Member, positions: Positions) -> None:
+    """Start a collective right after its operand is ready."""
+    place = positions.nodes[max(member.ready, positions.inputs)]
+    if positions.of[place] < positions.of[member.node] - 1 - len(member.prelude):
+        for node in (*member.prelude, member.node):
+            place.append(node)
+            place = node
+
+
+def _check(bucket_size_mb: float) -> None:
+    given: Any = bucket_size_mb
+    if not isinstance(given, int | float) or not given > 0:
+        raise OptionError(f"bucket_size_mb={bucket_size_mb!r}", fix="use a number of MiB above 0; fractions are fine.")
