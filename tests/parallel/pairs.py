@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP and fully_shard import it: here once, instead of on every rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -225,7 +226,7 @@ def collectives(step: Any) -> Counter[str]:
     return Counter(str(n.target._opname) for n in nodes if n.op == "call_function" and is_collective(n.target))
 
 
-def all_of(check: Callable[[Case], list[str]], cases: Iterable[Case], ranks: int = 2, deadline: float = 60.0) -> None:
+def all_of(check: Callable[[Case], list[str]], cases: Iterable[Case], ranks: int = 2, deadline: float = 120.0) -> None:
     """Run a check for every case in one set of ranks; fail with what each of them says."""
     cases = list(cases)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -106,11 +107,20 @@ def test_an_eager_call_between_steps_has_the_whole_model() -> None:
     assert run_ranks(code, 2) == [[], []]
 
 
-def test_eager_and_compiled_steps_take_turns() -> None:
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_eager_and_compiled_steps_take_turns(factor: float | None) -> None:
     def check(case: Case) -> list[str]:
         mesh = world_mesh()
-        torchs, ours = Side(case, lambda model: fully_shard(model, mesh=mesh)), Side(case)
-        compiled = ws.compile(case.step, parallel=ws.FullyShard(mesh))
+
+        def wrap(model: nn.Module) -> nn.Module:
+            sharded = fully_shard(model, mesh=mesh)
+            if factor is not None:
+                sharded.set_gradient_divide_factor(factor)
+                sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no sum of scaled addends
+            return sharded
+
+        torchs, ours = Side(case, wrap), Side(case)
+        compiled = ws.compile(case.step, parallel=ws.FullyShard(mesh, gradient_divide_factor=factor))
         lines = []
         for i in range(6):
             ours.step = case.step if i % 2 else compiled
@@ -143,6 +153,31 @@ def test_state_of_an_optimizer_that_was_used_before_is_sharded_alike() -> None:
         return lines
 
     all_of(check, [CASE])
+
+
+def test_an_optimizer_that_comes_later_than_the_model_is_pointed_to_the_shards() -> None:
+    """An evaluation places the model; the first training step brings the optimizer, with state or without."""
+
+    def evaluate(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x).square().mean()
+
+    def check(case: Case) -> list[str]:
+        mesh = world_mesh()
+        alone, ours = Side(case), Side(case)
+        first = 2 if case.name == "with state" else 0
+        for i in range(first):
+            for each in (alone, ours):
+                each.run(i, one_batch(i).float())
+        loss = ws.compile(evaluate, parallel=ws.FullyShard(mesh))(ours.model, one_batch(9).float())
+        lines = [] if torch.equal(loss, evaluate(alone.model, one_batch(9).float())) else ["evaluation"]
+        ours.step = ws.compile(case.step, parallel=ws.FullyShard(mesh))
+        for i in range(first, first + 3):
+            alone.run(i, one_batch(i).float())
+            ours.run(i, one_batch(i).float())
+        return lines + apart(alone, ours, rtol=0)
+
+    all_of(check, [Case("without state"), Case("with state")])
 
 
 def test_ranks_that_start_apart_are_made_equal_to_the_first() -> None:

@@ -91,7 +91,11 @@ def test_networks_have_the_bits_of_ddp() -> None:
 
 def test_networks_have_the_bits_of_fully_shard() -> None:
     all_of(beside_fully_shard, [*CASES, LOCAL_BUFFERS, RECOMPUTED])
-    all_of(partial(beside_fully_shard, reshard_after_forward=False), [*CASES, RECOMPUTED])
+
+
+def test_networks_that_keep_whole_parameters_until_the_backward_have_the_bits_of_fully_shard() -> None:
+    cases = [each for each in CASES if each.name in ("lstm", "encoder layer")]
+    all_of(partial(beside_fully_shard, reshard_after_forward=False), [*cases, RECOMPUTED])
 
 
 def test_local_buffers_have_the_bits_of_ddp_without_broadcasts() -> None:
@@ -121,4 +125,4 @@ def language_case(name: str) -> Case:
 def test_language_models_have_the_bits_of_torchs_wrappers(check: Callable[[Case], list[str]]) -> None:
     import transformers  # noqa: F401 (before the ranks start)
 
-    all_of(check, [language_case(name) for name in ("GPT2", "Llama", "Bert")], deadline=100)
+    all_of(check, [language_case(name) for name in ("GPT2", "Llama", "Bert")])
