@@ -470,6 +470,11 @@ def has_plain_codegen(graph: fx.Graph) -> bool:
     return type(graph._codegen) is CodeGen
 
 
+def codegen_of(graph: fx.Graph) -> CodeGen:
+    """What flattens a graph's inputs and rebuilds its outputs (`Graph._codegen`). 2.11, 2.13."""
+    return graph._codegen
+
+
 def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
     """A mode for one capture. 2.11, 2.13."""
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)

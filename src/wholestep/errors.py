@@ -242,6 +242,18 @@ class PassError(WholestepError):
     code = "WS-PASS"
 
 
+class IterMoveError(WholestepError, RuntimeError):
+    """Nodes cannot run in the next iteration: something needs them earlier."""
+
+    code = "WS-ITER-MOVE"
+
+
+class PendingError(WholestepError, RuntimeError):
+    """State was changed while an update of it was pending."""
+
+    code = "WS-PENDING"
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 

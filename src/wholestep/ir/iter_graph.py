@@ -1,0 +1,279 @@
+"""A graph in which some nodes of an iteration run in the next one.
+
+    before                           main, after move_to_next_iter_before([w, p1, c], t)
+    p, x, lr                         p, x, lr, cross_iter_input_0, cross_iter_input_1
+    t = t(p)                         w = wait_tensor(cross_iter_input_0)        of the last iteration
+    g = f(x, t)                      p1 = sub(p, w, alpha=cross_iter_input_1)
+    a = all_reduce(g, ..)            c = copy_(p, p1)
+    w = wait_tensor(a)               t = t(p)                                   of this iteration
+    p1 = sub(p, w, alpha=lr)         g = f(x, t)
+    c = copy_(p, p1)                 a = all_reduce(g, ..)
+    output(loss)                     output((loss, [a, lr]))                    for the next iteration
+
+The main graph is the only truth: it may be edited like any `fx.Graph`, and the graphs for the first and the last
+iteration are made from it (`iter_derived.py`). State that moved nodes write is read when they run; everything else that
+they read is carried from the iteration that they belong to, each value once.
+
+Legal if nothing else in an iteration needs what the moved nodes make, and if the destination is not after the first use
+of the state that they write. Everything is checked before anything is changed (`iter_moves.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from wholestep.errors import IterMoveError
+from wholestep.ir.effects import is_collective, is_wait
+from wholestep.ir.iter_moves import Move, MovePlan, move_of, plan_moves
+
+CROSS = "cross_iter_input"
+
+
+def kept(value: Any) -> Any:
+    """A value that nobody else can change."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class IterGraph(fx.Graph):
+    """The main graph of an `IterGraphModule`, with the editing methods of `fx.Graph` and, as `node_*`, of `fx.Node`."""
+
+    def __init__(
+        self,
+        orig_graph: fx.Graph,
+        owning_module: fx.GraphModule | None = None,
+        tracer_cls: type[fx.Tracer] | None = None,
+        tracer_extras: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(owning_module, tracer_cls, tracer_extras)
+        self._numbers: dict[fx.Node, int] = {}
+        """The move of each moved node."""
+        self._moves = 0
+        self._cross: list[fx.Node] = []
+        self._carried_without_output: list[Any] = []
+        """Values for the next iteration, while the graph has no output node."""
+        self._never_dead: set[fx.Node] = set()
+        self._frozen = False
+        copy_nodes(orig_graph.nodes, self, {})
+
+    # What crosses.
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether some nodes run in the next iteration; the output then is a pair (user's result, what is carried)."""
+        return self._moves > 0
+
+    @property
+    def cross_iter_inputs(self) -> tuple[fx.Node, ...]:
+        """Placeholders for what the last iteration carried over."""
+        return tuple(self._cross)
+
+    @property
+    def cross_iter_values(self) -> tuple[fx.Node, ...]:
+        """What this iteration carries over, one value per input."""
+        result: Any = find_output(self).args[0]
+        return tuple(result[1]) if self.has_moves else ()
+
+    @property
+    def num_extra_output(self) -> int:
+        """How many values cross."""
+        return len(self._cross)
+
+    @property
+    def user_result(self) -> Any:
+        """What the output node gives to the user."""
+        result: Any = find_output(self).args[0]
+        return result[0] if self.has_moves else result
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moved nodes as the graph is now; a node that reads what a moved node makes has moved with it."""
+        found: dict[int, list[fx.Node]] = {number: [] for number in range(self._moves)}
+        for node in self.nodes:
+            number = self._number_of(node)
+            if number is not None:
+                found[number].append(node)
+        cross = set(self._cross)
+        return tuple(move_of(nodes, cross) for nodes in found.values() if nodes)
+
+    def _number_of(self, node: fx.Node) -> int | None:
+        known = {self._numbers[source] for source in node.all_input_nodes if source in self._numbers}
+        own = self._numbers.get(node)
+        known |= set() if own is None else {own}
+        if node.op == "output" and known:
+            raise IterMoveError("the output needs what was moved to the next iteration.", node=str(node))
+        if len(known) > 1:
+            raise IterMoveError(f"{node.name} belongs to several moves.", node=str(node))
+        if known and own is None:
+            self._numbers[node] = min(known)
+        return min(known, default=None)
+
+    def move_to_next_iter_before(self, subgraph: Sequence[fx.Node], target_node: fx.Node) -> None:
+        """Run `subgraph` in the next iteration, right before `target_node`.
+
+        Nothing outside of `subgraph` may use its results, but for a `copy_` into a placeholder that is an output: then
+        the output is the placeholder. Several moves may follow each other.
+        """
+        self.move_all_to_next_iter([(subgraph, target_node)])
+
+    def move_all_to_next_iter(self, requests: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
+        """Several moves, each a subgraph and the node that it runs before; all of them or, with an error, none."""
+        if self._frozen:
+            raise RuntimeError("The cross-iteration movement has been frozen for the given IterGraph.")
+        for plan in plan_moves(self, requests, self.moves):
+            self._apply(plan)
+
+    def _apply(self, plan: MovePlan) -> None:
+        moved = set(plan.nodes)
+        result = fx.map_arg(self.user_result, lambda n: n.args[0] if n in moved else n)
+        values = list(self.cross_iter_values)
+        have = {_unkept(value): cross for value, cross in zip(values, self._cross, strict=True)}
+        for value, shared in plan.carried.items():
+            if value not in have:
+                have[value] = self._new_input(value)
+                values.append(self._own(value) if shared else value)
+        for constant in plan.constants:
+            plan.target.prepend(constant)
+        for node in plan.nodes:
+            given = {n: have[n] for n in node.all_input_nodes if n in plan.carried}
+            node.args = fx.map_arg(node.args, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
+            node.kwargs = fx.map_arg(node.kwargs, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
+            plan.target.prepend(node)
+            self._numbers[node] = self._moves
+        self._moves += 1
+        find_output(self).args = ((result, values),)
+
+    def _new_input(self, value: fx.Node) -> fx.Node:
+        """A default is given only so that it may follow arguments with defaults."""
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        taken = {str(node.target) for node in inputs}
+        number = len(self._cross)
+        while f"{CROSS}_{number}" in taken:
+            number += 1
+        with super().inserting_after(inputs[-1]) if inputs else super().inserting_before(next(iter(self.nodes))):
+            made = super().placeholder(f"{CROSS}_{number}", default_value=None)
+        made.meta = dict(value.meta)
+        self._cross.append(made)
+        return made
+
+    def _own(self, value: fx.Node) -> fx.Node:
+        """A copy, made before anything can write to what `value` shares memory with."""
+        after = value
+        while after.op == "placeholder" and after.next.op == "placeholder":
+            after = after.next
+        with super().inserting_after(after):
+            made = super().call_function(kept, (value,))
+        made.meta = dict(value.meta)
+        return made
+
+    def freeze_cross_iter_movement(self) -> None:
+        """Refuse further moves."""
+        self._frozen = True
+
+    # Editing, as PyTorch's IterGraph had it: the other graphs are made from this one, so they follow.
+
+    def erase_node(self, to_erase: fx.Node) -> None:
+        """Remove a node that nobody uses."""
+        if to_erase.op == "output":
+            self._carried_without_output = list(self.cross_iter_values)
+        super().erase_node(to_erase)
+        self._numbers.pop(to_erase, None)
+        self._never_dead.discard(to_erase)
+        if to_erase in self._cross:
+            raise AssertionError(f"{to_erase.name} is fed by the last iteration and cannot be erased")
+
+    def output(self, result: Argument, type_expr: Any = None) -> fx.Node:
+        """Add the output node; what is carried to the next iteration stays."""
+        whole = (result, self._carried_without_output) if self.has_moves else result
+        return super().output(whole, type_expr)  # type: ignore[arg-type]
+
+    def placeholder(
+        self, name: str, type_expr: Any = None, default_value: Any = inspect.Signature.empty
+    ) -> fx.Node:
+        """Add an input of the user."""
+        return super().placeholder(name, type_expr, default_value)
+
+    def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        """Remove nodes without users, but for effects, waits, collectives and what `keep_unused_nodes` names."""
+
+        def needed(node: fx.Node) -> bool:
+            if node in self._never_dead or is_wait(node.target) or is_collective(node.target):
+                return True
+            return node.is_impure() if is_impure_node is None else is_impure_node(node)
+
+        return super().eliminate_dead_code(needed)
+
+    def keep_unused_nodes(self) -> None:
+        """Dead-code elimination leaves nodes that have no users now: they are run for their effects."""
+        self._never_dead |= {node for node in self.nodes if not node.users and node.op != "output"}
+
+    def move_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+        """Move nodes, in their order, to right before another."""
+        for node in nodes:
+            target_node.prepend(node)
+
+    def move_after(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+        """Move nodes, in their order, to right after another."""
+        for node in nodes:
+            target_node.append(node)
+            target_node = node
+
+    def node_prepend(self, target_node: fx.Node, node: fx.Node) -> None:
+        """`target_node.prepend(node)`."""
+        target_node.prepend(node)
+
+    def node_append(self, target_node: fx.Node, node: fx.Node) -> None:
+        """`target_node.append(node)`."""
+        target_node.append(node)
+
+    def node_set_args(self, node: fx.Node, args: tuple[Argument, ...]) -> None:
+        """`node.args = args`."""
+        node.args = args
+
+    def node_set_kwargs(self, node: fx.Node, kwargs: dict[str, Argument]) -> None:
+        """`node.kwargs = kwargs`."""
+        node.kwargs = kwargs
+
+    def node_update_arg(self, node: fx.Node, index: int, arg: Argument) -> None:
+        """`node.update_arg(index, arg)`."""
+        node.update_arg(index, arg)
+
+    def node_replace_all_uses_with(
+        self,
+        node: fx.Node,
+        replace_with: fx.Node,
+        delete_user_cb: Callable[[fx.Node], bool] = lambda user: True,
+        *,
+        propagate_meta: bool = False,
+    ) -> list[fx.Node]:
+        """`node.replace_all_uses_with(..)`."""
+        return node.replace_all_uses_with(replace_with, delete_user_cb, propagate_meta=propagate_meta)
+
+
+def find_output(graph: fx.Graph) -> fx.Node:
+    """The output node."""
+    last = next(iter(reversed(graph.nodes)))
+    if last.op != "output":
+        raise IterMoveError("the graph has no output node at its end.", node=str(last))
+    return last
+
+
+def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    """Append copies of nodes, under their names where those are free; `env` maps to what they read and to the copies."""
+    for node in nodes:
+        made = fx.Graph.node_copy(into, node, env.__getitem__)
+        made.meta = dict(node.meta)
+        env[node] = made
+
+
+def _unkept(value: fx.Node) -> fx.Node:
+    inner = value.args[0] if value.target is kept else value
+    assert isinstance(inner, fx.Node)
+    return inner
+
+
+__all__ = ["CROSS", "IterGraph", "Move", "copy_nodes", "find_output", "kept"]

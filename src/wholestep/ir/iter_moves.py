@@ -1,0 +1,230 @@
+"""Whether nodes may run in the next iteration, and what they have to be given there: planning, nothing is edited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload, schema_of
+from wholestep.errors import IterMoveError
+from wholestep.ir.effects import shared_inputs, writes, written_positions
+from wholestep.ir.meta import node_meta
+
+_COPY = torch.ops.aten.copy_.default
+_NOTHING: frozenset[fx.Node] = frozenset()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Nodes that run in the next iteration, in order; the state (placeholders) they write, and what they are given."""
+
+    nodes: tuple[fx.Node, ...]
+    state: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+    """The cross-iteration inputs that they read."""
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """How a move changes a graph."""
+
+    nodes: tuple[fx.Node, ...]
+    target: fx.Node
+    carried: Mapping[fx.Node, bool]
+    """What the nodes read of their own iteration, and whether it shares memory that others may write."""
+    constants: tuple[fx.Node, ...]
+    """`get_attr` nodes that have to come before the target."""
+
+
+def move_of(nodes: Iterable[fx.Node], cross: set[fx.Node]) -> Move:
+    """The nodes of a move that was made."""
+    nodes = tuple(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    state = dict.fromkeys(root for node in nodes for written in written_inputs(node) for root in _roots(written))
+    return Move(nodes, tuple(state), tuple(n for n in inputs if n in cross))
+
+
+def plan_moves(
+    graph: fx.Graph, requests: Sequence[tuple[Sequence[fx.Node], fx.Node]], earlier: Sequence[Move] = ()
+) -> list[MovePlan]:
+    """Plans for several moves of one graph; raises IterMoveError for one that would change what the graph computes."""
+    planner = _Planner(graph, earlier)
+    chosen = [planner.subgraph(subgraph) for subgraph, _ in requests]
+    return [planner.plan(nodes, target) for nodes, (_, target) in zip(chosen, requests, strict=True)]
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose contents a node changes."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not writes(node):
+        return []
+    found: list[fx.Node] = []
+    for position in written_positions(target):
+        name = schema_of(target).arguments[position].name
+        found += _nodes_in(node.args[position] if position < len(node.args) else node.kwargs.get(name))
+    return found
+
+
+def first_readers(graph: fx.Graph, besides: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
+    """For each placeholder, the first node not in `besides` that reads it. The output is no reader."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "output" and node not in besides:
+            for source in node.all_input_nodes:
+                if source.op == "placeholder":
+                    found.setdefault(source, node)
+    return found
+
+
+class _Planner:
+    def __init__(self, graph: fx.Graph, earlier: Sequence[Move]) -> None:
+        self._graph = graph
+        self._place = {node: i for i, node in enumerate(graph.nodes)}
+        self._shares = _shared_placeholders(graph)
+        self._number: dict[fx.Node, int] = {node: i for i, move in enumerate(earlier) for node in move.nodes}
+        self._moves = len(earlier)
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for root in dict.fromkeys(r for source in node.all_input_nodes for r in self._shares.get(source, ())):
+                self._readers.setdefault(root, []).append(node)
+            for written in written_inputs(node):
+                for root in self._shares.get(written, ()) or (written,):
+                    self._writers.setdefault(root, []).append(node)
+
+    def subgraph(self, subgraph: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """The nodes in graph order, now taken as moved."""
+        for node in subgraph:
+            if self._place.get(node) is None or node.op in ("placeholder", "output"):
+                raise IterMoveError(f"{node} is no node of this graph that can be moved.")
+            if node in self._number:
+                raise IterMoveError(f"{node.name} is moved twice.", node=node.name)
+            self._number[node] = self._moves
+        if not subgraph:
+            raise IterMoveError("there is nothing to move.", fix="name at least one node.")
+        self._moves += 1
+        return tuple(sorted(subgraph, key=self._place.__getitem__))
+
+    def plan(self, nodes: tuple[fx.Node, ...], target: fx.Node) -> MovePlan:
+        own = self._number[nodes[0]]
+        self._check_target(target)
+        for node in nodes:
+            self._check_users(node, own)
+        state = self._check_state(nodes, target, own)
+        carried: dict[fx.Node, bool] = {}
+        constants: dict[fx.Node, None] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if self._number.get(source) == own or source in state:
+                    continue
+                if source.op == "get_attr":
+                    if self._place[source] > self._place[target]:
+                        constants[source] = None
+                    continue
+                carried[source] = self._check_carried(source, node)
+        return MovePlan(nodes, target, carried, tuple(constants))
+
+    def _check_target(self, target: fx.Node) -> None:
+        if self._place.get(target) is None or target.op == "placeholder":
+            raise IterMoveError(f"{target} is no destination: it is an input, or not in this graph.")
+        if target in self._number:
+            raise IterMoveError(f"the destination {target.name} runs in the next iteration itself.", node=target.name)
+
+    def _check_users(self, node: fx.Node, own: int) -> None:
+        for user in node.users:
+            if self._number.get(user) == own:
+                continue
+            if user.op == "output":
+                state = node.args[0] if node.target is _COPY else None
+                if isinstance(state, fx.Node) and state.op == "placeholder":
+                    continue
+                self._fail(node, f"the user's output needs {node.name}: it cannot wait for the next iteration.")
+            self._fail(
+                node,
+                f"{user.name} uses {node.name}. The target nodes for move_to_next_iter_before must satisfy one of the "
+                "following conditions: the user of a node is moved too, the user is the output and the node writes "
+                "into an input, or the node has no users.",
+            )
+
+    def _check_state(self, nodes: tuple[fx.Node, ...], target: fx.Node, own: int) -> set[fx.Node]:
+        """The placeholders that the nodes write; nobody may read those later in the same iteration."""
+        first_write: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            for written in written_inputs(node):
+                roots = self._shares.get(written, _NOTHING)
+                if not roots and self._number.get(written) != own:
+                    self._fail(node, f"{node.name} writes into {written.name}, which is not moved.")
+                for root in roots:
+                    first_write.setdefault(root, node)
+        for root, write in first_write.items():
+            for reader in self._readers.get(root, ()):
+                number = self._number.get(reader)
+                if number == own or reader.op == "output":
+                    continue
+                if number is not None:
+                    self._fail(reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once.")
+                if self._place[reader] > self._place[write]:
+                    self._fail(reader, f"{reader.name} reads {root.name} after {write.name} wrote it.")
+                if self._place[target] > self._place[reader]:
+                    self._fail(
+                        reader,
+                        f"the destination {target.name} is after {reader.name}, the first use of {root.name} in an "
+                        f"iteration: {reader.name} would read the value of an iteration ago.",
+                        f"move to before {reader.name}.",
+                    )
+        return set(first_write)
+
+    def _check_carried(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether a copy has to be carried."""
+        roots = self._shares.get(value, _NOTHING)
+        for root in roots or (value,):
+            for writer in self._writers.get(root, ()):
+                number = self._number.get(writer)
+                if number is not None and number != self._number[reader]:
+                    self._fail(reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once.")
+                if number is None and (root is not value or self._place[writer] < self._place[reader]):
+                    self._fail(reader, f"{reader.name} reads {value.name}, which {writer.name} changes in place.")
+        val = value.meta.get("val")
+        return bool(roots) and (val is None or isinstance(val, Tensor))
+
+    def _fail(self, node: fx.Node, what: str, fix: str = "") -> None:
+        raise IterMoveError(what, fix=fix, node=node.name, location=node_meta(node).location)
+
+
+def _shared_placeholders(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The placeholders whose memory a node may share."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found[node] = frozenset({node})
+        elif node.op == "call_function":
+            for source in shared_inputs(node):
+                if source in found:
+                    found[node] = found.get(node, _NOTHING) | found[source]
+    return found
+
+
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """The placeholders whose memory one node may share."""
+    stack, found, seen = [node], [], {node}
+    while stack:
+        current = stack.pop()
+        if current.op == "placeholder":
+            found.append(current)
+        for source in shared_inputs(current):
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return found
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [node for item in value for node in _nodes_in(item)]
+    return []
