@@ -309,15 +309,11 @@ def test_captured_ranks_send_half_as_much_and_compute_the_same() -> None:
         torch.manual_seed(rank)
         model = Twice(torch.randn(2, 4))
         x = torch.randn(3, 4)
-        step = ws.capture(lambda model, x: model(x), model, x)
+        step = ws.capture(lambda model, x: model(x), model, x)  # capture runs the pass
         inputs = [model.shard.detach() if spec.path.startswith("model") else x for spec in step.signature.inputs]
-        expected = step.gm(*inputs)
-        issued = len(communication(step.gm, step.signature))
-        removed = dedup_collectives(step.gm)
-        step.verify(2)
-        equal = all(torch.equal(a, b) for a, b in zip(expected, step.gm(*inputs), strict=True))
+        equal = torch.equal(step.gm(*inputs)[0], model(x))
         left = [found.text for found in communication(step.gm, step.signature)]
-        return equal and issued == 2 and removed == 1, left
+        return equal and dedup_collectives(step.gm) == 0, left
 
     for equal, left in run_ranks(code, 2):
         assert equal

@@ -23,6 +23,8 @@ class NodeMeta:
     """forward, backward, update (work on gradients outside of an optimizer: clipping), optimizer or epilogue."""
     in_place: OpOverload | None = None
     """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
+    generation: int = 0
+    """Number of the forward or backward that a parameter was gathered for; gathers of two are apart on purpose."""
     recompute: bool = False
     """Made again in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
     parameter: str = ""

@@ -73,6 +73,8 @@ class Gathering:
         self._recorder = recorder
         self._collectives = Collectives(recorder)
         self._forward: dict[Sharded, Tensor] = {}
+        self._forwards = 0
+        self._generations: dict[tuple[int, int], int] = {}
         self._backward: dict[tuple[Sharded, int], Tensor] = {}
         self._whole: dict[Any, tuple[Sharded, Tensor]] = {}
         """Gathered tensors by the memory they are (`Base`)."""
@@ -90,6 +92,7 @@ class Gathering:
     def forget(self) -> None:
         """The outermost forward ended: the next one gathers anew."""
         self._forward.clear()
+        self._forwards += 1
 
     def gather(self, param: Sharded) -> Tensor:
         """Record the collective."""
@@ -99,13 +102,21 @@ class Gathering:
         first = self._recorder.nodes.last()
         whole = self._collectives.gather_rows(local, self._axis, param.form.shape[0])
         for node in self._recorder.nodes.since(first):
-            update_node_meta(node, parameter=param.path, recompute=graph_task() >= 0)
+            update_node_meta(
+                node, parameter=param.path, recompute=graph_task() >= 0, generation=self._generation(graph_task())
+            )
         if whole is local:
             whole = local.view_as(local)
         self._whole[self._recorder.values.value(whole).base] = (param, whole)
         if param.form.spec is not None:
             return dtensor_over(whole, param.form.spec)
         return whole
+
+    def _generation(self, task: int) -> int:
+        """A number for the forward or backward that runs now; 0 where whole parameters are kept."""
+        if not self._plan.reshard_after_forward:
+            return 0
+        return self._generations.setdefault((self._forwards, task), len(self._generations))
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While this is active autograd keeps no gathered parameter for the backward."""

@@ -8,7 +8,7 @@ DTensor shards in the model, so that eager calls, `state_dict()` and checkpoints
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from wholestep._torch_compat import (
     forward_hook_registries,
@@ -62,6 +63,8 @@ class Placement:
 
 
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+_moved: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""Parameters that were replaced, with what replaced them: an optimizer may come later that still has the old ones."""
 
 
 def placement_of(module: nn.Module) -> Placement | None:
@@ -110,7 +113,8 @@ class Placing:
     def run(self) -> None:
         """Place them. Communicates."""
         for model, _, tensor_plan, units in self._todo:
-            _placements[model] = _place_model(self._plan, model, tensor_plan, units, self._world)
+            _placements[model] = _place_model(self._plan, model, tensor_plan, units)
+        _repoint(self._world)
 
 
 def _describe(model: nn.Module, path: str) -> list[str]:
@@ -150,9 +154,7 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
             )
 
 
-def _place_model(
-    plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str], world: World
-) -> Placement:
+def _place_model(plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str]) -> Placement:
     placement = Placement(plan)
     if plan.broadcast:
         _broadcast(plan, model)
@@ -164,9 +166,9 @@ def _place_model(
     if isinstance(plan, FullyShard):
         _shard(plan, model, units, placement)
     after = dict(model.named_parameters(remove_duplicate=False))
-    moved = {id(old): after[name] for name, old in before.items() if after[name] is not old}
-    if moved:
-        _repoint(world, moved)
+    for name, old in before.items():
+        if after[name] is not old:
+            _moved[old] = after[name]
     return placement
 
 
@@ -192,7 +194,7 @@ def _units(plan: Plan, model: nn.Module, path: str) -> list[str]:
 
 
 def _match(names: list[str], pattern: str, path: str, who: str) -> list[str]:
-    found = [n for n in names if fnmatch.fnmatchcase(n, pattern)]
+    found = [n for n in names if _matches(n.split("."), pattern.split("."))]
     if not found:
         near = sorted(names, key=lambda n: -len(_common(n, pattern)))[:4]
         raise PlanError(
@@ -200,6 +202,11 @@ def _match(names: list[str], pattern: str, path: str, who: str) -> list[str]:
             fix=f"paths are relative to the model, such as {', '.join(repr(n) for n in near if n)}.",
         )
     return found
+
+
+def _matches(path: list[str], pattern: list[str]) -> bool:
+    """Part by part, as `parallelize_module` does: a * does not reach into submodules."""
+    return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
 
 
 def _common(a: str, b: str) -> str:
@@ -249,24 +256,23 @@ def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Plac
             placement.forms.setdefault(module, {})[name] = gathered[key]
 
 
-def _repoint(world: World, moved: Mapping[int, Tensor]) -> None:
+def _repoint(world: World) -> None:
     """Optimizers and variables that hold whole parameters get the placed ones; state is sharded alike."""
     for optimizer in world.optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [moved.get(id(p), p) for p in group["params"]]
-        _move_state(optimizer, moved)
+        if any(p in _moved for group in optimizer.param_groups for p in group["params"]):
+            for group in optimizer.param_groups:
+                group["params"] = [_moved.get(p, p) for p in group["params"]]
+            _move_state(optimizer)
     for real, slot in (*world.other_slots, *world.tensors.values()):
-        if id(real) in moved:
-            slot.set(moved[id(real)])
+        if real in _moved:
+            slot.set(_moved[real])
 
 
-def _move_state(optimizer: Optimizer, moved: Mapping[int, Tensor]) -> None:
+def _move_state(optimizer: Optimizer) -> None:
     entries = list(optimizer.state.items())
-    if not any(id(owner) in moved for owner, _ in entries):
-        return
     optimizer.state.clear()
     for owner, values in entries:
-        new = moved.get(id(owner))
+        new = _moved.get(owner)
         if new is None:
             optimizer.state[owner] = values
         else:

@@ -110,7 +110,8 @@ def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]
             continue
         needed, followers = positions.follow(block.waits[0])
         prelude = _prelude(node)
-        scalars = (*node.args[1:], group_of(node), val.dtype, str(val.device), node_meta(node).recompute)
+        meta = node_meta(node)
+        scalars = (*node.args[1:], group_of(node), val.dtype, str(val.device), meta.recompute, meta.generation)
         key = (node.target, *map(str, scalars))
         size = max(_bytes(val), _bytes(result))
         ready = positions.ready(prelude[0] if prelude else node)

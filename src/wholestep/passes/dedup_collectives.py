@@ -9,10 +9,10 @@
 Needs: the normal form; a graph that writes outside of its epilogue is left alone.  Numerics: exact.
 Legal where operator, scalars, group and operands are the same, operands also where they are the same views, casts or
 padding of the same value, and no write-back stands between the two: the result of a collective is a fresh tensor that
-nothing writes.  What is gathered again on purpose (`NodeMeta.recompute`) only merges with its like.  The first wait in
-graph order stays, so nothing is waited for later than before.  Two results that leave the graph stay two tensors: the
-second becomes a copy of the first.  Nodes that write-backs name keep their names.  All ranks have the same graph and
-so remove the same collectives.  Cost: one walk over the graph; a merged result lives until its last use.
+nothing writes.  What is gathered again on purpose (`NodeMeta.recompute`, `generation`) only merges with its like.  The
+first wait in graph order stays, so nothing is waited for later than before.  Two results that leave the graph stay two
+tensors: the second becomes a copy of the first.  Nodes that write-backs name keep their names.  All ranks have the same
+graph and so remove the same collectives.  Cost: one walk over the graph; a merged result lives until its last use.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class _Planner:
         write = self._arguments.write
         try:
             written = [write(args), {name: write(value) for name, value in sorted(kwargs.items())}]
-            again = communicates(node) and node_meta(node).recompute
+            meta = node_meta(node)
+            again = communicates(node) and (meta.recompute, meta.generation)
             return json.dumps([target_name(node.target), again, written])
         except GraphFormatError:
             return None
