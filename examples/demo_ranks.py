@@ -54,10 +54,7 @@ def replicate(mesh: DeviceMesh, corpus: Corpus, args: argparse.Namespace, consol
     parameters, parameters_equal = parameters_row(torchs, ours)
     rows = [loss, parameters, communication_row(step)]
     console.print(comparison("DistributedDataParallel in eager beside ws.Replicate", torchs, ours, rows, step))
-    console.print(
-        "DDP packs gradients and sends them together; the graph has an all_reduce for each: no pass packs them yet.",
-        style="dim",
-    )
+    console.print("DDP packs gradients and sends them together; here each has an all_reduce of its own.", style="dim")
     return losses_equal and parameters_equal
 
 

@@ -13,12 +13,15 @@ import pytest
 
 import demo
 import wholestep as ws
+from pages import as_torchrun_starts_it
+from ranks import run_ranks
 from wholestep.errors import all_error_types
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "errors"
 SMALL = "--steps 4 --layers 1 --heads 2 --width 16 --context 8 --batch 2"
 NOT_RAISED_THEMSELVES = {"WS-ERROR", "WS-CAPTURE"}
+ON_RANKS = {"WS-DESYNC", "WS-MESH", "WS-PEER-FAILED", "WS-PLAN", "WS-SHARD-OPT", "WS-WRAPPED"}
 CODES = [cls.code for cls in all_error_types() if cls.__module__.startswith("wholestep.")]
 
 
@@ -47,12 +50,27 @@ def test_the_demo_on_two_ranks_fails_with_the_error_of_a_rank():
     assert "RuntimeError: shape" in done.stderr
 
 
-@pytest.mark.parametrize("code", sorted(set(CODES) - NOT_RAISED_THEMSELVES))
-def test_the_example_of_an_error_page_raises_that_error(code):
+def run_example(code: str) -> None:
     text = (PAGES / f"{code}.md").read_text(encoding="utf-8")
     example = re.search(r"## Example\n\n```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
     name = f"<example of {code}>"
     linecache.cache[name] = (len(example[1]), None, example[1].splitlines(keepends=True), name)
+    exec(compile(example[1], name, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("code", sorted(set(CODES) - NOT_RAISED_THEMSELVES - ON_RANKS))
+def test_the_example_of_an_error_page_raises_that_error(code):
     with pytest.raises((ws.WholestepError, RuntimeError), match=re.escape(f"[{code}]")):
-        exec(compile(example[1], name, "exec"), {"__name__": "example"})
+        run_example(code)
+
+
+@pytest.mark.parametrize("code", sorted(ON_RANKS))
+def test_the_example_of_a_page_about_ranks_raises_that_error_on_two_ranks(code, tmp_path):
+    def rank_code(rank: int) -> str:
+        with as_torchrun_starts_it(rank, 2, str(tmp_path)), pytest.raises((ws.WholestepError, RuntimeError)) as caught:
+            run_example(code)
+        return str(caught.value)
+
+    messages = run_ranks(rank_code, 2, deadline=60)
+    assert any(message.startswith(f"[{code}]") for message in messages), messages
