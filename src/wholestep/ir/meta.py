@@ -29,6 +29,8 @@ class NodeMeta:
     """Made again in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
     parameter: str = ""
     """The parameter that a collective gathers or whose gradient it reduces."""
+    move: int = 0
+    """Runs in the next iteration, with all nodes of the same number; 0: in its own (`passes.crossing`)."""
 
 
 def node_meta(node: fx.Node) -> NodeMeta:

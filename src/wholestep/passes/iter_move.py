@@ -1,0 +1,142 @@
+"""Let the update of parameters wait for the next iteration, so that its communication hides behind more than a backward.
+
+    before                                     what runs at iteration k + 1
+    h = addmm(b, x, t(p))                      done = wait_tensor(started of k)
+    ...                                        p1 = sub(p, done, alpha=lr of k); copy_(p, p1)
+    started = all_reduce(g, 'avg', '0')        h = addmm(b, x, t(p))
+    done = wait_tensor(started)                ...
+    p1 = sub(p, done, alpha=lr)                started = all_reduce(g, 'avg', '0')   in flight until k + 2
+    copy_(p, p1); output(loss)                 output(loss)
+
+Needs: `iter_move_grads_and_optimizers` remove_copy_from_optimizer; both come after schedule_comm_wait where that is used.
+Numerics: exact.  Legal where nothing else needs the new value in its own iteration (`crossing.py`).  The collective
+always stays in its own iteration: completing what is pending needs no other rank.
+
+A StepGraph stays in its normal form: the nodes are only marked (`NodeMeta.move`), and the runtime makes the graphs of
+first and other iterations from the marks.  In an IterGraphModule the nodes move at once.  Optimizers that update many
+parameters in one operator are split by bucket first.  Cost: a few walks over the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from wholestep.errors import IterMoveError
+from wholestep.ir.comm_block import comm_block
+from wholestep.ir.effects import is_collective, is_wait
+from wholestep.ir.iter_graph import IterGraph
+from wholestep.ir.iter_moves import first_readers, move_of, plan_moves
+from wholestep.ir.meta import node_meta, update_node_meta
+from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.crossing import name_of, plan_crossing, waits_behind
+from wholestep.passes.optimizer_blocks import get_all_fused_optimizer_blocks
+from wholestep.passes.split_optimizer import split_optimizer
+
+log = logging.getLogger("wholestep.passes")
+
+DESTINATIONS = "wholestep_destinations"
+"""In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
+STAYS = "wholestep_stays"
+"""In the `meta` of a graph module: name of a wait that did not cross, to the reason."""
+
+
+@graph_optimization_pass(
+    prerequisites=["remove_copy_from_optimizer"], apply_after=["schedule_comm_wait"], numerics="exact", allow_rerun=True
+)
+def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_node: str) -> None:
+    """Run the wait of one collective, and the optimizer of what it reduces, in the next iteration before a node."""
+    graph: fx.Graph = gm.graph
+    by_name = {node.name: node for node in graph.nodes}
+    started, target = by_name.get(target_comm_node), by_name.get(target_dest_node)
+    if started is None or not is_collective(started.target):
+        raise ValueError(f"Cannot find {target_comm_node} among the collectives of the graph.")
+    if target is None:
+        raise ValueError(f"Cannot find the destination {target_dest_node}.")
+    waits = list(comm_block(started).waits)
+    _split_optimizers(gm, waits)
+    crossing = plan_crossing(graph, waits)
+    for wait, why in crossing.stays.items():
+        raise IterMoveError(f"{target_comm_node} cannot be completed in the next iteration: {why}.", node=wait.name)
+    if not all(move_of(group, set()).state for group in crossing.groups):
+        raise ValueError(f"{target_comm_node} is not used by any optimizer.")
+    _move(gm, [(group, target) for group in crossing.groups])
+
+
+@graph_optimization_pass(apply_after=["comm_fusion_with_concat", "schedule_comm_wait"], numerics="exact")
+def overlap_optimizer_with_next_forward(gm: Any) -> None:
+    """Let every update that can cross run in the next iteration, right before the first use of what it writes."""
+    graph: fx.Graph = gm.graph
+    crossing = plan_crossing(graph)
+    if crossing.groups:
+        _split_optimizers(gm, [node for group in crossing.groups for node in group if is_wait(node.target)])
+        crossing = plan_crossing(graph)
+    gm_meta(gm)[STAYS] = {wait.name: why for wait, why in crossing.stays.items()}
+    for wait, why in crossing.stays.items():
+        log.info("%s stays in its own iteration: %s", name_of(wait), why)
+    moved = {node: None for group in crossing.groups for node in group}
+    readers = first_readers(graph, moved)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    _move(gm, [(group, deadline(group, readers, place, graph)) for group in crossing.groups])
+
+
+def deadline(
+    group: Iterable[fx.Node], readers: dict[fx.Node, fx.Node], place: dict[fx.Node, int], graph: fx.Graph
+) -> fx.Node:
+    """The first node that reads what a group writes; the end of the graph if there is none."""
+    found = [readers[state] for state in move_of(group, set()).state if state in readers]
+    return min(found, key=place.__getitem__) if found else next(iter(reversed(graph.nodes)))
+
+
+def marked_moves(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that are marked to run in the next iteration, by the number of their move."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        number = node_meta(node).move
+        if number:
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def gm_meta(gm: Any) -> dict[str, Any]:
+    """Where a graph module, or the main one of an IterGraphModule, keeps what passes know."""
+    meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
+    return meta
+
+
+def _split_optimizers(gm: Any, waits: Sequence[fx.Node]) -> None:
+    """Optimizers of many parameters become one per wait, and one for the parameters of other waits."""
+    for block in get_all_fused_optimizer_blocks(gm):
+        behind = waits_behind(block.grads, waits)
+        parts: dict[frozenset[fx.Node], list[fx.Node]] = {}
+        for grad in block.grads:
+            parts.setdefault(behind.get(grad, frozenset()), []).append(grad)
+        rest = parts.pop(frozenset(), None)
+        chosen = list(parts.values())
+        if rest is None:
+            chosen = chosen[:-1]
+        if chosen:
+            split_optimizer(gm, block, chosen)
+
+
+def _move(gm: Any, moves: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
+    if not moves:
+        return
+    graph = gm.graph
+    if isinstance(graph, IterGraph):
+        graph.move_all_to_next_iter(moves)
+        return
+    marked = marked_moves(graph)
+    earlier = [move_of(nodes, set()) for nodes in marked.values()]
+    plan_moves(graph, moves, earlier)  # raises where one is not legal
+    destinations = dict(gm.meta.get(DESTINATIONS, {}))
+    for number, (nodes, target) in enumerate(moves, max(marked, default=0) + 1):
+        for node in nodes:
+            update_node_meta(node, move=number)
+        destinations[number] = target.name
+        names = [name_of(node) for node in nodes if is_wait(node.target)]
+        log.info("%d nodes run in the next iteration before %s: %s", len(nodes), target.name, ", ".join(names)[:200])
+    gm.meta[DESTINATIONS] = destinations
