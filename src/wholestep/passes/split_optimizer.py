@@ -204,7 +204,7 @@ def _replace(
             found = element_of(element)
             assert found is not None
             number, index = place[found[2]]
-            _set_args(graph, element, (news[number], index))
+            element.args = (news[number], index)
     for head, _ in heads:
         if head is not op:
             graph.erase_node(head)
@@ -253,12 +253,3 @@ def _choose_values(part: fx.Node, indices: tuple[int, ...], nested: bool) -> Non
         part.meta["val"] = type(value)([each[i] for i in indices] if each else each for each in value)
     else:
         part.meta["val"] = type(value)(value[i] for i in indices)
-
-
-def _set_args(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
-    """An IterGraph edits three graphs at once and has its own way to do so."""
-    setter = getattr(graph, "node_set_args", None)
-    if setter is None:
-        node.args = args
-    else:
-        setter(node, args)

@@ -1,0 +1,42 @@
+"""Rewrites that `ws.compile` does by itself, as passes with contracts for graphs from elsewhere.
+
+    remove_duplicate_collectives(gm)     dedup_collectives
+    remove_dead_collectives(gm)          drop_dead_collectives
+    reinplace_tail(gm)                   reinplace: the last pass, since it ends the normal form
+
+The functions themselves stay what they are: capture and the runtime call them before and after all passes.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from wholestep.ir.effects import writes
+from wholestep.passes.common_subexpressions import epilogue
+from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.dedup_collectives import dedup_collectives
+from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.reinplace import reinplace
+
+
+@graph_optimization_pass(numerics="exact", allow_rerun=True)
+def remove_duplicate_collectives(gm: fx.GraphModule) -> None:
+    """Communicate once what is asked for twice."""
+    dedup_collectives(gm)
+
+
+@graph_optimization_pass(numerics="exact", allow_rerun=True)
+def remove_dead_collectives(gm: fx.GraphModule) -> None:
+    """Communicate nothing that nobody reads."""
+    drop_dead_collectives(gm)
+
+
+@graph_optimization_pass(numerics="exact")
+def reinplace_tail(gm: fx.GraphModule) -> None:
+    """Turn updates back into in-place operators. For graph modules: the verifier refuses it on a StepGraph.
+
+    A graph that writes outside of its epilogue is left alone.
+    """
+    last = epilogue(gm.graph)
+    if not any(writes(node) and node not in last for node in gm.graph.nodes):
+        reinplace(gm.graph)
