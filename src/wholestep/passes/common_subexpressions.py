@@ -10,8 +10,9 @@ Needs: nothing; what a graph writes outside of its epilogue, and everything that
 Numerics: exact.  Legal where operator and arguments are the same and the operator only computes: it draws no random
 numbers, does not communicate (`dedup_collectives` merges those), has no effect, its shapes do not depend on data, and
 nothing is written between the two.  What is recomputed on purpose (`NodeMeta.recompute`) merges only with what the same
-recomputation computes. Two results that leave the graph stay two tensors. Nodes that write-backs name keep their names.
-Cost: one walk over the graph; a merged value lives until its last use.
+recomputation computes, and what runs in the next iteration (`move`) with its like. Two results that leave the graph
+stay two tensors. Nodes that write-backs name keep their names.  Cost: one walk over the graph; a merged value lives
+until its last use.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class _Planner:
         write = self._arguments.write
         try:
             written = [write(list(node.args)), {name: write(value) for name, value in sorted(node.kwargs.items())}]
-            return json.dumps([target_name(node.target), self._run if self._recomputing else 0, written])
+            meta = node_meta(node)
+            when = [self._run if self._recomputing else 0, meta.generation, meta.move]
+            return json.dumps([target_name(node.target), when, written])
         except GraphFormatError:
             return None
 
