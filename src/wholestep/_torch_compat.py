@@ -636,3 +636,23 @@ def flight_recording_prefix() -> str:
     """Where torch itself writes such a file; the rank follows. 2.11, 2.13."""
     default = "/tmp/nccl_trace_rank_"
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default))
+
+
+# Work across iterations.
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place (`Tensor._version`); 0 for inference tensors. 2.11, 2.13."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
+    from torch.nn.modules import module as _module
+    from torch.optim import optimizer as _optimizer
+
+    return _module._global_forward_pre_hooks, _optimizer._global_optimizer_pre_hooks
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""For tensor classes that only want `__torch_dispatch__`. 2.11, 2.13."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, is_tracing, trace_step
@@ -19,14 +21,19 @@ from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import Dump
+from wholestep.passes.iter_move import LATE
 from wholestep.passes.manager import run_passes
-from wholestep.runtime.executor import Entry
+from wholestep.runtime import pending
+from wholestep.runtime.executor import Entry, late_outputs_of
+from wholestep.runtime.iterations import Pending
+from wholestep.runtime.pending import PendingWork, finally_flush
 from wholestep.runtime.ranks import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _MOST_GRAPHS = 128
+_LAST = "last_train_step"
 
 log = logging.getLogger("wholestep")
 
@@ -58,11 +65,16 @@ class CompiledStep(Generic[P, R]):
         """Time spent capturing, over all graphs."""
         self._entries: list[Entry] = []
         self._last: Entry | None = None
+        self._last_left: Pending | None = None
+        """What the last call left for the next one; void unless `_work` says that it exists."""
         self._calls = 0
         self._symbolic_numbers: frozenset[str] = frozenset()
         self._warned = False
         plan = options.parallel
         self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
+        self._work = PendingWork()
+        weakref.finalize(self, finally_flush, self._work).atexit = False
+        self._has_own_last = _has_parameter(fn, _LAST)
 
     @property
     def __wholestep_function__(self) -> Callable[P, R]:
@@ -90,12 +102,26 @@ class CompiledStep(Generic[P, R]):
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_tracing():
             return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
+        last = False if self._has_own_last else bool(kwargs.pop(_LAST, False))
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
-        found = self._find(leaves, structure)
+        pending.suspend()
+        try:
+            result = self._run_one(fn, args, kwargs, leaves, structure)
+        finally:
+            pending.resume()
+        if last:
+            self.flush()
+        return result
+
+    def _run_one(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
+    ) -> Any:
+        pending.flush_others(self._work, None if self._last is None else self._last.gather.read(leaves))
+        found = self._going_on(leaves, structure) or self._find(leaves, structure)
         if self._ranks is None:
             entry, state = found or self._capture(fn, args, kwargs, leaves, structure)
-            return entry.run(state, leaves)
+            return self._run_entry(entry, state, leaves)
         if found is None:
             assert self.options.parallel is not None
             with self._ranks.compiling(self._calls):
@@ -107,7 +133,49 @@ class CompiledStep(Generic[P, R]):
             self._ranks.agree(self._calls, found[0])
         entry, state = found
         with self._ranks.running(self._calls, entry):
-            return entry.run(state, leaves)
+            return self._run_entry(entry, state, leaves)
+
+    def _run_entry(self, entry: Entry, state: list[Any], leaves: list[Any]) -> Any:
+        """Run a graph; what it leaves for the next call is completed by that, or by `flush`."""
+        before = self._last_left if self._work.exists else None
+        result = entry.run(state, leaves, before)
+        self._work.taken()
+        self._last_left = entry.left
+        if entry.left is not None:
+            entry.left.ask = self._work.flush
+            complete = functools.partial(_complete, entry, entry.left, self._ranks, self._calls)
+            self._work.left(complete, entry.left.state, entry.modules, entry.owners)
+        return result
+
+    def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+        """The graph that left something, if it may run for this call; otherwise that is completed first."""
+        entry, left = self._last, self._last_left
+        if not self._work.exists or entry is None or left is None:
+            return None
+        left.check_unchanged(entry.path)
+        state = entry.gather.read(leaves)
+        if state is not None and left.goes_on(state) and entry.guards.hold(leaves, structure, state):
+            return entry, state
+        self._work.flush()
+        return None
+
+    def flush(self) -> None:
+        """Complete what the last call left for the next one, if anything: parameters are then what eager has.
+
+        Needs no other rank. Happens by itself before `state_dict()`, `load_state_dict()` and eager forwards of the
+        models of this step, other compiled steps, other graphs of this one, and at the end of `with step:`.
+        """
+        self._work.release()
+        self._last_left = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.flush()
+        else:
+            finally_flush(self._work)
 
     def _find(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
         """A graph that may run for this call, and its inputs."""
@@ -133,6 +201,7 @@ class CompiledStep(Generic[P, R]):
         structure: Any,
     ) -> tuple[Entry, list[Any]]:
         reason = None
+        pending.flush_all()
         if self._last is not None:
             state = self._last.gather.read(leaves)
             reason = self._last.guards.why_not(leaves, structure, state)
@@ -176,6 +245,7 @@ class CompiledStep(Generic[P, R]):
 
     def reset(self) -> None:
         """Forget all graphs (and the models and optimizers they hold on to); the next call captures anew."""
+        self.flush()
         self._entries.clear()
         self._last = None
         self.recompiles.clear()
@@ -202,6 +272,12 @@ class _BoundStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step._run(self._step._fn, (self._instance, *args), kwargs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._step.__exit__(kind, error, traceback)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)
@@ -236,6 +312,7 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     elif isinstance(step, _BoundStep):
         options = step._step.options
     function = getattr(step, "__wholestep_function__", step)
+    pending.flush_all()
     if options.parallel is not None:
         find_models(function, args, kwargs, options.parallel).run()
     return _trace(function, args, kwargs, options).step_graph
@@ -253,6 +330,23 @@ def _trace(
     dedup_collectives(captured.step_graph.gm)
     drop_dead_collectives(captured.step_graph.gm)
     verify(captured.step_graph, min(options.verify, 2))
+    captured.step_graph.gm.meta[LATE] = late_outputs_of(captured)
     dump = None if options.dump_passes is None else Dump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured
+
+
+def _complete(entry: Entry, left: Pending, ranks: Ranks | None, call: int) -> None:
+    left.check_unchanged(entry.path)
+    if ranks is None:
+        entry.complete(left)
+        return
+    with ranks.completing(call):
+        entry.complete(left)
+
+
+def _has_parameter(fn: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(fn).parameters
+    except (ValueError, TypeError):
+        return False

@@ -1,12 +1,14 @@
 """The graphs of other iterations, made from the main one.
 
-    setup      the first iteration: nothing is pending, what moved is left out
-    cleanup    the last iteration: what is pending first, and at the end what would have been left for the next one
-    single     the only iteration: the graph as if nothing had moved
-    flush      only what one move left pending: takes state and carried values, needs nothing of the step
+setup      the first iteration: nothing is pending, what moved is left out
+cleanup    the last iteration: what is pending first, and at the end what would have been left for the next one
+single     the only iteration: the graph as if nothing had moved
+flush      only what one move left pending: takes state and carried values, needs nothing of the step
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -29,15 +31,15 @@ def single_graph(main: IterGraph) -> fx.Graph:
     return _completed(main, set(main.cross_iter_inputs) | _moved(main))
 
 
-def flush_graph(move: Move) -> fx.Graph:
-    """What one move left pending. Inputs: the move's `state`, then what it is `given`; nothing is returned."""
+def flush_graph(move: Move, results: Iterable[fx.Node] = ()) -> fx.Graph:
+    """What one move left pending. Inputs: the move's `state`, then what it is `given`; returns some of its nodes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs = [*move.state, *move.given]
     moved = set(move.nodes)
     constants = dict.fromkeys(n for node in move.nodes for n in node.all_input_nodes if n not in moved)
     copy_nodes([*inputs, *(n for n in constants if n.op == "get_attr"), *move.nodes], graph, env)
-    graph.output(())
+    graph.output(tuple(env[node] for node in results))
     return graph
 
 
@@ -61,6 +63,9 @@ def _completed(main: IterGraph, left_out: set[fx.Node]) -> fx.Graph:
         own[cross] = env[value]
     for move in main.moves:
         copy_nodes(move.nodes, graph, own)
-    made = graph.output(fx.map_arg(main.user_result, lambda n: own[n]))
+    result = main.user_result
+    if main.late_results:
+        result = tuple(main.late_results.get(i, value) for i, value in enumerate(result))
+    made = graph.output(fx.map_arg(result, lambda n: own[n]))
     made.meta = dict(output.meta)
     return graph

@@ -48,8 +48,14 @@ class IterGraph(fx.Graph):
         owning_module: fx.GraphModule | None = None,
         tracer_cls: type[fx.Tracer] | None = None,
         tracer_extras: dict[str, Any] | None = None,
+        *,
+        late_outputs: Iterable[int] = (),
     ) -> None:
         super().__init__(owning_module, tracer_cls, tracer_extras)
+        self.late_outputs = frozenset(late_outputs)
+        """Places in the user's result that may be filled by the next iteration; until then they hold None."""
+        self.late_results: dict[int, fx.Node] = {}
+        """What was moved of those."""
         self._numbers: dict[fx.Node, int] = {}
         """The move of each moved node."""
         self._moves = 0
@@ -124,12 +130,11 @@ class IterGraph(fx.Graph):
         """Several moves, each a subgraph and the node that it runs before; all of them or, with an error, none."""
         if self._frozen:
             raise RuntimeError("The cross-iteration movement has been frozen for the given IterGraph.")
-        for plan in plan_moves(self, requests, self.moves):
+        for plan in plan_moves(self, requests, self.moves, self.late_outputs):
             self._apply(plan)
 
     def _apply(self, plan: MovePlan) -> None:
-        moved = set(plan.nodes)
-        result = fx.map_arg(self.user_result, lambda n: n.args[0] if n in moved else n)
+        result = self._result_without(set(plan.nodes))
         values = list(self.cross_iter_values)
         have = {_unkept(value): cross for value, cross in zip(values, self._cross, strict=True)}
         for value, shared in plan.carried.items():
@@ -146,6 +151,16 @@ class IterGraph(fx.Graph):
             self._numbers[node] = self._moves
         self._moves += 1
         find_output(self).args = ((result, values),)
+
+    def _result_without(self, moved: set[fx.Node]) -> Any:
+        """The user's result before what was moved is there: state itself, None for late outputs."""
+        result: Any = self.user_result
+        if self.late_outputs:
+            late = {i: value for i, value in enumerate(result) if i in self.late_outputs and value in moved}
+            self.late_results |= late
+            self._never_dead |= set(late.values())
+            result = tuple(None if i in late else value for i, value in enumerate(result))
+        return fx.map_arg(result, lambda n: n.args[0] if n in moved else n)
 
     def _new_input(self, value: fx.Node) -> fx.Node:
         """A default is given only so that it may follow arguments with defaults."""
@@ -189,11 +204,10 @@ class IterGraph(fx.Graph):
     def output(self, result: Argument, type_expr: Any = None) -> fx.Node:
         """Add the output node; what is carried to the next iteration stays."""
         whole = (result, self._carried_without_output) if self.has_moves else result
-        return super().output(whole, type_expr)  # type: ignore[arg-type]
+        made: fx.Node = super().output(whole, type_expr)
+        return made
 
-    def placeholder(
-        self, name: str, type_expr: Any = None, default_value: Any = inspect.Signature.empty
-    ) -> fx.Node:
+    def placeholder(self, name: str, type_expr: Any = None, default_value: Any = inspect.Signature.empty) -> fx.Node:
         """Add an input of the user."""
         return super().placeholder(name, type_expr, default_value)
 
@@ -256,14 +270,14 @@ class IterGraph(fx.Graph):
 
 def find_output(graph: fx.Graph) -> fx.Node:
     """The output node."""
-    last = next(iter(reversed(graph.nodes)))
+    last: fx.Node = next(iter(reversed(graph.nodes)))
     if last.op != "output":
         raise IterMoveError("the graph has no output node at its end.", node=str(last))
     return last
 
 
 def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
-    """Append copies of nodes, under their names where those are free; `env` maps to what they read and to the copies."""
+    """Append copies of nodes, under their names where those are free; `env` maps what they read, then the copies too."""
     for node in nodes:
         made = fx.Graph.node_copy(into, node, env.__getitem__)
         made.meta = dict(node.meta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,24 @@ def move_of(nodes: Iterable[fx.Node], cross: set[fx.Node]) -> Move:
 
 
 def plan_moves(
-    graph: fx.Graph, requests: Sequence[tuple[Sequence[fx.Node], fx.Node]], earlier: Sequence[Move] = ()
+    graph: fx.Graph,
+    requests: Sequence[tuple[Sequence[fx.Node], fx.Node]],
+    earlier: Sequence[Move] = (),
+    late_outputs: Collection[int] = (),
 ) -> list[MovePlan]:
     """Plans for several moves of one graph; raises IterMoveError for one that would change what the graph computes."""
-    planner = _Planner(graph, earlier)
+    planner = _Planner(graph, earlier, needed_outputs(graph, late_outputs))
     chosen = [planner.subgraph(subgraph) for subgraph, _ in requests]
     return [planner.plan(nodes, target) for nodes, (_, target) in zip(chosen, requests, strict=True)]
+
+
+def needed_outputs(graph: fx.Graph, late_outputs: Collection[int] = ()) -> set[fx.Node]:
+    """The nodes that the output needs at once: all but those that it has only where a value may come later."""
+    output = next(iter(reversed(graph.nodes)))
+    result = output.args[0] if output.args else ()
+    if not late_outputs or not isinstance(result, tuple | list):
+        return set(output.all_input_nodes)
+    return {n for i, value in enumerate(result) if i not in late_outputs for n in _nodes_in(value)}
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
@@ -81,8 +93,8 @@ def first_readers(graph: fx.Graph, besides: Mapping[fx.Node, Any]) -> dict[fx.No
 
 
 class _Planner:
-    def __init__(self, graph: fx.Graph, earlier: Sequence[Move]) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, earlier: Sequence[Move], needed: set[fx.Node]) -> None:
+        self._needed = needed
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._shares = _shared_placeholders(graph)
         self._number: dict[fx.Node, int] = {node: i for i, move in enumerate(earlier) for node in move.nodes}
@@ -136,7 +148,7 @@ class _Planner:
 
     def _check_users(self, node: fx.Node, own: int) -> None:
         for user in node.users:
-            if self._number.get(user) == own:
+            if self._number.get(user) == own or (user.op == "output" and node not in self._needed):
                 continue
             if user.op == "output":
                 state = node.args[0] if node.target is _COPY else None
@@ -166,7 +178,9 @@ class _Planner:
                 if number == own or reader.op == "output":
                     continue
                 if number is not None:
-                    self._fail(reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once.")
+                    self._fail(
+                        reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once."
+                    )
                 if self._place[reader] > self._place[write]:
                     self._fail(reader, f"{reader.name} reads {root.name} after {write.name} wrote it.")
                 if self._place[target] > self._place[reader]:
@@ -185,7 +199,9 @@ class _Planner:
             for writer in self._writers.get(root, ()):
                 number = self._number.get(writer)
                 if number is not None and number != self._number[reader]:
-                    self._fail(reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once.")
+                    self._fail(
+                        reader, f"{reader.name} reads {root.name}, which another move writes.", "move both at once."
+                    )
                 if number is None and (root is not value or self._place[writer] < self._place[reader]):
                     self._fail(reader, f"{reader.name} reads {value.name}, which {writer.name} changes in place.")
         val = value.meta.get("val")

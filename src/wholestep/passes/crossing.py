@@ -13,7 +13,7 @@ steps) goes with them; all other values are carried to the next iteration. Updat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
+from wholestep.ir.iter_moves import needed_outputs
 from wholestep.ir.meta import node_meta
 
 _COPY = torch.ops.aten.copy_.default
@@ -36,9 +37,11 @@ class Crossing:
     """For each wait that cannot cross: why."""
 
 
-def plan_crossing(graph: fx.Graph, waits: Iterable[fx.Node] | None = None) -> Crossing:
-    """What may cross, of some waits or of all."""
-    finder = _Finder(graph)
+def plan_crossing(
+    graph: fx.Graph, waits: Iterable[fx.Node] | None = None, late_outputs: Collection[int] = ()
+) -> Crossing:
+    """What may cross, of some waits or of all. `late_outputs`: places in the output that may be filled later."""
+    finder = _Finder(graph, late_outputs)
     wanted = finder.waits if waits is None else list(waits)
     stays = {wait: why for wait in wanted if (why := finder.why_not(wait))}
     return Crossing(finder.groups([wait for wait in wanted if wait not in stays]), stays)
@@ -77,11 +80,10 @@ def name_of(wait: fx.Node) -> str:
 
 
 class _Finder:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, late_outputs: Collection[int]) -> None:
         self._nodes = list(graph.nodes)
         self._place = {node: i for i, node in enumerate(self._nodes)}
-        output = self._nodes[-1]
-        self._returned = {n for n in output.all_input_nodes if n.op == "placeholder"}
+        self._needed = needed_outputs(graph, late_outputs)
         self._blocked: dict[fx.Node, tuple[str, fx.Node | None]] = {}
         """Nodes that cannot cross: why, or the user that is the reason."""
         self.waits = [
@@ -102,7 +104,7 @@ class _Finder:
             self._blocked[node] = (reason, None)
             return
         for user in node.users:
-            if user in self._blocked:
+            if user in self._blocked and (user.op != "output" or node in self._needed):
                 self._blocked[node] = ("", user)
                 return
 
@@ -117,7 +119,7 @@ class _Finder:
             return f"{node.name} draws random numbers"
         if _is_write_back(node):
             target = node.args[0]
-            if target in self._returned:
+            if target in self._needed:
                 return f"the step returns {target}"
             return ""
         return f"{node.name} writes in place" if writes(node) else ""
@@ -131,10 +133,9 @@ class _Finder:
                 return reason
             node = user
         started = collective_of(wait)
-        if isinstance(started.target, OpOverload) and "all_reduce" not in op_name(started.target):
-            # Others than all-reduce read their operands while they are under way.
-            if any(_is_input_memory(source) for source in started.all_input_nodes):
-                return f"{started.name} reads memory of an input while it is under way"
+        copies = isinstance(started.target, OpOverload) and "all_reduce" in op_name(started.target)
+        if not copies and any(_is_input_memory(source) for source in started.all_input_nodes):
+            return f"{started.name} reads memory of an input while it is under way"
         return ""
 
     # What goes together.

@@ -1,4 +1,4 @@
-"""Let the update of parameters wait for the next iteration, so that its communication hides behind more than a backward.
+"""Let updates of parameters wait for the next iteration, so that communication hides behind more than a backward.
 
     before                                     what runs at iteration k + 1
     h = addmm(b, x, t(p))                      done = wait_tensor(started of k)
@@ -8,7 +8,7 @@
     p1 = sub(p, done, alpha=lr)                started = all_reduce(g, 'avg', '0')   in flight until k + 2
     copy_(p, p1); output(loss)                 output(loss)
 
-Needs: `iter_move_grads_and_optimizers` remove_copy_from_optimizer; both come after schedule_comm_wait where that is used.
+Needs: remove_copy_from_optimizer (the first of both); both come after schedule_comm_wait where that is used.
 Numerics: exact.  Legal where nothing else needs the new value in its own iteration (`crossing.py`).  The collective
 always stays in its own iteration: completing what is pending needs no other rank.
 
@@ -40,6 +40,8 @@ log = logging.getLogger("wholestep.passes")
 
 DESTINATIONS = "wholestep_destinations"
 """In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
+LATE = "wholestep_late_outputs"
+"""In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
 STAYS = "wholestep_stays"
 """In the `meta` of a graph module: name of a wait that did not cross, to the reason."""
 
@@ -58,7 +60,7 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
         raise ValueError(f"Cannot find the destination {target_dest_node}.")
     waits = list(comm_block(started).waits)
     _split_optimizers(gm, waits)
-    crossing = plan_crossing(graph, waits)
+    crossing = plan_crossing(graph, waits, late_outputs(gm))
     for wait, why in crossing.stays.items():
         raise IterMoveError(f"{target_comm_node} cannot be completed in the next iteration: {why}.", node=wait.name)
     if not all(move_of(group, set()).state for group in crossing.groups):
@@ -70,10 +72,10 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
 def overlap_optimizer_with_next_forward(gm: Any) -> None:
     """Let every update that can cross run in the next iteration, right before the first use of what it writes."""
     graph: fx.Graph = gm.graph
-    crossing = plan_crossing(graph)
+    crossing = plan_crossing(graph, late_outputs=late_outputs(gm))
     if crossing.groups:
         _split_optimizers(gm, [node for group in crossing.groups for node in group if is_wait(node.target)])
-        crossing = plan_crossing(graph)
+        crossing = plan_crossing(graph, late_outputs=late_outputs(gm))
     gm_meta(gm)[STAYS] = {wait.name: why for wait, why in crossing.stays.items()}
     for wait, why in crossing.stays.items():
         log.info("%s stays in its own iteration: %s", name_of(wait), why)
@@ -107,6 +109,12 @@ def gm_meta(gm: Any) -> dict[str, Any]:
     return meta
 
 
+def late_outputs(gm: Any) -> tuple[int, ...]:
+    """Places in the output of a graph that may be filled by the next iteration."""
+    found: tuple[int, ...] = gm_meta(gm).get(LATE, ())
+    return found
+
+
 def _split_optimizers(gm: Any, waits: Sequence[fx.Node]) -> None:
     """Optimizers of many parameters become one per wait, and one for the parameters of other waits."""
     for block in get_all_fused_optimizer_blocks(gm):
@@ -131,7 +139,7 @@ def _move(gm: Any, moves: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
         return
     marked = marked_moves(graph)
     earlier = [move_of(nodes, set()) for nodes in marked.values()]
-    plan_moves(graph, moves, earlier)  # raises where one is not legal
+    plan_moves(graph, moves, earlier, late_outputs(gm))  # raises where one is not legal
     destinations = dict(gm.meta.get(DESTINATIONS, {}))
     for number, (nodes, target) in enumerate(moves, max(marked, default=0) + 1):
         for node in nodes:

@@ -105,6 +105,10 @@ class Channel:
         self.watchdog.answers.ran.append((step, call, digest))
         return _Phase(self, Position(State.RUNNING, step, call))
 
+    def completing(self, step: str, call: int) -> AbstractContextManager[None]:
+        """While the body waits for collectives that a call before left under way; other ranks need not do the same."""
+        return _Phase(self, Position(State.RUNNING, step, call))
+
     def agreeing(self, step: str, call: int) -> AbstractContextManager[None]:
         """While the body runs, this rank waits in the store for the others."""
         return _Phase(self, Position(State.AGREEING, step, call))

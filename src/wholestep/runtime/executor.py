@@ -1,7 +1,15 @@
-"""Replay one captured graph: inputs in, graph, state changes out."""
+"""Replay one captured graph: inputs in, graph, state changes out.
+
+Where updates cross into the next iteration (`runtime.iterations`), a run leaves them behind, and takes up what the last
+one left.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,13 +17,16 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import BatchGradSlot, GradSlot, in_users_objects
+from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, in_users_objects
 from wholestep.ir.signature import ChangeKind
 from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards
+from wholestep.runtime.iterations import Iterations, Pending, iterations_of
 from wholestep.runtime.program import program
+
+log = logging.getLogger("wholestep")
 
 
 class Entry:
@@ -27,33 +38,117 @@ class Entry:
         self.gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
         self.guards = Guards(captured, self.gather)
         captured.release_batch()
-        self.executable: fx.GraphModule = reinplaced(captured.step_graph)
-        self._forward = program(self.executable)
+        self.iterations = _iterations(captured)
+        self.left: Pending | None = None
+        """What the last run left for the next one."""
+        self.executable: fx.GraphModule = (
+            reinplaced(captured.step_graph) if self.iterations is None else self.iterations.main
+        )
+        self._forward = program(self.executable) if self.iterations is None else None
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._results = captured.result_leaves
         self._rebuild = captured.rebuild_result
         self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or c not in self._release]
+        late = () if self.iterations is None else self.iterations.late
+        self._late = [c for c in self._changes if c.output in late]
+        self._changes = [c for c in self._changes if c.output not in late or c.output is None]
 
-    def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
-        """Run the graph on gathered inputs and apply what it changes."""
+    def run(self, inputs: list[Any], leaves: list[Any], pending: Pending | None = None) -> Any:
+        """Run the graph on gathered inputs and apply what it changes. `pending`: what the last run left."""
         for change in self._release:
             change.slot.remove()
-        if self._autocast:
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
-                outputs = self._forward(*inputs)
-        else:
-            with below_autograd():
-                outputs = self._forward(*inputs)
+        if pending is not None and pending.is_looked_at:
+            self.complete(pending, current=False)
+            pending = None
+        with self._below():
+            outputs = self._outputs(inputs, pending)
         del inputs
         for change in self._changes:
             _apply(change, outputs, leaves)
+        if self.left is not None:
+            for change in self._late:
+                assert change.output is not None
+                change.slot.set(self.left.stand_in(change.output, self._values[change.output]))
         for optimizer in self.captured.stepped:
             mark_stepped(optimizer)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
         results = [_result(kind, value, outputs) for kind, value in self._results]
         return results[0] if self._rebuild is None else self._rebuild(results)
+
+    def complete(self, pending: Pending, *, current: bool = True) -> None:
+        """Do what a run left. `current`: its gradients are still those of the parameters."""
+        with self._below():
+            pending.complete()
+        for change in self._late if current else ():
+            if change.output in pending.late:
+                change.slot.set(pending.late[change.output])
+
+    def _outputs(self, inputs: list[Any], pending: Pending | None) -> tuple[Any, ...]:
+        if self.iterations is None:
+            assert self._forward is not None
+            found: tuple[Any, ...] = self._forward(*inputs)
+            return found
+        self.left = None
+        outputs, self.left = self.iterations.run(inputs, pending)
+        return outputs
+
+    @contextmanager
+    def _below(self) -> Iterator[None]:
+        if self._autocast:
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
+                yield
+        else:
+            with below_autograd():
+                yield
+
+    @cached_property
+    def _values(self) -> list[Any]:
+        """What the outputs of the graph look like."""
+        results: Any = next(iter(reversed(self.step_graph.gm.graph.nodes))).args[0]
+        return [value.meta.get("val") if isinstance(value, fx.Node) else value for value in results]
+
+    def path(self, place: int) -> str:
+        """What an input of the graph is called."""
+        return self.captured.inputs[place].path
+
+    @cached_property
+    def owners(self) -> tuple[Any, ...]:
+        """Modules that hold state which crosses, and the optimizers: what is asked for a state_dict."""
+        places = () if self.iterations is None else self.iterations.state
+        slots = [in_users_objects(self.captured.inputs[i]) for i in places]
+        modules = dict.fromkeys(slot.module for slot in slots if isinstance(slot, ModuleSlot))
+        return (*modules, *self.captured.world.optimizers)
+
+    @cached_property
+    def modules(self) -> dict[int, Any]:
+        """All modules that the step knows, by identity."""
+        return {id(module): module for module, _ in self.captured.modules}
+
+
+def _iterations(captured: Captured) -> Iterations | None:
+    if captured.items is not None:
+        log.info("updates stay in their own iteration: whether the graph may run depends on the contents of state")
+        return None
+    return iterations_of(captured.step_graph)
+
+
+def late_outputs_of(captured: Captured) -> tuple[int, ...]:
+    """Outputs that only become gradients which the graph itself does not read: they may come late."""
+    read = {id(slot.param) for slot in map(in_users_objects, captured.inputs) if isinstance(slot, GradSlot)}
+    shown = {value[0] if kind == "sharded" else value for kind, value in captured.result_leaves if kind != "value"}
+    users: dict[int, list[Change]] = {}
+    for change in captured.changes:
+        for output in {change.output, change.unless} - {None}:
+            users.setdefault(output, []).append(change)  # type: ignore[arg-type]
+    found = []
+    for output, changes in users.items():
+        slot = changes[0].slot
+        plain = len(changes) == 1 and changes[0].unless is None and output not in shown
+        if plain and isinstance(slot, GradSlot) and id(slot.param) not in read:
+            found.append(output)
+    return tuple(sorted(found))
 
 
 def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:

@@ -56,3 +56,8 @@ class Ranks:
         """While the body runs a graph, failures of other ranks end its waits."""
         channel = Channel.current()
         return _nothing if channel is None else channel.running(self._step, call, self._digests.get(entry))
+
+    def completing(self, call: int) -> AbstractContextManager[None]:
+        """While the body completes what a call left: it waits for what is under way, and sends nothing."""
+        channel = Channel.current()
+        return _nothing if channel is None else channel.completing(self._step, call)

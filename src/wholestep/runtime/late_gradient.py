@@ -1,0 +1,43 @@
+"""`.grad` while the reduction that fills it is under way: a tensor that completes the step when somebody looks at it.
+
+zero_grad(); loss.backward(); optimizer.step()     the update waits for the next iteration, and with it the gradient
+p.grad.norm()                                      flushes the step, then reads the reduced gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep._torch_compat import no_torch_function, pytree
+
+
+class LateGradient(torch.Tensor):
+    """Shape and dtype of a gradient; every operator on it asks for the gradient itself."""
+
+    _ask: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, like: Any, ask: Callable[[], Tensor]) -> LateGradient:
+        made: LateGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        return made
+
+    def __init__(self, like: Any, ask: Callable[[], Tensor]) -> None:
+        self._ask = ask
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._ask())
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(LateGradient, lambda late: late._ask(), (args, kwargs or {}))
+        return func(*args, **kwargs)
