@@ -23,14 +23,14 @@ class NodeMeta:
     """forward, backward, update (work on gradients outside of an optimizer: clipping), optimizer or epilogue."""
     in_place: OpOverload | None = None
     """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
-    generation: int = 0
-    """Number of the forward or backward that a parameter was gathered for; gathers of two are apart on purpose."""
     recompute: bool = False
     """Made again in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
     parameter: str = ""
     """The parameter that a collective gathers or whose gradient it reduces."""
     move: int = 0
     """Runs in the next iteration, with all nodes of the same number; 0: in its own (`passes.crossing`)."""
+    generation: int = 0
+    """Number of the forward or backward that a parameter was gathered for; gathers of two are apart on purpose."""
 
 
 def node_meta(node: fx.Node) -> NodeMeta:
