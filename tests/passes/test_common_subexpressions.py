@@ -19,6 +19,7 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run, shared_pairs
 from passes.random_graphs import communicating_steps
 from wholestep.ir import NodeMeta, StepGraph, set_node_meta, update_node_meta, verify
+from wholestep.passes import common_subexpressions
 from wholestep.passes.common_subexpressions import Merge, merge_common_subexpressions, plan_merges
 from wholestep.passes.reinplace import reinplaced
 from wholestep.passes.replay import Replay
@@ -282,6 +283,31 @@ def test_captured_steps_compute_the_same_in_and_out_of_place(name: str, options:
     before.compare(step.gm, "exact")
     before.compare(reinplaced(step), "exact")
     assert step.signature.write_backs == write_backs
+
+
+RULES: dict[str, tuple[str, Any, list[tuple[str, int, int]]]] = {
+    "what is written is left alone": (
+        "_written_memory",
+        lambda *_: set(),
+        [("zeros", 0, 0), ("zeros", 0, 0), ("add_", 2, 0), ("add", 2, 3), ("neg", 4, 0), ("neg", 5, 0)],
+    ),
+    "results stay two tensors": ("_sharing_with_outputs", lambda *_: set(), [("neg", 0, 0), ("neg", 0, 0)]),
+    "nothing merges across a write": (
+        "writes",
+        lambda node: False,
+        [("neg", 0, 0), ("add_", 0, 0), ("neg", 0, 0), ("add", 2, 3), ("neg", 4, 0), ("neg", 5, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_is_superfluous(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, a graph computes something else."""
+    name, replacement, code = RULES[rule]
+    test_graphs_that_write_compute_the_same.hypothesis.inner_test(code)  # type: ignore[attr-defined]
+    monkeypatch.setattr(common_subexpressions, name, replacement)
+    with pytest.raises(AssertionError):
+        test_graphs_that_write_compute_the_same.hypothesis.inner_test(code)  # type: ignore[attr-defined]
 
 
 class Block(nn.Module):

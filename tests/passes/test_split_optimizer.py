@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+import wholestep as ws
 from ir.step_graphs import aten
 from passes.optimizers import OPTIMIZERS, name_of, optimizer_step, training_step
 from passes.test_optimizer_blocks import the_block
 from wholestep.ir import StepGraph
+from wholestep.passes.common_subexpressions import merge_common_subexpressions
+from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.optimizer_blocks import FusedOptimizerBlock, get_all_fused_optimizer_blocks
 from wholestep.passes.reinplace import reinplaced
+from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.replay import Replay
 from wholestep.passes.split_optimizer import plan_split, split_fused_optimizer, split_optimizer
 
@@ -84,6 +88,27 @@ def test_training_goes_on_as_in_eager(name: str, options: dict[str, Any]) -> Non
         assert torch.equal(ours, theirs)
         for key, value in eager[1].state[theirs].items():
             assert value is None or torch.equal(updates.state[ours][key], value)
+
+
+@graph_optimization_pass(prerequisites=[remove_copy_from_optimizer])
+def halve(gm: fx.GraphModule) -> None:
+    """Every optimizer becomes two."""
+    for block in get_all_fused_optimizer_blocks(gm):
+        split_fused_optimizer(gm, block, set(block.grads[::2]))
+
+
+@pytest.mark.parametrize("more", [{}, {"clip": True, "average": True}, {"scaled": True}], ids=name_of)
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS[::2], ids=name_of)
+def test_compiled_training_is_eager_training(name: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+    step, args = training_step(name, options, first=True, **more)
+    eager = copy.deepcopy(args)
+    compiled = ws.compile(step, passes=[merge_common_subexpressions, remove_copy_from_optimizer, halve], verify=3)
+    for _ in range(4):
+        assert torch.equal(compiled(*args), step(*eager))
+    for ours, theirs in zip(
+        [*args[0].parameters(), *args[3].parameters()], [*eager[0].parameters(), *eager[3].parameters()], strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 @settings(max_examples=40, deadline=None)

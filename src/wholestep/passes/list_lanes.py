@@ -13,7 +13,7 @@ lanes end where another phase begins: clipping and moving averages are not the o
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -45,14 +45,14 @@ def width(op: fx.Node) -> int:
     return max((len(values) for _, values in list_arguments(op)), default=0)
 
 
-def list_arguments(op: fx.Node) -> Iterator[tuple[int | str, list[Any]]]:
+def list_arguments(op: fx.Node) -> Iterator[tuple[int | str, Sequence[Any]]]:
     """The arguments of a list operator that are lists, with their position or keyword."""
     assert isinstance(op.target, OpOverload)
     for position, name in _list_positions(op.target):
         where: int | str = position if position < len(op.args) else name
         value = op.args[position] if isinstance(where, int) else op.kwargs.get(name)
         if isinstance(value, list | tuple):
-            yield where, list(value)
+            yield where, value  # not copied: asked for once per element
 
 
 def returns_several_lists(op: fx.Node) -> bool:
@@ -163,7 +163,7 @@ class Lanes:
         return node.target in _AFTERWARDS or node_meta(source).phase == node_meta(node).phase
 
 
-def _repeated(values: list[Any]) -> set[fx.Node]:
+def _repeated(values: Sequence[Any]) -> set[fx.Node]:
     """Elements that several lanes read, such as the flag of a gradient scaler."""
     seen: set[fx.Node] = set()
     again: set[fx.Node] = set()

@@ -273,7 +273,7 @@ def _step_outputs(step: fx.Node) -> list[fx.Node]:
     elements = elements_of(step)
     after = [user for user in (elements[0].users if elements[0] is not None else ()) if is_list_op(user)]
     for op in after:
-        if not found and next(list_arguments(op))[1] == elements:
+        if not found and list(next(list_arguments(op))[1]) == elements:
             found = outputs_of(op)
     return found
 
