@@ -646,13 +646,26 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
+def _global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
     from torch.nn.modules import module as _module
     from torch.optim import optimizer as _optimizer
 
     return _module._global_forward_pre_hooks, _optimizer._global_optimizer_pre_hooks
 
 
+GLOBAL_PRE_HOOKS = _global_pre_hooks()
+"""The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
+
 no_torch_function = torch._C._disabled_torch_function_impl
 """For tensor classes that only want `__torch_dispatch__`. 2.11, 2.13."""
+
+
+def lazy_graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A graph module that makes its Python code when it is first called or looked at, not at each rewrite. 2.11, 2.13.
+
+    (`torch.fx._lazy_graph_module._LazyGraphModule`.) Code is a tenth of a capture, and the runtime never calls it.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    made: fx.GraphModule = _LazyGraphModule(root, graph, name)
+    return made

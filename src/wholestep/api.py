@@ -117,7 +117,7 @@ class CompiledStep(Generic[P, R]):
     def _run_one(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
     ) -> Any:
-        pending.flush_others(self._work, None if self._last is None else self._last.gather.read(leaves))
+        pending.flush_others(self._work, lambda: None if self._last is None else self._last.gather.read(leaves))
         found = self._going_on(leaves, structure) or self._find(leaves, structure)
         if self._ranks is None:
             entry, state = found or self._capture(fn, args, kwargs, leaves, structure)

@@ -277,7 +277,7 @@ def find_output(graph: fx.Graph) -> fx.Node:
 
 
 def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
-    """Append copies of nodes, under their names where those are free; `env` maps what they read, then the copies too."""
+    """Append copies of nodes, under their names where those are free; `env` maps what they read, and gets them."""
     for node in nodes:
         made = fx.Graph.node_copy(into, node, env.__getitem__)
         made.meta = dict(node.meta)

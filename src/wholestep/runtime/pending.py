@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import global_pre_hooks, local_of
+from wholestep._torch_compat import GLOBAL_PRE_HOOKS, local_of
 
 log = logging.getLogger("wholestep")
 
@@ -60,9 +60,6 @@ class PendingWork:
             self._unhook()
             self._hook(owners)
         _all.add(self)
-        forwards, steps = global_pre_hooks()
-        forwards[_KEY] = _before_forward
-        steps[_KEY] = _before_optimizer
 
     def taken(self) -> None:
         """The step itself goes on with what it left."""
@@ -151,12 +148,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The hook of a model that was pickled while an update was pending."""
 
 
-def flush_others(work: PendingWork, tensors: Iterable[Any] | None) -> None:
+def flush_others(work: PendingWork, tensors: Callable[[], Iterable[Any] | None]) -> None:
     """Complete what other steps left, where it concerns some tensors (None: not known, so all of it)."""
+    if not _all:
+        return
     others = [each for each in _all if each is not work]
     if not others:
         return
-    known = None if tensors is None else list(tensors)
+    known = tensors()
     for each in others:
         if known is None or each.holds(known):
             each.flush()
@@ -171,15 +170,16 @@ def flush_all() -> None:
 
 def suspend() -> None:
     """Take the hooks of the process away: a compiled step, or a capture, begins."""
-    forwards, steps = global_pre_hooks()
-    forwards.pop(_KEY, None)
-    steps.pop(_KEY, None)
+    forwards, steps = GLOBAL_PRE_HOOKS
+    if forwards or steps:
+        forwards.pop(_KEY, None)
+        steps.pop(_KEY, None)
 
 
 def resume() -> None:
     """Put the hooks of the process back where something is pending."""
     if _all:
-        forwards, steps = global_pre_hooks()
+        forwards, steps = GLOBAL_PRE_HOOKS
         forwards[_KEY] = _before_forward
         steps[_KEY] = _before_optimizer
 
