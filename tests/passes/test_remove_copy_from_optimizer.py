@@ -154,6 +154,12 @@ def test_a_view_is_read_when_something_reads_it(taken: str) -> None:
     check(traced.finish(traced.call(aten.neg.default, view)), [copy])
 
 
+def test_a_copy_whose_result_is_used_is_not_planned_even_if_nothing_reads_it() -> None:
+    traced = Traced()
+    traced.call(aten.view.default, traced.copy(traced.g, traced.new[1]), [4])
+    assert plan_orphans(traced.finish(traced.x).graph) == []
+
+
 def test_a_reshape_may_be_a_copy_and_so_reads() -> None:
     traced = Traced()
     crossed = traced.call(aten.t.default, traced.call(aten.reshape.default, traced.g, [2, 2]))

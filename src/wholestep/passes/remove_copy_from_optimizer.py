@@ -22,10 +22,10 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, op_name
-from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_wait, keeps_elements, shared_inputs, writes
+from wholestep.ir.effects import keeps_elements, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.manager import is_needed
 
 _COPY = torch.ops.aten.copy_.default
 _OPTIMIZERS = ("aten::_fused_", "aten::_foreach_")
@@ -71,7 +71,7 @@ def apply_removal(graph: fx.Graph, orphans: list[fx.Node]) -> None:
     wanted = set(orphans)
     while candidates:
         node = candidates.pop()
-        if node in gone or node.users or not (node in wanted or _is_pure(node)):
+        if node in gone or node.users or (node not in wanted and (is_needed(node) or writes(node))):
             continue
         candidates += node.all_input_nodes
         gone.add(node)
@@ -118,11 +118,3 @@ def _is_of_an_optimizer(copy: fx.Node) -> bool:
             return False
         value = value.all_input_nodes[0]
     return False
-
-
-def _is_pure(node: fx.Node) -> bool:
-    if node.op != "call_function" or communicates(node) or is_wait(node.target) or writes(node):
-        return False
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        return False
-    return not node.is_impure()
