@@ -159,6 +159,11 @@ class CompiledStep(Generic[P, R]):
         self._work.flush()
         return None
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether the last call left updates for the next one (or for `flush`)."""
+        return self._work.exists
+
     def flush(self) -> None:
         """Complete what the last call left for the next one, if anything: parameters are then what eager has.
 

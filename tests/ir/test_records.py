@@ -14,7 +14,9 @@ from wholestep.ir import InputKind, InputSpec, NodeMeta, Signature, TensorSpec
 from wholestep.ir.records import RecordReader, write_record
 from wholestep.ir.targets import TargetReader
 
-FULL = NodeMeta("model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w")
+FULL = NodeMeta(
+    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3
+)
 
 
 def round_trip(value: Any) -> Any:

@@ -16,6 +16,7 @@ from wholestep._torch_compat import (
     OpOverload,
     describe_placement,
     is_dtensor,
+    lazy_graph_module,
     local_of,
     spec_of,
     storage_key,
@@ -103,7 +104,7 @@ class _Collector:
         items = self._item_recipe()  # before dead nodes go
         self._output_node()
         self._drop_unused_inputs()
-        gm = fx.GraphModule(_Root(capture.constants), self.graph, "WholeStep")
+        gm = lazy_graph_module(_Root(capture.constants), self.graph, "WholeStep")
         inputs = [capture.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"]
         signature = self._signature(gm, write_backs, description)
         return Captured(

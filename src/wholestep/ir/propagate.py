@@ -95,6 +95,8 @@ class _Run:
 
     def value_of(self, node: fx.Node) -> Any:
         """What a node gives, from the recorded values of its inputs."""
+        if node.target is operator.getitem:
+            return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
         for source in node.all_input_nodes:
             self._values[source] = self._fake(source.meta["val"])
         with torch.no_grad():

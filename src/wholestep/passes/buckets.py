@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
@@ -186,28 +187,35 @@ def plan_buckets(
 
 
 class Writer:
-    """Puts nodes into a graph at one place, each with its value."""
+    """Puts nodes into a graph at one place, each with its value where the shapes are plain numbers."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
         self._graph = graph
         self._before = before
-        self._like = like
+        self._meta = node_meta(like)
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node right before the place."""
+    def call(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
+        """A node right before the place. Without `val` the manager finds it out, which costs more."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
-        node.meta["wholestep"] = node_meta(self._like)
+        node.meta["wholestep"] = self._meta
+        if val is not None:
+            node.meta["val"] = val
         return node
 
     def flat(self, node: fx.Node) -> fx.Node:
         """A tensor as one dimension."""
         val = node.meta["val"]
         if not val.is_contiguous():
-            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return node if val.dim() == 1 else self.call(aten.view.default, node, [-1])
+            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format, val=like(val, val.shape))
+        return node if val.dim() == 1 else self.call(aten.view.default, node, [-1], val=like(val, [val.numel()]))
 
-    def sizes(self, node: fx.Node) -> list[Any]:
+    def view(self, node: fx.Node, form: fx.Node) -> fx.Node:
+        """A tensor in the shape of another one."""
+        shape = form.meta["val"].shape
+        return self.call(aten.view.default, node, self._sizes(form), val=like(node.meta.get("val"), shape))
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
         """The shape of a tensor; symbolic sizes as nodes."""
         shape = node.meta["val"].shape
         return [s if type(s) is int else self.call(aten.sym_size.int, node, i) for i, s in enumerate(shape)]
@@ -217,6 +225,35 @@ class Writer:
         count = node.meta["val"].numel()
         return count if type(count) is int else self.call(aten.sym_numel.default, node)
 
+    def cat(self, nodes: list[fx.Node], dim: int = 0) -> fx.Node:
+        """Tensors end to end."""
+        vals: list[Any] = [node.meta.get("val") for node in nodes]
+        total = sum(val.shape[dim] for val in vals) if all(isinstance(val, Tensor) for val in vals) else None
+        shape = [*vals[0].shape[:dim], total] if total is not None else None
+        return self.call(aten.cat.default, nodes, *([dim] if dim else []), val=like(vals[0], shape))
+
+    def split(self, tensor: fx.Node, sizes: list[Any], dim: int) -> list[fx.Node]:
+        """Pieces of a tensor along a dimension."""
+        val: Any = tensor.meta.get("val")
+        plain = isinstance(val, Tensor) and all(type(size) is int for size in sizes)
+        vals = [like(val, [*val.shape[:dim], size], val.stride()) for size in sizes] if plain else None
+        pieces = self.call(aten.split_with_sizes.default, tensor, sizes, dim, val=vals)
+        found = vals or [None] * len(sizes)
+        return [self.call(operator.getitem, pieces, i, val=found[i]) for i in range(len(sizes))]
+
+
+def like(val: Any, shape: Any, stride: Any = None) -> Any:
+    """A fake of another shape; None where the shape is not plain numbers."""
+    if not isinstance(val, FakeTensor) or shape is None or any(type(size) is not int for size in shape):
+        return None
+    if stride is None:
+        step, strides = 1, []
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        stride = strides[::-1]
+    return fake_tensor(val.fake_mode, shape, stride, val.dtype, val.device)
+
 
 def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, positions: Positions) -> fx.Node:
     """One all-reduce of all operands laid end to end."""
@@ -224,12 +261,13 @@ def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, position
     begin = _before(graph, bucket, at)
     flats = [begin.flat(member.operand) for member in bucket]
     sizes = [begin.numel(member.operand) for member in bucket]
-    fused = begin.call(first.target, begin.call(aten.cat.default, flats), *first.args[1:])
+    whole = begin.cat(flats)
+    val = whole.meta.get("val")
+    fused = begin.call(first.target, whole, *first.args[1:], val=val)
     finish = _after_wait(graph, bucket, positions)
-    parts = _split(finish, finish.call(comm.wait_tensor.default, fused), sizes, 0)
-    for member, part in zip(bucket, parts, strict=True):
-        shaped = finish.call(aten.view.default, part, finish.sizes(member.operand))
-        _replace(member, shaped)
+    done = finish.call(comm.wait_tensor.default, fused, val=val)
+    for member, part in zip(bucket, finish.split(done, sizes, 0), strict=True):
+        member.wait.replace_all_uses_with(finish.view(part, member.operand))
     _erase(graph, bucket)
     return fused
 
@@ -238,14 +276,23 @@ def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, posi
     """One reduce-scatter: the rows of each rank side by side."""
     first, size = bucket[0].node, group_size(bucket[0].node)
     begin = _before(graph, bucket, at)
-    rows = [begin.call(aten.view.default, begin.flat(member.operand), [size, -1]) for member in bucket]
-    whole = begin.call(aten.view.default, begin.call(aten.cat.default, rows, 1), [-1])
-    fused = begin.call(first.target, whole, *first.args[1:])
+    rows = []
+    for member in bucket:
+        flat = begin.flat(member.operand)
+        count = member.operand.meta["val"].numel()
+        shape = [size, count // size] if type(count) is int else None
+        rows.append(begin.call(aten.view.default, flat, [size, -1], val=like(flat.meta.get("val"), shape)))
+    table = begin.cat(rows, 1)
+    val = table.meta.get("val")
+    total = val.numel() if isinstance(val, Tensor) else None
+    whole = begin.call(aten.view.default, table, [-1], val=like(val, None if total is None else [total]))
+    mine = like(val, None if total is None else [total // size])
+    fused = begin.call(first.target, whole, *first.args[1:], val=mine)
     finish = _after_wait(graph, bucket, positions)
     sizes = [finish.numel(member.node) for member in bucket]
-    parts = _split(finish, finish.call(comm.wait_tensor.default, fused), sizes, 0)
-    for member, part in zip(bucket, parts, strict=True):
-        _replace(member, finish.call(aten.view.default, part, finish.sizes(member.node)))
+    done = finish.call(comm.wait_tensor.default, fused, val=mine)
+    for member, part in zip(bucket, finish.split(done, sizes, 0), strict=True):
+        member.wait.replace_all_uses_with(finish.view(part, member.node))
     _erase(graph, bucket)
     return fused
 
@@ -256,12 +303,23 @@ def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, position
     begin = _before(graph, bucket, at)
     flats = [begin.flat(member.operand) for member in bucket]
     sizes = [begin.numel(member.operand) for member in bucket]
-    fused = begin.call(first.target, begin.call(aten.cat.default, flats), *first.args[1:])
+    whole = begin.cat(flats)
+    val = whole.meta.get("val")
+    each = val.numel() if isinstance(val, Tensor) else None
+    everything = like(val, None if each is None else [size * each])
+    fused = begin.call(first.target, whole, *first.args[1:], val=everything)
     finish = _after_wait(graph, bucket, positions)
-    table = finish.call(aten.view.default, finish.call(comm.wait_tensor.default, fused), [size, -1])
-    for member, part in zip(bucket, _split(finish, table, sizes, 1), strict=True):
-        own = finish.call(aten.clone.default, part, memory_format=torch.contiguous_format)
-        _replace(member, finish.call(aten.view.default, own, finish.sizes(member.node)))
+    done = finish.call(comm.wait_tensor.default, fused, val=everything)
+    table = finish.call(aten.view.default, done, [size, -1], val=like(val, None if each is None else [size, each]))
+    for member, part in zip(bucket, finish.split(table, sizes, 1), strict=True):
+        piece = part.meta.get("val")
+        own = finish.call(
+            aten.clone.default,
+            part,
+            memory_format=torch.contiguous_format,
+            val=like(piece, None if piece is None else piece.shape),
+        )
+        member.wait.replace_all_uses_with(finish.view(own, member.node))
     _erase(graph, bucket)
     return fused
 
@@ -285,15 +343,6 @@ def _after_wait(graph: fx.Graph, bucket: list[Member], positions: Positions) -> 
         place.prepend(view)
     first = next((node for node in sorted(views, key=positions.of.__getitem__)), place)
     return Writer(graph, first, bucket[0].wait)
-
-
-def _split(writer: Writer, tensor: fx.Node, sizes: list[Any], dim: int) -> list[fx.Node]:
-    pieces = writer.call(aten.split_with_sizes.default, tensor, sizes, dim)
-    return [writer.call(operator.getitem, pieces, i) for i in range(len(sizes))]
-
-
-def _replace(member: Member, by: fx.Node) -> None:
-    member.wait.replace_all_uses_with(by)
 
 
 def _erase(graph: fx.Graph, bucket: list[Member]) -> None:

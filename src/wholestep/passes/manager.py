@@ -123,7 +123,7 @@ class _Application:
             self._given.graph.lint()
             self._given.recompile()
             return
-        gm.graph.eliminate_dead_code(is_needed)
+        drop_dead_code(gm.graph)
         fill_values(gm)
         _inherit_meta(gm.graph)
         gm.recompile()
@@ -157,20 +157,34 @@ class _Application:
 
 
 class _Saved:
-    """A graph as it was, to go back to."""
+    """A graph as it was, to go back to: what each node was, in order. Nodes are made again only if needed."""
 
     def __init__(self, gm: fx.GraphModule, step_graph: StepGraph | None) -> None:
         self._gm = gm
         self._meta = dict(gm.meta)
         self._step_graph = step_graph
         self._signature = None if step_graph is None else step_graph.signature
-        self._graph = copy_graph(gm.graph)
+        self._nodes = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, n.type, n.meta.get("val"), n.meta.get("wholestep"))
+            for n in gm.graph.nodes
+        ]
 
     def graph_module(self) -> fx.GraphModule:
-        return fx.GraphModule(self._gm, self._graph)
+        return fx.GraphModule(self._gm, self._graph())
+
+    def _graph(self) -> fx.Graph:
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for node, op, target, args, kwargs, name, kind, val, own in self._nodes:
+            new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
+            new = graph.create_node(op, target, new_args, new_kwargs, name, kind)
+            known = {key: value for key, value in (("val", val), ("wholestep", own)) if value is not None}
+            new.name, new.meta = name, {**node.meta, **known}
+            made[node] = new
+        return graph
 
     def restore(self) -> None:
-        self._gm.graph = self._graph
+        self._gm.graph = self._graph()
         self._gm.meta = self._meta
         if self._step_graph is not None and self._signature is not None:
             self._step_graph.signature = self._signature
@@ -187,6 +201,13 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for old, made in env.items():
         made.name = old.name
     return new
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Erase nodes that nothing uses and that have no effect."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_needed(node):
+            graph.erase_node(node)
 
 
 def is_needed(node: fx.Node) -> bool:

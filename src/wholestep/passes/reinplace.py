@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, schema_of
+from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, written_positions
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
@@ -45,7 +45,7 @@ def reinplaced(step_graph: StepGraph) -> fx.GraphModule:
     for old, new in env.items():
         new.meta = old.meta
     reinplace(graph)
-    return fx.GraphModule(step_graph.gm, graph, "WholeStepInPlace")
+    return lazy_graph_module(step_graph.gm, graph, "WholeStepInPlace")
 
 
 def reinplace(graph: fx.Graph) -> int:
