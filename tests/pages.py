@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import itertools
 import linecache
 import re
 from collections.abc import Callable, Iterator
@@ -67,21 +66,15 @@ def run_page(page: str, compare: Callable[[str, str, str], None] = assert_shown)
 
 
 @contextlib.contextmanager
-def as_torchrun_starts_it(rank: int, size: int, folder: str) -> Iterator[None]:
-    """No process group yet, and `init_process_group("gloo")` finds its peers; for use in a rank of `run_ranks`.
+def as_torchrun_starts_it() -> Iterator[None]:
+    """`init_process_group("gloo")` works as under torchrun; for a rank of `run_ranks`, whose group it is then."""
+    original = dist.init_process_group
 
-    Peers meet in a file where torchrun would offer a port: no other program can take that.
-    """
-    dist.destroy_process_group()
-    original, numbers = dist.init_process_group, itertools.count()
-
-    def init(backend: str, init_method: str | None = None, **options: Any) -> None:
-        if "store" not in options:
-            init_method = f"file://{folder}/rendezvous{next(numbers)}"
-            options |= {"rank": rank, "world_size": size}
-        original(backend, init_method, **options)
+    def init(backend: str, **options: Any) -> None:
+        if options:
+            original(backend, **options)
+        else:
+            assert dist.get_backend() == backend
 
     with mock.patch.object(dist, "init_process_group", init):
         yield
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", f"file://{folder}/end", rank=rank, world_size=size)  # run_ranks takes it down

@@ -66,9 +66,9 @@ def test_the_example_of_an_error_page_raises_that_error(code):
 
 
 @pytest.mark.parametrize("code", sorted(ON_RANKS))
-def test_the_example_of_a_page_about_ranks_raises_that_error_on_two_ranks(code, tmp_path):
+def test_the_example_of_a_page_about_ranks_raises_that_error_on_two_ranks(code):
     def rank_code(rank: int) -> str:
-        with as_torchrun_starts_it(rank, 2, str(tmp_path)), pytest.raises((ws.WholestepError, RuntimeError)) as caught:
+        with as_torchrun_starts_it(), pytest.raises((ws.WholestepError, RuntimeError)) as caught:
             run_example(code)
         return str(caught.value)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import pytest
 
 from pages import as_torchrun_starts_it, assert_shown, blocks_of, run, run_page
 from ranks import run_ranks
-
-RANKS = 2
 
 
 @pytest.mark.parametrize("page", ["tutorial.md"])
@@ -18,13 +15,13 @@ def test_every_block_of_a_tutorial_runs_and_prints_what_the_page_shows(page: str
     run_page(page)
 
 
-def test_every_block_of_the_parallel_tutorial_runs_on_two_ranks_and_prints_what_the_page_shows(tmp_path: Path) -> None:
+def test_every_block_of_the_parallel_tutorial_runs_on_two_ranks_and_prints_what_the_page_shows() -> None:
     def code(rank: int) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the page says so
-        with as_torchrun_starts_it(rank, RANKS, str(tmp_path)):
+        with as_torchrun_starts_it():
             run_page("parallel.md", assert_shown if rank == 0 else lambda *_: None)
 
-    run_ranks(code, RANKS, deadline=150)
+    run_ranks(code, 2, deadline=150)
 
 
 def test_a_block_that_prints_something_else_than_shown_is_found() -> None:
