@@ -90,8 +90,9 @@ class Iterations:
             self._ran.clear()
             try:
                 outputs, carried = self._run_main(*inputs, *pending.carried)
-            finally:
-                pending.left = [i for i in pending.left if i not in self._ran]
+            except BaseException:
+                pending.keep_all_but(self._ran)
+                raise
         return outputs, Pending(self, carried, inputs)
 
 
@@ -117,6 +118,11 @@ class Pending:
         self.state: list[Tensor] = [self.inputs[i] for i in self.iterations.state]
         self._versions = list(map(version_of, self.state))
 
+    def keep_all_but(self, pieces: list[int]) -> None:
+        """Some pieces ran, and wrote what they had to; the others are still to be done."""
+        self.left = [i for i in self.left if i not in pieces]
+        self._versions = list(map(version_of, self.state))
+
     def goes_on(self, inputs: list[Any]) -> bool:
         """Whether an iteration with these inputs may do it: they are the same tensors, and complete."""
         if len(self.left) != len(self.iterations.pieces):
@@ -136,11 +142,15 @@ class Pending:
 
     def complete(self) -> None:
         """Run the pieces that are left; their late outputs are in `late` then."""
-        while self.left:
-            piece = self.iterations.pieces[self.left[0]]
-            results = piece.run(*(self.inputs[i] for i in piece.state), *(self.carried[i] for i in piece.given))
-            self.late.update(zip(piece.results, results, strict=True))
-            del self.left[0]
+        done: list[int] = []
+        try:
+            for number in self.left:
+                piece = self.iterations.pieces[number]
+                results = piece.run(*(self.inputs[i] for i in piece.state), *(self.carried[i] for i in piece.given))
+                self.late.update(zip(piece.results, results, strict=True))
+                done.append(number)
+        finally:
+            self.keep_all_but(done)
 
     def stand_in(self, output: int, like: Any) -> Tensor:
         """A tensor for a late output: it completes the step when somebody looks at it."""
