@@ -225,7 +225,7 @@ def test_one_reduction_moves_to_a_named_node() -> None:
 def test_a_destination_after_the_first_use_raises_and_marks_nothing() -> None:
     graph = captured()
     remove_copy_from_optimizer(graph)
-    with pytest.raises(IterMoveError, match="is after .*, the first use of"):
+    with pytest.raises(IterMoveError, match=r"is after .*, the first use of"):
         iter_move_grads_and_optimizers(graph, first_reduction(graph.gm.graph), "mean_default")
     assert moved(graph) == []
 

@@ -3,6 +3,8 @@
 from wholestep.ir.communication import Communication, communication
 from wholestep.ir.fingerprint import node_digests
 from wholestep.ir.groups import group_table, rebind_groups
+from wholestep.ir.iter_graph import IterGraph
+from wholestep.ir.iter_graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
@@ -28,6 +30,8 @@ __all__ = [
     "GroupSpec",
     "InputKind",
     "InputSpec",
+    "IterGraph",
+    "IterGraphModule",
     "NodeMeta",
     "OutputKind",
     "OutputSpec",

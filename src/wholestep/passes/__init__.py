@@ -1,17 +1,37 @@
 """Rewrites of a step's graph, each with a contract that is checked after it ran."""
 
+from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
+from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
+from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.manager import run_passes
+from wholestep.passes.optimizer_blocks import (
+    AdamArgs,
+    ForeachAddBlock,
+    FusedAdamBlock,
+    FusedOptimizerBlock,
+    find_all_descendants,
+    get_all_fused_optimizer_blocks,
+    get_fused_optimizer_block,
+)
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
+from wholestep.passes.split_optimizer import split_fused_optimizer, split_optimizer
 
 __all__ = [
+    "AdamArgs",
     "BoundPass",
+    "CommBlock",
     "Contract",
+    "ForeachAddBlock",
+    "FusedAdamBlock",
+    "FusedOptimizerBlock",
     "GraphPass",
     "applied_passes",
     "bucket_all_gather",
@@ -21,8 +41,22 @@ __all__ = [
     "disable_graph_optimization_dump",
     "drop_dead_collectives",
     "enable_graph_optimization_dump",
+    "find_all_descendants",
+    "get_all_comm_blocks",
+    "get_all_fused_optimizer_blocks",
+    "get_comm_block",
+    "get_fused_optimizer_block",
     "graph_optimization_pass",
+    "iter_move_grads_and_optimizers",
+    "merge_common_subexpressions",
+    "overlap_optimizer_with_next_forward",
     "reinplace",
+    "reinplace_tail",
+    "remove_copy_from_optimizer",
+    "remove_dead_collectives",
+    "remove_duplicate_collectives",
     "run_passes",
     "schedule_comm_wait",
+    "split_fused_optimizer",
+    "split_optimizer",
 ]

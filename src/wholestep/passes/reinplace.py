@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
+from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, written_positions
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
@@ -99,6 +100,9 @@ class _Reinplace:
             if is_wait(node.target):
                 for source in _started_by(node).all_input_nodes:  # a collective reads until it is waited on
                     self.last_read[self.root[source]] = max(self.last_read.get(self.root[source], -1), i)
+            elif is_collective(node.target) and not comm_block(node).waits:
+                for source in node.all_input_nodes:  # the next iteration waits for it
+                    self.last_read[self.root[source]] = len(self.nodes)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
         if node.op != "call_function":
