@@ -669,3 +669,21 @@ def lazy_graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> 
 
     made: fx.GraphModule = _LazyGraphModule(root, graph, name)
     return made
+
+
+def process_group_rank(name: str) -> int:
+    """This rank's place in a process group; 0 if there is no such group here (`_resolve_process_group`). 2.11, 2.13."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    try:
+        return int(resolve(name).rank())
+    except RuntimeError:
+        return 0
+
+
+def sharding_function() -> tuple[Any, str]:
+    """Where DTensor cuts this rank's chunk out of a whole tensor: the class and the method's name. 2.11, 2.13."""
+    from torch.distributed.tensor import Shard
+
+    return Shard, "_replicate_to_shard"

@@ -77,6 +77,6 @@ class Nodes:
         path, forward = self._forward_of.get(node_sequence_number(running), (place.module_path, None))
         if place.in_recompute():
             return NodeMeta(
-                place.module_path or path, location_of(user_frame(3)) or forward, "backward", in_place, True
+                place.module_path or path, location_of(user_frame(3)) or forward, "backward", in_place, recompute=True
             )
         return NodeMeta(path, forward or location_of(user_frame(3)), "backward", in_place)

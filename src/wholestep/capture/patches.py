@@ -10,6 +10,7 @@
 | lists of foreach types | also FakeTensor | the trace takes the path eager takes |
 | DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
+| DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
 
 The replacements act only on the thread that traces; other threads get the originals.
@@ -41,6 +42,7 @@ from wholestep._torch_compat import (
     FakeTensor,
     adafactor_module,
     foreach_type_lists,
+    sharding_function,
     sharding_propagator,
     validate_distributions,
 )
@@ -188,6 +190,7 @@ def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
     patch(nn.Module, "__getattr__", lambda original, module, name: session.attribute(original(module, name)))
     patch(CLIP_MODULE, TOTAL_NORM, partial(total_norm, session.collectives))
     patch(CLIP_MODULE, SCALE_BY_NORM, scale_by_norm)
+    patch(*sharding_function(), session.own_chunk)
 
 
 def _with_named_scalars(

@@ -153,6 +153,13 @@ class Recorder(DispatchMode):
             raise higher_order(func)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            raise UnsupportedError(
+                f"{func} communicates behind the graph's back.",
+                fix="use torch.distributed._functional_collectives in the step (all_reduce, all_gather_tensor, ...), "
+                "whose results are values; or communicate outside of the step.",
+                location=user_location(),
+            )
         refuse_branching_backward(func, args)
         facts = op_facts(func)
         fake_args, node_args = self._convert_all(args)

@@ -21,7 +21,7 @@ import torch
 
 from wholestep._torch_compat import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 from wholestep.errors import GraphFormatError
-from wholestep.ir import mutable, rng, rnn
+from wholestep.ir import mutable, rng, rnn, shards
 
 Target = Callable[..., Any]
 
@@ -65,7 +65,15 @@ def _python_functions() -> dict[str, Target]:
             if hasattr(module, name):
                 found[f"{module.__name__}.{name}"] = getattr(module, name)
     found["float.is_integer"] = float.is_integer
-    for function in (rng.get_rng_state, rng.set_rng_state, rng.manual_seed, mutable.call_on_copies, rnn.packed_weights):
+    ours: tuple[Target, ...] = (
+        rng.get_rng_state,
+        rng.set_rng_state,
+        rng.manual_seed,
+        mutable.call_on_copies,
+        rnn.packed_weights,
+        shards.own_chunk,
+    )
+    for function in ours:
         found[f"{function.__module__}.{function.__name__}"] = function
     return found
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholestep._torch_compat import dtensor_over, graph_task, is_dtensor, local_of
+from wholestep._torch_compat import dtensor_over, graph_task, is_dtensor, local_of, spec_of
+from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.values import Value
 from wholestep.errors import ParameterDataError
@@ -78,6 +79,8 @@ class Gathering:
         self._backward: dict[tuple[Sharded, int], Tensor] = {}
         self._whole: dict[Any, tuple[Sharded, Tensor]] = {}
         """Gathered tensors by the memory they are (`Base`)."""
+        self._versions: dict[Any, int] = {}
+        """How often that memory had been written when it was gathered (a world of one gathers nothing)."""
 
     def read(self, param: Sharded) -> Tensor:
         """The whole parameter, for code inside of a module's forward."""
@@ -91,6 +94,7 @@ class Gathering:
 
     def forget(self) -> None:
         """The outermost forward ended: the next one gathers anew."""
+        self.check_unwritten()
         self._forward.clear()
         self._forwards += 1
 
@@ -107,7 +111,9 @@ class Gathering:
             )
         if whole is local:
             whole = local.view_as(local)
-        self._whole[self._recorder.values.value(whole).base] = (param, whole)
+        base = self._recorder.values.value(whole).base
+        self._whole[base] = (param, whole)
+        self._versions[base] = base.version
         if param.form.spec is not None:
             return dtensor_over(whole, param.form.spec)
         return whole
@@ -126,12 +132,16 @@ class Gathering:
 
     def check_unwritten(self) -> None:
         """Writing into a gathered copy would be lost."""
-        for param, whole in self._whole.values():
-            if self._axis.size > 1 and self._recorder.values.is_written(whole):
+        for base, version in self._versions.items():
+            param, _ = self._whole[base]
+            if base.version != version:
                 raise ParameterDataError(
                     f"the step writes into {param.path} inside of a forward, where it is a gathered copy.",
                     fix="write into the parameter outside of the model's forward, or do not shard that module.",
+                    location=user_location(),
                 )
+        if self._axis.size == 1:
+            self._versions.clear()  # from here on the optimizer may write
 
     def _differentiable(self, param: Sharded) -> Tensor:
         if not param.fake.requires_grad or not torch.is_grad_enabled():
@@ -156,7 +166,7 @@ class Gathering:
         found = self._whole.get(value.base)
         if found is None or value.base.version > 0:
             return tensor
-        spec = tensor._spec if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+        spec = spec_of(tensor) if is_dtensor(tensor) else None
         return _Again(found[0], _chain(value, found[1]), spec)
 
     def _unpack(self, packed: Any) -> Tensor:

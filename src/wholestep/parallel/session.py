@@ -16,6 +16,7 @@ from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import update_node_meta
+from wholestep.ir.shards import own_chunk
 from wholestep.ir.signature import InputKind
 from wholestep.parallel.axes import axes_of
 from wholestep.parallel.collectives import Collectives
@@ -38,7 +39,6 @@ class Session:
         self._depth = 0
         self.collectives = Collectives(recorder)
         placements = [p for module in world.modules if (p := placement_of(module)) is not None]
-        self.hooks = {id(hook) for placement in placements for hook in placement.hooks}
         self._units = {module for placement in placements for module in placement.units}
         self._sharded: dict[int, Sharded] = {}
         wholes: list[Whole] = []
@@ -106,6 +106,23 @@ class Session:
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._gathering is None else self._gathering.hooks()
+
+    def own_chunk(
+        self, original: Callable[..., Tensor], shard: Any, tensor: Tensor, mesh: Any, dim: int, *rest: Any
+    ) -> Tensor:
+        """DTensor cuts this rank's chunk: a node without the rank's number in it."""
+        values = self._recorder.values
+        if values.paused or not values.knows(tensor):
+            return original(shard, tensor, mesh, dim, *rest)
+        values.paused = True
+        try:
+            chunk = original(shard, tensor, mesh, dim, *rest)
+        finally:
+            values.paused = False
+        axis = axes_of(mesh)[dim]
+        arguments = (self._recorder.node_of(tensor), shard.dim, axis.size, axis.group)
+        values.register_result(chunk, self._recorder.emit_function(own_chunk, arguments, chunk))
+        return chunk
 
     # Gradients.
 

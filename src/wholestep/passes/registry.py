@@ -82,6 +82,6 @@ def _named(name: str) -> GraphPass | BoundPass:
         return loaded
     near = get_close_matches(name, [*ours, *others], 1)
     raise OptionError(
-        f"there is no pass {name!r}.",
+        f"passes: there is no pass {name!r}.",
         fix=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted([*ours, *others]))}.",
     )

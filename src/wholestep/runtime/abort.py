@@ -50,7 +50,7 @@ def abort_groups(listeners: Iterable[Address]) -> None:
     """Abort every process group of this process."""
     abort_nccl()
     closed = _shut_down(frozenset(listeners))
-    log.warning("aborted %d process groups (%d connections)", len(group_names()), closed)
+    log.info("aborted %d process groups (%d connections)", len(group_names()), closed)
 
 
 def _listener(value: bytes) -> Address | None:

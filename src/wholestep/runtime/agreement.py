@@ -135,6 +135,7 @@ class _Round:
         place = f"call {self._keys.call} of {self._keys.step}"
         lines = [f"    rank {rank} {peers.last_words(rank)}" for rank in late]
         shown = f"{_ranks(late)} did not come to {place} within {self._deadline:g} s.\n" + "\n".join(lines)
+        shown += "\n    A rank that is only slow (data, evaluation, a checkpoint) needs a longer deadline= in the plan."
         return Failure(Kind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
 
     def _stop(self, failure: Failure) -> bool:

@@ -54,13 +54,16 @@ class Channel:
     """One per process and default process group, shared by all compiled steps."""
 
     _current: Channel | None = None
+    _made = 0
 
     def __init__(self, group: Any, deadline: float = DEADLINE) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._pid = os.getpid()
         self._group = weakref.ref(group)
-        board = Board(default_store(), "wholestep", _STORE_TIMEOUT)
+        Channel._made += 1
+        # Another group of the same process may live in the same store: its failures are not ours.
+        board = Board(default_store(), f"wholestep{Channel._made}", _STORE_TIMEOUT)
         self.watchdog = Watchdog(board, self.rank, self.size, deadline, self._is_current)
         self._posted: BaseException | None = None
         self.watchdog.start()
