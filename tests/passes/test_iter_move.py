@@ -128,6 +128,17 @@ def test_pieces_write_in_place_and_the_rest_of_the_graph_does_not_write_what_the
     assert [str(n.target) for n in order] == [str(n.target) for n in graph.gm.graph.nodes if is_collective(n.target)]
 
 
+def test_the_fused_optimizer_of_a_bucket_updates_in_place() -> None:
+    graph = captured(optimizer=lambda model: AdamW(model.parameters(), lr=0.1, fused=True))
+    comm_fusion_with_concat(graph, 0.00006)
+    overlap_optimizer_with_next_forward(graph)
+    iterations = iterations_of(graph)
+    assert iterations is not None
+    ops = [str(n.target) for n in iterations.main.graph.nodes if "_fused_adamw" in str(n.target)]
+    assert set(ops) == {"aten._fused_adamw_.default"}
+    assert len(ops) == len(iterations.pieces) > 1
+
+
 def returns_a_weight(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     train_step(model, optimizer, x)
     return model[0].weight  # type: ignore[index,return-value]

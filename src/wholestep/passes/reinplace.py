@@ -36,6 +36,9 @@ _SCATTERS: dict[Any, Any] = {
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
 
+_SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int})
+"""Cut a tensor into parts that share no element."""
+
 
 def reinplaced(step_graph: StepGraph) -> fx.GraphModule:
     """A copy of the graph that updates in place; the StepGraph stays in normal form."""
@@ -150,7 +153,7 @@ class _Reinplace:
             value = args[position] if position < len(args) else node.kwargs.get(_argument_name(op, position))
             targets.extend(_nodes(value))
         roots = [self.root[t] for t in targets]
-        if not targets or len(set(roots)) != len(roots):
+        if not targets or not self._are_apart(targets):
             return False
         others = [n for n in _nodes([a for i, a in enumerate(args) if i not in positions]) if n not in targets]
         others += [n for n in _nodes(list(node.kwargs.values())) if n not in targets]
@@ -160,6 +163,16 @@ class _Reinplace:
             return False
         self._rewrite(node, op, positions, args, targets)
         return True
+
+    def _are_apart(self, targets: list[fx.Node]) -> bool:
+        """Whether no two targets share memory: they have different roots, or are different parts of one split."""
+        parts: dict[fx.Node, set[tuple[fx.Node, int] | None]] = {}
+        for target in targets:
+            parts.setdefault(self.root[target], set()).add(_part_of(target))
+        if sum(map(len, parts.values())) != len(targets):
+            return False
+        several = [found for found in parts.values() if len(found) > 1]
+        return all(None not in found and len({part[0] for part in found if part}) == 1 for found in several)
 
     def _rewrite(
         self, node: fx.Node, op: OpOverload, positions: tuple[int, ...], args: tuple[Any, ...], targets: list[fx.Node]
@@ -232,6 +245,21 @@ class _Reinplace:
             point = max(self.order[value], self.last_read.get(target, -1), self.last_write.get(self.root[value], -1))
             if self.order[copy] > point + 1 and self.nodes[point].op == "call_function":
                 self.nodes[point].append(copy)
+
+
+def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """For a part of a split, or a view of one: the split and the number of the part."""
+    while _is_view(node) or node.target is operator.getitem:
+        source, index = node.args[0], node.args[1] if len(node.args) > 1 else None
+        if not isinstance(source, fx.Node):
+            return None
+        if node.target is operator.getitem and source.target in _SPLITS and isinstance(index, int):
+            whole = source.args[0]
+            value = whole.meta.get("val") if isinstance(whole, fx.Node) else None
+            # Parts of a tensor that was expanded may be the same memory.
+            return (source, index) if isinstance(value, torch.Tensor) and value.is_contiguous() else None
+        node = source
+    return None
 
 
 def _started_by(wait: fx.Node) -> fx.Node:
