@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Optimizer
 
@@ -96,6 +97,17 @@ def a_state_dict_of_the_model_or_a_part_of_it_is_complete(rank: int) -> None:
 def a_state_dict_of_the_optimizer_is_complete(rank: int) -> None:
     training = Training()
     training.optimizer.state_dict()
+    training.check_complete()
+
+
+@check
+def what_a_distributed_checkpoint_saves_is_complete(rank: int) -> None:
+    training = Training()
+    saved = get_model_state_dict(training.model)
+    training.check_complete()
+    assert torch.equal(saved["0.weight"], training.model[0].weight)
+    training.call()
+    get_state_dict(training.model, training.optimizer)
     training.check_complete()
 
 

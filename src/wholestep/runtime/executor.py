@@ -61,7 +61,7 @@ class Entry:
         if pending is not None and pending.is_looked_at:
             self.complete(pending, current=False)
             pending = None
-        with self._below():
+        with self._without_autocast() if self._autocast else below_autograd():
             outputs = self._outputs(inputs, pending)
         del inputs
         for change in self._changes:
@@ -79,7 +79,7 @@ class Entry:
 
     def complete(self, pending: Pending, *, current: bool = True) -> None:
         """Do what a run left. `current`: its gradients are still those of the parameters."""
-        with self._below():
+        with self._without_autocast() if self._autocast else below_autograd():
             pending.complete()
         for change in self._late if current else ():
             if change.output in pending.late:
@@ -95,13 +95,9 @@ class Entry:
         return outputs
 
     @contextmanager
-    def _below(self) -> Iterator[None]:
-        if self._autocast:
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
-                yield
-        else:
-            with below_autograd():
-                yield
+    def _without_autocast(self) -> Iterator[None]:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
+            yield
 
     @cached_property
     def _values(self) -> list[Any]:
