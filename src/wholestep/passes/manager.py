@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload
-from wholestep.errors import IterMoveError, PassError, PassOrderError, WholestepError
+from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, WholestepError
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
 from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
@@ -107,7 +107,7 @@ class _Application:
             if saved is not None:
                 saved.restore()
             foreign = isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError)
-            if foreign or isinstance(error, IterMoveError):
+            if foreign or isinstance(error, IterMoveError | OptionError):
                 raise  # bad arguments: the pass's own words
             raise self._error(error) from error
         note_applied(gm, name)

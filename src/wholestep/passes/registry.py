@@ -14,7 +14,11 @@ from typing import Any
 
 from wholestep.errors import OptionError
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
+from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.contract import BoundPass, GraphPass
+from wholestep.passes.iter_move import overlap_optimizer_with_next_forward
+from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
+from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 
 GROUP = "wholestep.passes"
@@ -29,7 +33,15 @@ DEFAULT: tuple[GraphPass, ...] = (
 
 def known_passes() -> dict[str, GraphPass]:
     """Every pass that can be given by name. Entry points are loaded when they are asked for."""
-    return {each.name: each for each in DEFAULT}
+    ours = (
+        *DEFAULT,
+        remove_copy_from_optimizer,
+        merge_common_subexpressions,
+        remove_duplicate_collectives,
+        remove_dead_collectives,
+        overlap_optimizer_with_next_forward,
+    )
+    return {each.name: each for each in ours}
 
 
 def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
