@@ -39,7 +39,7 @@ def run(block: Block, file: str, namespace: dict[str, Any]) -> str:
     source = "\n" * block.line + block.code
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(source, file, "exec"), namespace)
+        exec(compile(source, file, "exec", dont_inherit=True), namespace)  # not our `from __future__`
     return printed.getvalue()
 
 

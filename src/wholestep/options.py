@@ -40,7 +40,7 @@ class Options:
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None
     """Path of a batch leaf (or of a part of the batch) to the dimensions that may vary."""
     verify: int = 1
-    """0: nothing; 1: structure after capture; 2 and 3: metadata too (3 will replay passes, once there are any)."""
+    """0: nothing; 1: structure, after capture and each pass; 2: metadata too; 3: also replay around each pass."""
     max_recompiles: int = 8
     hooks: str = "refuse"
     """`refuse` hooks, or `trace` what they compute."""
