@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import pad
 
+from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.capture.recorder import Recorder
 from wholestep.parallel.axes import Axis
 
 _comm = torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 def rows_per_rank(rows: int, size: int) -> int:
@@ -34,17 +35,17 @@ class Collectives:
         """The whole of a tensor that is sharded by rows along an axis. Shorter shards are padded on the way."""
         if axis.size == 1:
             return local
-        padded = _pad_rows(local, rows_per_rank(rows, axis.size))
+        padded = self._pad_rows(local, rows_per_rank(rows, axis.size))
         shape = (padded.shape[0] * axis.size, *padded.shape[1:])
         whole = self._call(_comm.all_gather_into_tensor.default, padded, (axis.size, axis.group), shape)
-        return whole if shape[0] == rows else whole.narrow(0, 0, rows)
+        return whole if shape[0] == rows else self._emit(aten.slice.Tensor, whole, (0, 0, rows), (rows, *shape[1:]))
 
     def scatter_rows(self, whole: Tensor, axis: Axis, op: str) -> Tensor:
         """This rank's rows of the sum (or mean) over the axis: as many on every rank, the last ones padded."""
         if axis.size == 1:
             return whole
         each = rows_per_rank(whole.shape[0], axis.size)
-        padded = _pad_rows(whole, each * axis.size)
+        padded = self._pad_rows(whole, each * axis.size)
         shape = (each, *padded.shape[1:])
         return self._call(_comm.reduce_scatter_tensor.default, padded, (op, axis.size, axis.group), shape)
 
@@ -64,19 +65,36 @@ class Collectives:
 
     def _call(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
         recorder = self._recorder
-        source = recorder.node_of(tensor)
-        before, recorder.values.paused = recorder.values.paused, True
-        try:
-            begun = tensor.new_empty(shape)
-            done = tensor.new_empty(shape)
-        finally:
-            recorder.values.paused = before
-        start = recorder.emit_function(op, (source, *arguments), begun)
+        start = recorder.emit_function(op, (recorder.node_of(tensor), *arguments), self._fake(tensor, shape))
+        done = self._fake(tensor, shape)
         recorder.values.register_result(done, recorder.emit_function(_comm.wait_tensor.default, (start,), done))
         return done
 
+    def _pad_rows(self, tensor: Tensor, rows: int) -> Tensor:
+        """With zero rows at the end."""
+        missing = rows - tensor.shape[0]
+        if not missing:
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
+        padding = [*[0, 0] * (tensor.dim() - 1), 0, missing]
+        return self._emit(aten.constant_pad_nd.default, tensor, (padding, 0.0), (rows, *tensor.shape[1:]))
 
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """With zero rows at the end."""
-    missing = rows - tensor.shape[0]
-    return pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, missing)) if missing else tensor.contiguous()
+    def _emit(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
+        """An operator whose result is contiguous and that nobody writes into."""
+        made = self._fake(tensor, shape)
+        node = self._recorder.emit_function(op, (self._recorder.node_of(tensor), *arguments), made)
+        self._recorder.values.register_result(made, node)
+        return made
+
+    def _fake(self, tensor: Tensor, shape: Sequence[Any]) -> Tensor:
+        if not isinstance(tensor, FakeTensor) or any(type(size) is not int for size in shape):
+            values = self._recorder.values
+            before, values.paused = values.paused, True
+            try:
+                return tensor.new_empty(shape)
+            finally:
+                values.paused = before
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return fake_tensor(tensor.fake_mode, shape, stride[::-1], tensor.dtype, tensor.device)
