@@ -20,6 +20,7 @@ from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
+from wholestep.passes.common_subexpressions import epilogue
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional
@@ -74,6 +75,8 @@ class Positions:
         self.of = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = max((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), default=-1)
         """Position of the last input: nothing goes before it."""
+        self.end = len(self.nodes) - 1 - len(epilogue(graph))
+        """Position of the first write-back, or of the output: nothing goes behind it."""
 
     def ready(self, node: fx.Node) -> int:
         """After which position a node may stand."""
@@ -337,7 +340,7 @@ def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
 def _after_wait(graph: fx.Graph, bucket: list[Member], positions: Positions) -> Writer:
     """The place right before the first use of any result; views behind the old waits move there too."""
     needed = min(member.needed for member in bucket)
-    place = positions.nodes[int(needed)] if needed < math.inf else positions.nodes[-1]
+    place = positions.nodes[int(min(needed, positions.end))]
     views = {view for member in bucket for view in member.followers}
     for view in sorted(views, key=positions.of.__getitem__):
         place.prepend(view)

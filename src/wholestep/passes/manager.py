@@ -29,6 +29,7 @@ from wholestep.passes.replay import Replay
 log = logging.getLogger("wholestep.passes")
 
 _COPY = torch.ops.aten.copy_.default
+_ABSENT = object()
 
 
 def is_graph(value: Any) -> bool:
@@ -165,7 +166,17 @@ class _Saved:
         self._step_graph = step_graph
         self._signature = None if step_graph is None else step_graph.signature
         self._nodes = [
-            (n, n.op, n.target, n.args, n.kwargs, n.name, n.type, n.meta.get("val"), n.meta.get("wholestep"))
+            (
+                n,
+                n.op,
+                n.target,
+                n.args,
+                n.kwargs,
+                n.name,
+                n.type,
+                n.meta.get("val", _ABSENT),
+                n.meta.get("wholestep", _ABSENT),
+            )
             for n in gm.graph.nodes
         ]
 
@@ -178,8 +189,9 @@ class _Saved:
         for node, op, target, args, kwargs, name, kind, val, own in self._nodes:
             new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
             new = graph.create_node(op, target, new_args, new_kwargs, name, kind)
-            known = {key: value for key, value in (("val", val), ("wholestep", own)) if value is not None}
-            new.name, new.meta = name, {**node.meta, **known}
+            known = {key: value for key, value in (("val", val), ("wholestep", own)) if value is not _ABSENT}
+            other = {key: value for key, value in node.meta.items() if key not in ("val", "wholestep")}
+            new.name, new.meta = name, {**other, **known}
             made[node] = new
         return graph
 
@@ -230,6 +242,9 @@ def _renamed_write_backs(graph: StepGraph) -> Signature:
         if not isinstance(target, fx.Node) or target.op != "placeholder":
             break
         found.append(WriteBack(target.name, str(node.args[1])))
+    lost = {write.target for write in graph.signature.write_backs} - {write.target for write in found}
+    if lost:
+        return graph.signature  # the verifier says which
     return replace(graph.signature, write_backs=tuple(reversed(found)))
 
 

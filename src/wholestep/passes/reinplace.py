@@ -184,6 +184,8 @@ class _Reinplace:
         pieces = list(node.users) if not single or _is_list(node) else []
         node.target = op
         node.args = args
+        if not schema.returns:
+            node.meta = {**node.meta, "val": None}  # graphs that were copied share metadata
         if not pieces:
             self._merge(node, targets[0])
             return

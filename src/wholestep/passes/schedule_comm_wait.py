@@ -8,8 +8,8 @@
     p1 = add(p, flat)                      p1 = add(p, flat)
 
 Needs: comm_fusion_with_concat (moving waits of collectives that will be merged is work for nothing).  Numerics: exact.
-Legal everywhere: waits and views move down to their first real user, past nodes that do not read them; the epilogue and
-the output are users like any other.  Views, splits and parts of a result move along.  Cost: one walk over the graph.
+Legal everywhere: waits and views move down to their first real user, past nodes that do not read them, but never behind
+the first write-back of the epilogue.  Views, splits and parts of a result move along.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx
 from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import is_wait
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
+from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.contract import graph_optimization_pass
 
 
@@ -36,13 +37,16 @@ def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         if is_wait(node.target) or (is_part(node) and node.all_input_nodes[0] in followers):
             followers.add(node)
     place = {node: i for i, node in enumerate(graph.nodes)}
+    last = epilogue(graph)
+    end = min(last, key=place.__getitem__) if last else None
     first_user: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
         if node not in followers:
             continue
         reals = [first_user.get(user, user) if user in followers else user for user in node.users]
         if reals:
-            first_user[node] = min(reals, key=place.__getitem__)
+            first = min(reals, key=place.__getitem__)
+            first_user[node] = first if end is None or place[first] < place[end] else end
     return [(node, first_user[node]) for node in graph.nodes if node in first_user]
 
 

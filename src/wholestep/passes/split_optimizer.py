@@ -195,7 +195,7 @@ def _replace(
     place = {old: (number, new) for number, (_, part) in enumerate(parts) for new, old in enumerate(part)}
     heads: list[tuple[fx.Node, list[fx.Node | None]]]
     if returns_several_lists(op):
-        heads = [(head, _heads(graph, head, [part for part, _ in parts])) for head in list(op.users)]
+        heads = [(head, _heads(graph, head, parts)) for head in list(op.users)]
         made.update({head: [[] if new is None else [new] for new in news] for head, news in heads})
     else:
         heads = [(op, [part for part, _ in parts])]
@@ -228,26 +228,26 @@ def _part(graph: fx.Graph, op: fx.Node, indices: tuple[int, ...]) -> fx.Node:
     return part
 
 
-def _heads(graph: fx.Graph, head: fx.Node, parts: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+def _heads(
+    graph: fx.Graph, head: fx.Node, parts: Sequence[tuple[fx.Node | None, tuple[int, ...]]]
+) -> list[fx.Node | None]:
     """`getitem(op, k)`, for each part."""
     found: list[fx.Node | None] = []
-    for part in parts:
+    for part, indices in parts:
         if part is None:
             found.append(None)
             continue
         with graph.inserting_before(head):
             new = graph.call_function(operator.getitem, (part, head.args[1]))
         new.meta = dict(head.meta)
-        value = part.meta.get("val")
-        if isinstance(value, list | tuple) and isinstance(head.args[1], int):
-            new.meta["val"] = value[head.args[1]]
+        _choose_values(new, indices, nested=False)  # the operator itself may have no `val`
         found.append(new)
     return found
 
 
 def _choose_values(part: fx.Node, indices: tuple[int, ...], nested: bool) -> None:
     value = part.meta.get("val")
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not value:
         return
     if nested:
         part.meta["val"] = type(value)([each[i] for i in indices] if each else each for each in value)
