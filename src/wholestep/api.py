@@ -131,6 +131,8 @@ class CompiledStep(Generic[P, R]):
                 placing.run()
                 found = self._capture(fn, args, kwargs, leaves, structure)
             self._ranks.agree(self._calls, found[0])
+        else:
+            self._ranks.agree_on_choice(self._calls, found[0])
         entry, state = found
         with self._ranks.running(self._calls, entry):
             return self._run_entry(entry, state, leaves)

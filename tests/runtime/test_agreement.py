@@ -177,12 +177,12 @@ def test_ragged_batches_with_other_communication_disagree():
 def test_a_rank_that_knows_its_graph_runs_with_one_that_captured_the_same_communication():
     def code(rank: int) -> list[list[float]]:
         known = step_graph()
-        shown = digest_of(known, Signature(), ragged=False)
+        shown = digest_of(known, Signature(), ragged="short batch")
         agree(1, shown)
         results = [run(1, known, shown)]
         if rank == 1:
             known = step_graph(extra=True)  # a new guard key on this rank only
-            shown = digest_of(known, Signature(), ragged=False)
+            shown = digest_of(known, Signature(), ragged="long batch")
             time.sleep(0.5)
             agree(2, shown)
         results.append(run(2, known, shown))
@@ -205,9 +205,8 @@ def test_a_rank_that_knows_its_graph_is_taken_out_of_the_collective_if_the_other
 
     for text in run_ranks(code, 2):
         assert text.startswith("DesyncError: [WS-DESYNC] Ranks disagree on the graph of call 2 of train_step")
-        assert f"rank {hit}  all_reduce(sum" in text
-        assert "of a: f32[4]" in text
-        assert "of b: f32[3]" in text
+        assert "The first difference is node" in text
+        assert f"rank {hit}  " in text
 
 
 def test_a_rank_that_ran_ahead_with_a_graph_it_knows_is_answered_for():
@@ -349,7 +348,7 @@ def test_the_store_does_not_grow_with_calls():
 def test_difference_is_none_where_ranks_may_run_together():
     strict = {"fingerprint": "f", "communication": "c", "ragged": False}
     ragged = {"fingerprint": "g", "communication": "c", "ragged": True}
-    answered = {"communication": "c"}
+    answered = {"fingerprint": "f", "communication": "c", "ragged": False, "answered": True}
     assert difference([strict, strict]) is None
     assert difference([strict, ragged, answered]) is None
     assert difference([strict, {**strict, "fingerprint": "h"}]) == ([0], [1])

@@ -58,6 +58,8 @@ class Placement:
     """Sharded parameters by module and name."""
     units: list[nn.Module] = field(default_factory=list)
     """Modules that `fully_shard` was applied to."""
+    known: MutableMapping[Tensor, None] = field(default_factory=WeakIdKeyDictionary)
+    """Parameters and buffers that all ranks have made equal."""
     hooks: list[Any] = field(default_factory=list)
     """Hooks of the tensor-parallel styles: traced, not refused."""
 
@@ -96,10 +98,13 @@ class Placing:
         self._plan = plan
         self._world = world
         self._todo: list[tuple[nn.Module, str, dict[str, Any], list[str]]] = []
+        self._late: list[tuple[Placement, str, Tensor]] = []
+        """Parameters and buffers that came into a model after it was placed: whole on every rank, and made equal."""
         for model, path in _roots(world):
             done = _placements.get(model)
             if done is not None:
                 _check_same(plan, done.plan, path)
+                self._late += _unknown(done, model, path)
                 continue
             _refuse_wrapped(model, path)
             check_device(plan.mesh, model, path)
@@ -108,18 +113,41 @@ class Placing:
     def lines(self) -> list[str]:
         """What is to be done, for ranks to compare; empty if nothing is."""
         tensors = [line for model, path, _, _ in self._todo for line in _describe(model, path)]
+        tensors += [_line(path, tensor) for _, path, tensor in self._late]
         return [self._plan.describe(), *tensors] if tensors else []
 
     def run(self) -> None:
         """Place them. Communicates."""
         for model, _, tensor_plan, units in self._todo:
             _placements[model] = _place_model(self._plan, model, tensor_plan, units)
+            _note_known(_placements[model], model)
+        if self._plan.broadcast:
+            _broadcast(self._plan, [tensor for _, _, tensor in self._late])
+        for placement, _, tensor in self._late:
+            placement.known[tensor] = None
         _repoint(self._world)
 
 
 def _describe(model: nn.Module, path: str) -> list[str]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return [f"{path}.{name}: {t.dtype} {list(t.shape)}{' frozen' * (not t.requires_grad)}" for name, t in tensors]
+    return [_line(f"{path}.{name}", t) for name, t in (*model.named_parameters(), *model.named_buffers())]
+
+
+def _line(path: str, tensor: Tensor) -> str:
+    return f"{path}: {tensor.dtype} {list(tensor.shape)}{' frozen' * (not tensor.requires_grad)}"
+
+
+def _note_known(placement: Placement, model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        placement.known[tensor] = None
+
+
+def _unknown(placement: Placement, model: nn.Module, path: str) -> list[tuple[Placement, str, Tensor]]:
+    """Parameters that a placed model did not have when it was placed. (Steps replace buffers; those are not meant.)"""
+    return [
+        (placement, f"{path}.{name}", p)
+        for name, p in model.named_parameters()
+        if p not in placement.known and not is_dtensor(p)
+    ]
 
 
 def _roots(world: World) -> list[tuple[nn.Module, str]]:
@@ -157,7 +185,7 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
 def _place_model(plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str]) -> Placement:
     placement = Placement(plan)
     if plan.broadcast:
-        _broadcast(plan, model)
+        _broadcast(plan, [*model.parameters(), *model.buffers()])
     before = dict(model.named_parameters(remove_duplicate=False))
     if plan.tensor_parallel is not None:
         known = {id(hook) for module in model.modules() for hook in module_hooks(module)}
@@ -214,14 +242,16 @@ def _common(a: str, b: str) -> str:
     return a[:end]
 
 
-def _broadcast(plan: Plan, model: nn.Module) -> None:
-    """Parameters and buffers of the first rank of each axis to the others."""
+def _broadcast(plan: Plan, tensors: list[Tensor]) -> None:
+    """What the first rank of each axis has to the others."""
+    if not tensors:
+        return
     meshes = [plan.mesh] if plan.tensor_parallel is None else [plan.tensor_parallel[0], plan.mesh]
     groups = [mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim) if mesh.size(i) > 1]
     with torch.no_grad():
         for group in groups:
             source = dist.get_global_rank(group, 0)
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in tensors:
                 whole = tensor.detach().contiguous()
                 dist.broadcast(whole, source, group)
                 if whole.data_ptr() != tensor.data_ptr():

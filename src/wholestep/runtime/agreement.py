@@ -152,8 +152,8 @@ class _Round:
         for side in self._pair:
             if side[0] == self._channel.rank:
                 board.write(self._keys.detail(side[0]), self._lines())
-            elif "fingerprint" not in self._records[side[0]] and self._is_first():
-                self._post({"kind": "detail", "rank": side[0]})
+            elif "answered" in self._records[side[0]] and self._is_first():
+                self._post({"kind": "detail", "rank": side[0], "nodes": self._by_nodes()})
         return False
 
     def _lines(self) -> list[Line]:
@@ -167,7 +167,7 @@ class _Round:
 
     def _is_first(self) -> bool:
         """Whether this is the lowest of the ranks that take part: it speaks for all."""
-        return all("fingerprint" not in record for record in self._records[: self._channel.rank])
+        return all("answered" in record for record in self._records[: self._channel.rank])
 
     def _poll_details(self, board: Board, now: float) -> bool:
         assert self._pair is not None
@@ -175,9 +175,12 @@ class _Round:
         if (left is None or right is None) and now < self._detail_until:
             return False
         text = _describe(self._keys, self._pair, left, right, "node" if self._by_nodes() else "collective")
-        if self._is_first() and any("fingerprint" not in record for record in self._records):
-            failure = Failure(Kind.DESYNC, self._pair[1][0], self._keys.step, self._keys.call, text, running=False)
-            self._watchdog.post(failure)
+        if any("answered" in record for record in self._records):
+            # Those ranks are in a collective that the others will not come to: no group can be used any more.
+            failure = Failure(Kind.DESYNC, self._pair[1][0], self._keys.step, self._keys.call, text, running=True)
+            if self._is_first():
+                self._watchdog.post(failure)
+            self._watchdog.break_groups(failure)
         self.outcome = DesyncError(text, fix=DESYNC_FIX)
         self._finish(board)
         return True
@@ -185,7 +188,7 @@ class _Round:
     def _finish(self, board: Board) -> None:
         """The last rank that has read everything takes it away."""
         board.remove(self._events)
-        readers = sum("fingerprint" in record for record in self._records)
+        readers = sum("answered" not in record for record in self._records)
         if board.count(self._keys.of("done"), 1) == readers:
             board.remove(self._keys.all(range(self._channel.size)))
 

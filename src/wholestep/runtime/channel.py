@@ -106,6 +106,8 @@ class Channel:
     def running(self, step: str, call: int, digest: GraphDigest | None = None) -> AbstractContextManager[None]:
         """While the body runs, this rank may wait in a collective; see the module for what errors become."""
         self.watchdog.answers.ran.append((step, call, digest))
+        if digest is not None and digest.number:
+            self.watchdog.trail.add(digest.number)
         return _Phase(self, Position(State.RUNNING, step, call))
 
     def completing(self, step: str, call: int) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from wholestep.ir.communication import communication
 from wholestep.ir.fingerprint import fingerprint, node_digests
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
-from wholestep.ir.signature import Signature
+from wholestep.ir.signature import InputKind, Signature
 
 _SHORT = 16
 _TEXT = 400
@@ -32,6 +32,8 @@ class GraphDigest:
         """Of everything that the graph computes."""
         self.communication = _hash("\n".join(each.digest for each in self._communication))
         """Of its collectives only, in order."""
+        self.number = int(self.communication[:15], 16) if self._communication else 0
+        """What it communicates, for the trail of a rank; 0 if nothing."""
         self.ragged = ragged
         """Which graphs must be the same as a whole: all (False), none (True), or those with the same word here. Of
         the others only the communication has to be the same."""
@@ -66,7 +68,9 @@ class LinesDigest:
 
 def local_shapes(signature: Signature) -> str:
     """A word for the shapes that a rank has: of its batch and of its shards."""
-    return _hash(repr([spec.tensor.shape for spec in signature.inputs if spec.tensor is not None]))[:_SHORT]
+    local = (InputKind.BATCH, InputKind.PARAMETER)
+    shapes = [spec.tensor.shape for spec in signature.inputs if spec.tensor is not None and spec.kind in local]
+    return _hash(repr(shapes))[:_SHORT]
 
 
 def digest_of(gm: fx.GraphModule, signature: Signature, ragged: bool | str) -> GraphDigest:

@@ -103,7 +103,10 @@ def node_in(traceback: TracebackType | None) -> str:
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file.startswith(_PROGRAM):
-            found = linecache.getline(file, traceback.tb_lineno).strip()
+            line = linecache.getline(file, traceback.tb_lineno).strip()
+            name, _, rest = line.partition(" = ")
+            where = rest.partition("#")[2].strip()
+            found = f"{name.partition('_')[2] or line}" + (f" of {where}" if where else "")
         traceback = traceback.tb_next
     return found
 

@@ -45,6 +45,9 @@ class Beat:
     pid: int = 0
     reason: str = ""
     """Why a rank aborted its groups."""
+    calls: int = 0
+    """How many graphs it has run, and the hash of them (`Trail`)."""
+    trail: int = 0
 
     def write(self) -> dict[str, Any]:
         """As JSON."""
@@ -142,6 +145,6 @@ _DOING = {
 }
 
 
-def following(beat: Beat, position: Position, reason: str) -> Beat:
+def following(beat: Beat, position: Position, reason: str, trail: tuple[int, int] = (0, 0)) -> Beat:
     """The next beat of a rank."""
-    return replace(beat, number=beat.number + 1, position=position, reason=reason)
+    return replace(beat, number=beat.number + 1, position=position, reason=reason, calls=trail[0], trail=trail[1])

@@ -16,6 +16,8 @@ from wholestep.runtime.executor import Entry
 
 _steps: dict[str, itertools.count[int]] = {}
 _nothing = nullcontext()
+_PATIENCE = 20
+"""Deadlines that a rank may be late for a call whose graphs are all known: it may load data, evaluate, save."""
 
 
 class Ranks:
@@ -26,6 +28,7 @@ class Ranks:
         self._step = f"{name}#{number}" if number else name
         """The same on all ranks, which make their steps in the same order."""
         self._deadline = deadline
+        self._last: Entry | None = None
         self._digests: WeakKeyDictionary[Entry, GraphDigest] = WeakKeyDictionary()
 
     def compiling(self, call: int) -> AbstractContextManager[None]:
@@ -52,8 +55,20 @@ class Ranks:
         channel.deadline = self._deadline
         Agreement(channel, self._step, self._deadline).agree(call, digest)
 
+    def agree_on_choice(self, call: int, entry: Entry) -> None:
+        """Before another graph runs than in the last call: the others must have chosen one that fits.
+
+        A rank that goes on with the same graph asks nobody; its watchdog answers for it.
+        """
+        channel = Channel.current()
+        digest = self._digests.get(entry)
+        if entry is self._last or channel is None or digest is None:
+            return
+        Agreement(channel, self._step, _PATIENCE * self._deadline).agree(call, digest)
+
     def running(self, call: int, entry: Entry) -> AbstractContextManager[None]:
         """While the body runs a graph, failures of other ranks end its waits."""
+        self._last = entry
         channel = Channel.current()
         return _nothing if channel is None else channel.running(self._step, call, self._digests.get(entry))
 

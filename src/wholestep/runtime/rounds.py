@@ -58,8 +58,8 @@ def record_of(digest: GraphDigest | LinesDigest) -> dict[str, Any]:
 
 
 def answer_of(digest: GraphDigest) -> dict[str, Any]:
-    """The record of a rank that has run its graph before: the others compare only the communication."""
-    return {"communication": digest.communication}
+    """The record of a rank that has run its graph before, and may be waiting in its first collective."""
+    return {**record_of(digest), "answered": True}
 
 
 class Answers:
@@ -72,15 +72,16 @@ class Answers:
         self.agreed: deque[Call] = deque(maxlen=_MOST_CALLS)
         """Written by the thread that runs steps: the calls that it wrote a record for itself."""
         self._records: dict[Call, None] = {}
-        self._details: dict[Call, None] = {}
+        self._details: dict[Call, bool] = {}
+        """Whether whole graphs are compared, or only what they communicate."""
 
     def ask(self, event: dict[str, Any]) -> None:
         """Note a question of another rank."""
         call = (str(event["step"]), int(event["call"]))
         if event["kind"] == "question":
-            _remember(self._records, call)
+            _remember(self._records, call, None)
         elif event["rank"] == self._rank:
-            _remember(self._details, call)
+            _remember(self._details, call, bool(event.get("nodes")))
 
     def give(self, board: Board) -> None:
         """Answer what can be answered now."""
@@ -96,13 +97,14 @@ class Answers:
                 board.write(keys.record(self._rank), answer_of(digest))
                 board.count(keys.of("count"), 1)
         for call in [call for call in self._details if call in ran]:
-            del self._details[call]
+            by_nodes = self._details.pop(call)
             digest = ran[call]
             if digest is not None:
-                board.write(RoundKeys(*call).detail(self._rank), digest.communications())
+                lines = digest.nodes() if by_nodes else digest.communications()
+                board.write(RoundKeys(*call).detail(self._rank), lines)
 
 
-def _remember(questions: dict[Call, None], call: Call) -> None:
-    questions[call] = None
+def _remember(questions: dict[Call, Any], call: Call, what: Any) -> None:
+    questions[call] = what
     if len(questions) > _MOST_QUESTIONS:
         del questions[next(iter(questions))]

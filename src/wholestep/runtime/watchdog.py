@@ -24,6 +24,7 @@ from wholestep.runtime.board import Board, StoreGoneError
 from wholestep.runtime.failure import Failure, Kind
 from wholestep.runtime.peers import Beat, Peers, Position, State, beat_key, following
 from wholestep.runtime.rounds import Answers
+from wholestep.runtime.trail import Trail
 
 log = logging.getLogger("wholestep")
 
@@ -52,6 +53,7 @@ class Watchdog(threading.Thread):
         self.deadline = deadline
         self.position = Position()
         self.answers = Answers(rank)
+        self.trail = Trail()
         self.failures: list[Failure] = []
         """What other ranks (and this one) posted; the thread that runs steps looks only at whether there is any."""
         self.broken: Failure | None = None
@@ -73,6 +75,8 @@ class Watchdog(threading.Thread):
         self._seen: Position | None = None
         self._seen_since = 0.0
         self._look_due = 0.0
+        self._ahead = (0, 0)
+        self._same_until = 0
         self._events = 0
         self._late_events: dict[int, float] = {}
         self._withdrawable: int | None = None
@@ -176,6 +180,7 @@ class Watchdog(threading.Thread):
         if stayed or now >= self._beat_due:
             self._beat_due = now + BEAT * self._slower
             self._write_beat()
+            self._compare_trails()
         self._read_events(now)
         self.answers.give(self._board)
         self._learn_groups()
@@ -187,7 +192,7 @@ class Watchdog(threading.Thread):
         reason = ""
         if self.broken is not None and position.state is not State.LEFT:
             position, reason = Position(State.ABORTED, position.step, position.call), self.broken.text.split("\n")[0]
-        self._beat = following(self._beat, position, reason)
+        self._beat = following(self._beat, position, reason, self.trail.last)
         self._board.write(beat_key(self.rank), self._beat.write())
 
     def _read_events(self, now: float) -> None:
@@ -245,6 +250,33 @@ class Watchdog(threading.Thread):
                 self.post(failure)
                 self.break_groups(failure)
                 return
+
+    def _compare_trails(self) -> None:
+        """With the next rank: where two ranks differ, two neighbours do. A few reads a second, however many ranks."""
+        if self.broken is not None or not self.trail.last[0]:
+            return
+        other = (self.rank + 1) % (len(self.peers.others) + 1)
+        self.peers.refresh(self._board, [other])
+        beat = self.peers.beat(other)
+        if beat is not None and beat.calls and beat.calls > self._ahead[0]:
+            self._ahead = (beat.calls, beat.trail)
+        calls, theirs = self._ahead
+        ours = self.trail.at(calls) if calls else None
+        if ours is None:
+            return
+        if ours == theirs:
+            self._same_until, self._ahead = calls, (0, 0)
+            return
+        place = self.position
+        text = (
+            f"Ranks {self.rank} and {other} have run graphs that communicate differently: both had run each of theirs "
+            f"before, and chose another one after call {self._same_until} and not later than call {calls} (counted "
+            f"over all compiled steps). This rank is at call {place.call} of {place.step}; rank {other} "
+            f"{self.peers.last_words(other)}."
+        )
+        failure = Failure(Kind.DESYNC, other, place.step, place.call, text)
+        self.post(failure)
+        self.break_groups(failure)
 
     def _look_without_store(self) -> None:
         """Without a store nobody can say anything any more; a rank that sits in a call for long is taken out."""
