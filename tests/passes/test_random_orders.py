@@ -26,6 +26,7 @@ from wholestep.passes import (
     bucket_all_gather,
     bucket_reduce_scatter,
     comm_fusion_with_concat,
+    graph_optimization_pass,
     iter_move_grads_and_optimizers,
     merge_common_subexpressions,
     overlap_optimizer_with_next_forward,
@@ -99,8 +100,8 @@ def arguments(given_pass: GraphPass, step: StepGraph, size: float, number: int) 
         return ()
     nodes = [n for n in step.gm.graph.nodes if n.op == "call_function"]
     started = [n.name for n in nodes if is_collective(n.target)] or ["none"]
-    early = nodes[: max(1, len(nodes) // 3)]
-    return started[number % len(started)], early[number // 7 % len(early)].name
+    early = [n.name for n in nodes[: max(1, len(nodes) // 3)]] or ["none"]
+    return started[number % len(started)], early[number // 7 % len(early)]
 
 
 def in_order(step: StepGraph, order: Order) -> list[str]:
@@ -250,6 +251,19 @@ def test_every_pass_alone_and_the_default_list(name: str) -> None:
     assert collectives(step) < before
     run_passes(step, [overlap_optimizer_with_next_forward], level=3)
     check_tail(step)
+
+
+def test_a_pass_that_runs_another_one_out_of_order_is_undone() -> None:
+    @graph_optimization_pass()
+    def both(gm: fx.GraphModule) -> None:
+        gm.graph.output_node().args = ((),)
+        schedule_comm_wait(gm)
+
+    step = fresh(NAMES[0])
+    before = seen(step)
+    with pytest.raises(PassOrderError, match="are the prerequisites of"):
+        both(step)
+    assert seen(step) == before
 
 
 def collectives(step: StepGraph) -> int:

@@ -102,14 +102,12 @@ class _Application:
             self._check()
             if replay is not None:
                 replay.compare(gm, self._pass.contract.numerics)
-        except PassOrderError:
-            raise
         except Exception as error:
             if saved is not None:
                 saved.restore()
             foreign = isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError)
-            if foreign or isinstance(error, IterMoveError | OptionError):
-                raise  # bad arguments: the pass's own words
+            if foreign or isinstance(error, IterMoveError | OptionError | PassOrderError):
+                raise  # bad arguments, or another pass inside: its own words
             raise self._error(error) from error
         note_applied(gm, name)
         seconds = time.perf_counter() - started
