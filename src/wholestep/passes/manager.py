@@ -98,8 +98,9 @@ class _Application:
             if isinstance(result, fx.GraphModule) and result is not gm:
                 gm.graph = result.graph
                 result = gm
-            self._tidy(gm)
-            self._check()
+            if saved is None or not saved.is_current() or self._level >= 2:
+                self._tidy(gm)
+                self._check()
             if replay is not None:
                 replay.compare(gm, self._pass.contract.numerics)
         except Exception as error:
@@ -180,6 +181,19 @@ class _Saved:
 
     def graph_module(self) -> fx.GraphModule:
         return fx.GraphModule(self._gm, self._graph())
+
+    def is_current(self) -> bool:
+        """Whether nothing was changed: the same nodes in the same order with the same arguments and metadata."""
+        nodes = self._gm.graph.nodes
+        return len(nodes) == len(self._nodes) and all(
+            now is node
+            and now.target is target
+            and now.args is args
+            and now.kwargs is kwargs
+            and now.meta.get("val") is val
+            and now.meta.get("wholestep") is own
+            for now, (node, _, target, args, kwargs, _, _, val, own) in zip(nodes, self._nodes, strict=True)
+        )
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()

@@ -66,6 +66,8 @@ class PendingWork:
         self._complete = None
         self._state = []
         _all.discard(self)
+        if not _all:
+            suspend()
 
     def flush(self) -> None:
         """Do what is pending. If that fails it stays pending."""
