@@ -1,5 +1,7 @@
 """Rewrites of a step's graph, each with a contract that is checked after it ran."""
 
+from wholestep.ir.iter_graph import IterGraph
+from wholestep.ir.iter_graph_module import IterGraphModule
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -33,6 +35,8 @@ __all__ = [
     "FusedAdamBlock",
     "FusedOptimizerBlock",
     "GraphPass",
+    "IterGraph",
+    "IterGraphModule",
     "applied_passes",
     "bucket_all_gather",
     "bucket_reduce_scatter",
