@@ -124,6 +124,8 @@ def no_style(rank: int) -> str:
         plan_of("replicate", mesh, {"layers.*.up": "colwise"})
     with pytest.raises(ws.errors.MeshError):
         ws.Replicate(mesh["dp"], tensor_parallel=(mesh, megatron()))
+    with pytest.raises(ws.errors.MeshError, match="the same axis"):
+        ws.Replicate(mesh["tp"], tensor_parallel=(mesh["tp"], megatron()))
     return str(caught.value)
 
 

@@ -177,7 +177,9 @@ def nothing_read_after_write(graph: _Graph) -> None:
     epilogue = set(graph.epilogue)
     nothing: frozenset[fx.Node] = frozenset()
     for node in graph.nodes:
-        if node.op == "call_function" and node not in epilogue:
+        if node.op != "call_function" or not any(source in shares for source in node.all_input_nodes):
+            continue
+        if node not in epilogue:
             for source in shared_inputs(node):
                 if source in shares:
                     shares[node] = shares.get(node, nothing) | shares[source]
@@ -224,7 +226,7 @@ def collectives_waited(graph: _Graph) -> None:
                     fix=f"use {source} itself, or wait on the result of the collective.",
                 )
             open_.pop(pending[source], None)
-        elif pending:
+        elif pending and any(source in pending for source in node.all_input_nodes):
             sources = [source for source in shared_inputs(node) if source in pending]
             if sources and node.op == "call_function" and len(node.all_input_nodes) == 1:
                 root = pending[sources[0]]

@@ -40,6 +40,10 @@ def as_mesh(given: Any, what: str) -> DeviceMesh:
         backend = dist.get_backend(given)
         device = "cuda" if backend == "nccl" else "cpu"
         return DeviceMesh.from_group(given, device, mesh_dim_names=("dp",))
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the process group.", fix="make plans only on ranks of the group."
+        )
     raise MeshError(
         f"{what} takes a DeviceMesh or a ProcessGroup, not a {type(given).__name__}.",
         fix='use init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), or one axis of a mesh: mesh["dp"].',

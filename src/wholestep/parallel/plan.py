@@ -73,6 +73,11 @@ class Plan:
         mesh, plan = given
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise MeshError("tensor_parallel takes one axis of a mesh.", fix='use mesh["tp"].')
+        if axes_of(mesh)[0].group in {axis.group for axis in self.axes}:
+            raise MeshError(
+                f"tensor_parallel works along the same axis as {type(self).__name__}: {axes_of(mesh)[0].name}.",
+                fix='use two axes of one mesh: mesh["dp"] for the data, mesh["tp"] for tensors.',
+            )
         styles = [p for p, style in plan.items() if not hasattr(style, "_apply")]
         if styles:
             raise PlanError(
@@ -140,7 +145,8 @@ class FullyShard(Plan):
         super().__post_init__()
         if self.mesh.ndim > 2:
             raise MeshError(
-                f"FullyShard works along one axis, or two for HSDP; this mesh has {self.mesh.mesh_dim_names}.",
+                f"FullyShard works along one axis, or two for HSDP; this mesh has {self.mesh.ndim} "
+                f"({', '.join(axis.name for axis in self.axes)}).",
                 fix='pass the data-parallel axes: ws.FullyShard(mesh["dp"]) or mesh["replicate", "shard"].',
             )
         if self.mesh.ndim == 2 and self.mesh.mesh_dim_names is None:

@@ -190,8 +190,8 @@ class _Saved:
             and now.target is target
             and now.args is args
             and now.kwargs is kwargs
-            and now.meta.get("val") is val
-            and now.meta.get("wholestep") is own
+            and now.meta.get("val", _ABSENT) is val
+            and now.meta.get("wholestep", _ABSENT) is own
             for now, (node, _, target, args, kwargs, _, _, val, own) in zip(nodes, self._nodes, strict=True)
         )
 
