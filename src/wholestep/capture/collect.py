@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import (
     SCALER_TENSORS,
     FakeTensor,
-    OpOverload,
     describe_placement,
     is_dtensor,
     lazy_graph_module,
@@ -41,6 +40,7 @@ from wholestep.capture.slots import (
 from wholestep.capture.state import Tracked
 from wholestep.capture.tree import flatten
 from wholestep.errors import AliasError, ItemError, ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ir.result_tree import describe, describe_leaf
@@ -473,7 +473,7 @@ class _Collector:
 
     def _output_node(self) -> None:
         self.graph.output(tuple(node for _, _, node in self.outputs))
-        self.graph.eliminate_dead_code(_is_needed)
+        self.graph.eliminate_dead_code(is_needed)
 
     def _drop_unused_inputs(self) -> None:
         for node in [n for n in self.graph.nodes if n.op == "placeholder"]:
@@ -576,15 +576,6 @@ def _detach_val(node: fx.Node) -> None:
     val = node.meta.get("val")
     if isinstance(val, Tensor) and node.op != "placeholder" and val.requires_grad:
         node.meta["val"] = val.detach()
-
-
-def _is_needed(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        return True
-    return node.is_impure()
 
 
 def _refuse_shared_memory(tracked: Any, written: list[Tracked]) -> None:

@@ -76,6 +76,16 @@ def is_point_to_point(target: Any) -> bool:
     return isinstance(target, OpOverload) and _is_communication(target) and op_name(target).endswith(_POINT_TO_POINT)
 
 
+def is_needed(node: fx.Node) -> bool:
+    """What dead-code elimination must leave: effects, random draws, and collectives that are waited for."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    return node.is_impure()
+
+
 def is_wait(target: Any) -> bool:
     """Whether a target waits for a collective."""
     return isinstance(target, OpOverload) and _is_communication(target) and "wait_tensor" in op_name(target)

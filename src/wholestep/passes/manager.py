@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, WholestepError
+from wholestep.ir.effects import is_needed
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
 from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
@@ -232,16 +232,6 @@ def drop_dead_code(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_needed(node):
             graph.erase_node(node)
-
-
-def is_needed(node: fx.Node) -> bool:
-    """What dead-code elimination must leave: effects, random draws, and collectives that are waited for."""
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        return True
-    return node.is_impure()
 
 
 def _renamed_write_backs(graph: StepGraph) -> Signature:

@@ -22,10 +22,9 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, op_name
-from wholestep.ir.effects import keeps_elements, shared_inputs, writes
+from wholestep.ir.effects import is_needed, keeps_elements, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.contract import graph_optimization_pass
-from wholestep.passes.manager import is_needed
 
 _COPY = torch.ops.aten.copy_.default
 _OPTIMIZERS = ("aten::_fused_", "aten::_foreach_")
