@@ -137,7 +137,8 @@ class _Rank:
             return f"did not return within {deadline:g} s and was killed:\n{stack or 'no stack'}"
         code = None if self.process is None else self.process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return f"died without returning ({how})"
+        stack = self.stack.read_text() if self.stack.exists() else ""
+        return f"died without returning ({how})" + (f":\n{stack}" if stack else "")
 
 
 def _receive_until(ranks: list[_Rank], end: float) -> None:
@@ -188,6 +189,7 @@ def _rank_main(
     parents_end.close()
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.enable(file=file, all_threads=True)
         faulthandler.dump_traceback_later(deadline + _ORPHAN_SECONDS, exit=True, file=file)
         try:
             torch.set_num_threads(1)

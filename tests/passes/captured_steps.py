@@ -135,8 +135,9 @@ def _captured(name: str) -> StepGraph:
 
 def _plan(kind: str) -> Any:
     if kind == "hybrid":
-        return ws.FullyShard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+        # Names of its own: DTensor's caches know meshes by shape and names, and forked ranks inherit them.
+        return ws.FullyShard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("fake_replicate", "fake_shard")))
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fake_dp",))
     if kind == "replicate":
         return ws.Replicate(mesh)
     return ws.FullyShard(mesh, modules=["0", "1", "2"]) if kind == "blocks" else ws.FullyShard(mesh)
