@@ -31,6 +31,8 @@ from wholestep.passes.registry import DEFAULT
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 from wholestep.runtime.digest import digest_of, first_difference
 
+pytestmark = pytest.mark.fake_group
+
 SMALL = (
     comm_fusion_with_concat(bucket_size_mb=1e-4),
     bucket_reduce_scatter(bucket_size_mb=1e-4),

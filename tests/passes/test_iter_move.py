@@ -32,6 +32,8 @@ from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimiz
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 from wholestep.runtime.iterations import iterations_of
 
+pytestmark = pytest.mark.fake_group
+
 
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:

@@ -41,6 +41,8 @@ from wholestep.passes.manager import apply_pass
 from wholestep.passes.registry import DEFAULT, known_passes
 from wholestep.passes.replay import Replay
 
+pytestmark = pytest.mark.fake_group
+
 BUCKETING = (comm_fusion_with_concat, bucket_reduce_scatter, bucket_all_gather)
 PASSES: tuple[GraphPass, ...] = (
     *BUCKETING,
