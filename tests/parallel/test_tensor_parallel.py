@@ -131,3 +131,17 @@ def no_style(rank: int) -> str:
 
 def test_a_plan_takes_styles_of_torch_and_one_axis() -> None:
     assert all("ColwiseParallel()" in message for message in run_ranks(no_style, 2))
+
+
+def whole_matrices(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = net()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    step_of_plan = ws.compile(step, parallel=plan_of("fully shard", mesh, megatron()))
+    with pytest.raises((ws.errors.ShardedOptimizerError, ws.errors.PeerFailedError)) as caught:
+        step_of_plan(model, optimizer, torch.ones(2, 8).double())
+    return str(caught.value)
+
+
+def test_an_optimizer_of_whole_matrices_refuses_parameters_sharded_along_two_axes() -> None:
+    assert all("along two axes" in message for message in run_ranks(whole_matrices, 4, deadline=60))

@@ -291,7 +291,7 @@ RULES: dict[str, tuple[str, Any, list[tuple[str, int, int]]]] = {
         lambda *_: set(),
         [("zeros", 0, 0), ("zeros", 0, 0), ("add_", 2, 0), ("add", 2, 3), ("neg", 4, 0), ("neg", 5, 0)],
     ),
-    "results stay two tensors": ("_sharing_with_outputs", lambda *_: set(), [("neg", 0, 0), ("neg", 0, 0)]),
+    "results stay two tensors": ("sharing_with_outputs", lambda *_: set(), [("neg", 0, 0), ("neg", 0, 0)]),
     "nothing merges across a write": (
         "writes",
         lambda node: False,

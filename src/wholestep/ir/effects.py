@@ -76,6 +76,18 @@ def is_point_to_point(target: Any) -> bool:
     return isinstance(target, OpOverload) and _is_communication(target) and op_name(target).endswith(_POINT_TO_POINT)
 
 
+def sharing_with_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """What leaves the graph, and everything that it is a view of."""
+    found: set[fx.Node] = set()
+    stack = list(graph.output_node().all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += shared_inputs(node)
+    return found
+
+
 def is_needed(node: fx.Node) -> bool:
     """What dead-code elimination must leave: effects, random draws, and collectives that are waited for."""
     if node.op in ("placeholder", "output"):

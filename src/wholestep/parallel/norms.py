@@ -31,15 +31,8 @@ def total_norm(
         return original(grads, norm_type, *args, **kwargs)
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        if is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements):
-            grad = _reduced(grad)
-        spec = spec_of(grad) if is_dtensor(grad) else None
-        key = (
-            None
-            if spec is None
-            else (spec.mesh, tuple(not (p.is_replicate() or p.is_partial()) for p in spec.placements))
-        )
-        groups.setdefault(key, []).append(local_of(grad))
+        whole = _reduced(grad) if is_unreduced(grad) else grad
+        groups.setdefault(_sharding(whole), []).append(local_of(whole))
     totals = []
     for key, members in groups.items():
         mesh, sharded = key or (None, ())
@@ -92,6 +85,11 @@ def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Axis) ->
         return emit.all_reduce(norm, axis, "max" if norm_type > 0 else "min")
     found: Tensor = emit.all_reduce(norm**norm_type, axis, "sum") ** (1.0 / norm_type)
     return found
+
+
+def is_unreduced(grad: Tensor) -> bool:
+    """Whether each rank has a gradient of its own, still to be summed up."""
+    return is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements)
 
 
 def _sharding(grad: Tensor) -> Any:

@@ -50,10 +50,11 @@ def step_sharded(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
     if is_elementwise(optimizer):
         with on_shards(optimizer):
             return step()
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+    twice = any(_sharded_axes(p) > 1 for group in optimizer.param_groups for p in group["params"])
+    if twice or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ShardedOptimizerError(
-            f"{type(optimizer).__name__} cannot work on sharded parameters.",
-            fix="use ws.Replicate, or an optimizer that keeps its state per parameter.",
+            f"{type(optimizer).__name__} cannot work on parameters that are sharded{' along two axes' * twice}.",
+            fix="use ws.Replicate, or an elementwise optimizer such as AdamW.",
         )
     with _on_wholes(optimizer):
         return step()
@@ -71,7 +72,7 @@ def on_shards(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        swap.leave(lambda param, local, value: value.shape == local.shape, lambda param, value: value)
+        swap.leave(lambda param, value: value)
         for param in swap.sharded():
             local_of(param).grad = None
 
@@ -93,7 +94,7 @@ def _on_wholes(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        swap.leave(lambda param, whole, value: value.shape == whole.shape, _shard_like)
+        swap.leave(_shard_like)
         with torch.no_grad():
             for param, whole in wholes:
                 local_of(param).copy_(_shard_like(param, whole))
@@ -129,9 +130,7 @@ class _Swap:
             else:
                 optimizer.state[owner] = entries
 
-    def leave(
-        self, is_sharded: Callable[[Tensor, Tensor, Tensor], bool], local: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
+    def leave(self, local: Callable[[Tensor, Tensor], Tensor]) -> None:
         """State back under the parameters; new tensors of a parameter's shape become DTensors placed like it."""
         optimizer = self._optimizer
         now = dict(optimizer.state)
@@ -156,11 +155,16 @@ class _Swap:
                     with torch.no_grad():
                         local_of(held).copy_(local(param, value))
                     placed[key] = held
-                elif value.dim() and is_sharded(param, other, value):
+                elif value.dim() and value.shape == other.shape:
                     placed[key] = dtensor_over(local(param, value), spec_of(param))
                 else:
                     placed[key] = value
             optimizer.state[param] = placed
+
+
+def _sharded_axes(param: Tensor) -> int:
+    """Along how many axes of its mesh a parameter is sharded."""
+    return sum(not p.is_replicate() for p in spec_of(param).placements) if is_dtensor(param) else 0
 
 
 def _whole(tensor: Tensor) -> Tensor:

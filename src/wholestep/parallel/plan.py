@@ -91,6 +91,11 @@ class Plan:
         return axes_of(self.mesh)
 
     @property
+    def all_axes(self) -> tuple[Axis, ...]:
+        """The data-parallel axes, then the tensor-parallel one."""
+        return self.axes if self.tensor_parallel is None else (*self.axes, *axes_of(self.tensor_parallel[0]))
+
+    @property
     def ranks(self) -> int:
         """How many ranks see different data."""
         size: int = self.mesh.size()

@@ -25,6 +25,7 @@ from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
+from wholestep.parallel.norms import is_unreduced
 from wholestep.parallel.plan import FullyShard, Plan
 
 
@@ -107,7 +108,7 @@ class Reducer:
         plan, fake = self._plan, param.fake
         assert isinstance(plan, FullyShard)
         held = fake.grad
-        if held is not None and _is_unreduced(held):
+        if held is not None and is_unreduced(held):
             grad = local_of(held) + grad
             held = None
         if not plan.reduces:
@@ -191,10 +192,6 @@ def _schedule(reductions: list[tuple[fx.Node, fx.Node]], place: dict[fx.Node, fl
 
 _LATER = 1e-6
 """Between a node and what was moved to behind it."""
-
-
-def _is_unreduced(grad: Tensor) -> bool:
-    return is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements)
 
 
 def _unreduced(spec: Any, plan: FullyShard) -> list[Any]:

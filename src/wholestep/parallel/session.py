@@ -58,10 +58,7 @@ class Session:
 
     def axis_names(self) -> dict[str, str]:
         """Names of axes by the groups of this rank."""
-        axes = list(self._plan.axes)
-        if self._plan.tensor_parallel is not None:
-            axes += axes_of(self._plan.tensor_parallel[0])
-        return {axis.group: axis.name for axis in axes}
+        return {axis.group: axis.name for axis in self._plan.all_axes}
 
     # Reading parameters.
 
@@ -156,12 +153,13 @@ class Session:
     def _take_buffers_of_first_rank(self) -> None:
         """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""
         nodes = self._recorder.nodes
-        inputs = {node.meta.get("val"): node for node in nodes.graph.nodes if node.op == "placeholder"}
-        place = next(reversed(inputs.values()))
+        inputs = [node for node in nodes.graph.nodes if node.op == "placeholder"]
+        holding = {id(node.meta.get("val")): node for node in inputs}
+        place = inputs[-1]
         for tracked in self._buffers:
             if not self._recorder.values.is_written(tracked.input):
                 continue
-            source, before = inputs[tracked.input], nodes.last()
+            source, before = holding[id(tracked.input)], nodes.last()
             users = list(source.users)
             value = source
             for axis in reversed(self._plan.axes):
@@ -186,11 +184,8 @@ class Session:
             return unscale()
         with on_shards(optimizer):
             found = unscale()
-        axes = list(self._plan.axes)
-        if self._plan.tensor_parallel is not None:
-            axes += axes_of(self._plan.tensor_parallel[0])
         for device, flag in found.items():
-            for axis in axes:
+            for axis in self._plan.all_axes:
                 flag = self.collectives.all_reduce(flag, axis, "max")
             found[device] = flag
         return found

@@ -27,7 +27,7 @@ from wholestep._torch_compat import OpOverload, op_name
 from wholestep.errors import GraphFormatError
 from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_collective, is_data_dependent, is_wait, shared_inputs, writes
+from wholestep.ir.effects import is_collective, is_data_dependent, is_wait, shared_inputs, sharing_with_outputs, writes
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.targets import PYTHON_FUNCTIONS, target_name
@@ -67,7 +67,7 @@ class _Planner:
         self._epilogue = epilogue(graph)
         self._written = _written_memory(graph, self._epilogue)
         self._named = {node.args[1] for node in self._epilogue}
-        self._leaving = _sharing_with_outputs(graph)
+        self._leaving = sharing_with_outputs(graph)
         self._numbers: dict[fx.Node, int] = {}
         self._known: dict[str, list[fx.Node]] = {}
         """By key, those that are not merged with each other."""
@@ -190,17 +190,5 @@ def _written_memory(graph: fx.Graph, epilogue: set[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             stack += views.get(node, [])
-            stack += shared_inputs(node)
-    return found
-
-
-def _sharing_with_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """What leaves the graph, and everything that it is a view of."""
-    found: set[fx.Node] = set()
-    stack = list(graph.output_node().all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
             stack += shared_inputs(node)
     return found

@@ -26,7 +26,7 @@ from torch import fx
 from wholestep.errors import GraphFormatError
 from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.comm_block import communicates, is_part
-from wholestep.ir.effects import is_collective, is_wait, keeps_elements, shared_inputs, writes
+from wholestep.ir.effects import is_collective, is_wait, keeps_elements, sharing_with_outputs, writes
 from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
@@ -120,7 +120,7 @@ class _Planner:
 
 def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
     """Let later nodes use the earlier ones; the later ones go, with views and casts that only they read."""
-    written, leaving = _written_back(graph), _sharing_with_outputs(graph)
+    written, leaving = _written_back(graph), sharing_with_outputs(graph)
     stands_for: dict[fx.Node, fx.Node] = {}
     orphans: list[fx.Node] = []
     for merge in plan:
@@ -160,18 +160,6 @@ def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
 def _written_back(graph: fx.Graph) -> set[fx.Node]:
     """Values that a signature's write-backs know by name."""
     return {value for node in graph.nodes if _is_write_back(node) for value in node.all_input_nodes[1:]}
-
-
-def _sharing_with_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """What leaves the graph, and everything that it is a view of."""
-    found: set[fx.Node] = set()
-    stack = list(graph.output_node().all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += shared_inputs(node)
-    return found
 
 
 def _is_write_back(node: fx.Node) -> bool:
