@@ -46,7 +46,6 @@ class GraphPass:
         functools.update_wrapper(self, function)
         self.function = function
         self.contract = contract
-        _contracts[contract.name] = contract
 
     @property
     def name(self) -> str:
@@ -88,10 +87,6 @@ class BoundPass:
         return f"{self.name}({', '.join(given)})"
 
 
-_contracts: dict[str, Contract] = {}
-"""By name, to say in a message which pass must come after which."""
-
-
 def graph_optimization_pass(
     prerequisites: Iterable[Any] = (),
     apply_after: Iterable[Any] = (),
@@ -117,24 +112,31 @@ def _name(given: Any) -> str:
 
 def applied_passes(gm: fx.GraphModule) -> tuple[str, ...]:
     """The passes that ran on a graph, in order."""
-    return tuple(gm.meta.get(_HISTORY, ()))
+    return tuple(contract.name for contract in applied_contracts(gm))
 
 
-def note_applied(gm: fx.GraphModule, name: str) -> None:
+def applied_contracts(gm: fx.GraphModule) -> tuple[Contract, ...]:
+    """What the passes that ran on a graph promise: names alone would mix up two passes that are called the same."""
+    found: tuple[Contract, ...] = gm.meta.get(_HISTORY, ())
+    return found
+
+
+def note_applied(gm: fx.GraphModule, contract: Contract) -> None:
     """A pass ran on a graph."""
-    gm.meta[_HISTORY] = (*applied_passes(gm), name)
+    gm.meta[_HISTORY] = (*applied_contracts(gm), contract)
 
 
-def check_order(contract: Contract, applied: tuple[str, ...], *, allow_rerun: bool = False) -> None:
+def check_order(contract: Contract, history: tuple[Contract, ...], *, allow_rerun: bool = False) -> None:
     """Raise PassOrderError if a pass may not run now on a graph with that history."""
     name = contract.name
+    applied = [done.name for done in history]
     missing = [needed for needed in contract.prerequisites if needed not in applied]
     if missing:
         raise PassOrderError(
             f"{', '.join(missing)} are the prerequisites of {name} and did not run on this graph.",
             fix=f"apply {', '.join(missing)} first; so far: {', '.join(applied) or 'nothing'}.",
         )
-    late = [done for done in applied if name in _known(done).apply_after]
+    late = [done.name for done in history if name in done.apply_after]
     if late:
         raise PassOrderError(
             f"{', '.join(late)} must be applied after {name}, and already ran on this graph.",
@@ -144,7 +146,3 @@ def check_order(contract: Contract, applied: tuple[str, ...], *, allow_rerun: bo
         raise PassOrderError(
             f"{name} already ran on this graph.", fix=f"leave it out, or say {name}(gm, ..., allow_rerun=True)."
         )
-
-
-def _known(name: str) -> Contract:
-    return _contracts.get(name, Contract(name))

@@ -22,7 +22,7 @@ from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify, verify_bare
-from wholestep.passes.contract import BoundPass, GraphPass, applied_passes, check_order, note_applied
+from wholestep.passes.contract import BoundPass, GraphPass, applied_contracts, check_order, note_applied
 from wholestep.passes.dump import Dump, current_dump
 from wholestep.passes.replay import Replay
 
@@ -46,17 +46,13 @@ def run_passes(
     step_graph: StepGraph, passes: Iterable[GraphPass | BoundPass], *, level: int = 1, dump: Dump | None = None
 ) -> None:
     """Run passes in order on a StepGraph, each verified at a level."""
+    dump = current_dump() if dump is None else dump
+    saved: _Saved | None = None
     for each in passes:
         bound = each if isinstance(each, BoundPass) else BoundPass(each)
-        apply_pass(
-            bound.graph_pass,
-            step_graph,
-            bound.args,
-            bound.options or {},
-            allow_rerun=bound.allow_rerun,
-            level=level,
-            dump=dump,
-        )
+        application = _Application(bound.graph_pass, step_graph, level, dump, saved)
+        application.run(bound.args, bound.options or {}, bound.allow_rerun)
+        saved = application.still_true
 
 
 def apply_pass(
@@ -75,7 +71,9 @@ def apply_pass(
 
 
 class _Application:
-    def __init__(self, graph_pass: GraphPass, graph: Any, level: int, dump: Dump | None) -> None:
+    def __init__(
+        self, graph_pass: GraphPass, graph: Any, level: int, dump: Dump | None, saved: _Saved | None = None
+    ) -> None:
         self._pass = graph_pass
         self._step_graph = graph if isinstance(graph, StepGraph) else None
         self._given = graph.gm if isinstance(graph, StepGraph) else graph
@@ -84,12 +82,14 @@ class _Application:
         self._gm: fx.GraphModule = main
         self._level = level
         self._dump = dump
+        self.still_true = saved
+        """The graph as it is, if that is known: from before, and afterwards if the pass changed nothing."""
 
     def run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
         name, gm = self._pass.name, self._gm
-        check_order(self._pass.contract, applied_passes(gm), allow_rerun=allow_rerun)
+        check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
         started = time.perf_counter()
-        saved = None if self._iterates else _Saved(gm, self._step_graph)
+        saved = None if self._iterates else self.still_true or _Saved(gm, self._step_graph)
         replay = None
         if self._level >= 3 and not self._iterates and self._pass.contract.numerics != "changes":
             replay = Replay(gm)
@@ -98,7 +98,9 @@ class _Application:
             if isinstance(result, fx.GraphModule) and result is not gm:
                 gm.graph = result.graph
                 result = gm
-            if saved is None or not saved.is_current() or self._level >= 2:
+            self.still_true = saved if saved is not None and saved.is_current() else None
+            if self.still_true is None or self._level >= 2:
+                self.still_true = None
                 self._tidy(gm)
                 self._check()
             if replay is not None:
@@ -110,7 +112,9 @@ class _Application:
             if foreign or isinstance(error, IterMoveError | OptionError | PassOrderError):
                 raise  # bad arguments, or another pass inside: its own words
             raise self._error(error) from error
-        note_applied(gm, name)
+        note_applied(gm, self._pass.contract)
+        if self.still_true is not None:
+            self.still_true.follow_meta()
         seconds = time.perf_counter() - started
         log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
         if self._dump is not None:
@@ -179,21 +183,25 @@ class _Saved:
             for n in gm.graph.nodes
         ]
 
+    def follow_meta(self) -> None:
+        """The passes noted on the graph module are more than they were; all else is the same."""
+        self._meta = dict(self._gm.meta)
+
     def graph_module(self) -> fx.GraphModule:
         return fx.GraphModule(self._gm, self._graph())
 
     def is_current(self) -> bool:
         """Whether nothing was changed: the same nodes in the same order with the same arguments and metadata."""
         nodes = self._gm.graph.nodes
-        return len(nodes) == len(self._nodes) and all(
-            now is node
-            and now.target is target
-            and now.args is args
-            and now.kwargs is kwargs
-            and now.meta.get("val", _ABSENT) is val
-            and now.meta.get("wholestep", _ABSENT) is own
-            for now, (node, _, target, args, kwargs, _, _, val, own) in zip(nodes, self._nodes, strict=True)
-        )
+        if len(nodes) != len(self._nodes):
+            return False
+        for now, (node, _, target, args, kwargs, _, _, val, own) in zip(nodes, self._nodes, strict=True):
+            if now is not node or now.target is not target or now.args is not args or now.kwargs is not kwargs:
+                return False
+            meta = now.meta
+            if meta.get("val", _ABSENT) is not val or meta.get("wholestep", _ABSENT) is not own:
+                return False
+        return True
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()
