@@ -38,6 +38,11 @@ def writes(node: fx.Node) -> bool:
     return training is not None and len(node.args) > training and bool(node.args[training]) and bool(node.args[3])
 
 
+def may_write(target: Any) -> bool:
+    """Whether a node with this target can change the contents of an argument."""
+    return isinstance(target, OpOverload) and (_schema_writes(target) or op_name(target) in _HIDDEN_WRITES)
+
+
 def shared_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the result of a node may share without writing to it (views, parts of lists)."""
     target = node.target
@@ -96,6 +101,11 @@ def is_needed(node: fx.Node) -> bool:
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return True
     return node.is_impure()
+
+
+def is_communication(target: Any) -> bool:
+    """Whether a target starts a collective or waits for one."""
+    return isinstance(target, OpOverload) and _is_communication(target)
 
 
 def is_wait(target: Any) -> bool:

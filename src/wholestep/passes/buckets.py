@@ -72,11 +72,15 @@ class Positions:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
-        self.of = {node: i for i, node in enumerate(self.nodes)}
-        self.inputs = max((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), default=-1)
+        self.of = dict(zip(self.nodes, range(len(self.nodes)), strict=True))
+        self.inputs = max((self.of[node] for node in graph.find_nodes(op="placeholder", sort=False)), default=-1)
         """Position of the last input: nothing goes before it."""
         self.end = len(self.nodes) - 1 - len(epilogue(graph))
         """Position of the first write-back, or of the output: nothing goes behind it."""
+
+    def having(self, target: Any) -> list[fx.Node]:
+        """The nodes with a target, in graph order."""
+        return [node for node in self.nodes if node.target is target]
 
     def ready(self, node: fx.Node) -> int:
         """After which position a node may stand."""
@@ -98,8 +102,8 @@ class Positions:
 def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]:
     """The collectives of one operator that can share a bucket, in graph order."""
     found = []
-    for node in graph.nodes:
-        if node.target is not op or not isinstance(node.args[0], fx.Node):
+    for node in positions.having(op):
+        if not isinstance(node.args[0], fx.Node):
             continue
         val = node.args[0].meta.get("val")
         block = comm_block(node)

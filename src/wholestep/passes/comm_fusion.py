@@ -97,6 +97,8 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
             last = max(member.ready for member in bucket)
             place = positions.nodes[max(last, positions.inputs)]
             seen.add(fuse(gm.graph, bucket, place.next, positions))
+        if len(now) == len(members):
+            return
 
 
 def _hoist(member: Member, positions: Positions) -> None:

@@ -31,23 +31,38 @@ def schedule_comm_wait(gm: fx.GraphModule) -> None:
 
 def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Which node goes right before which other, in graph order."""
-    followers: set[fx.Node] = set()
-    """Waits, and views of what they give."""
-    for node in graph.nodes:
-        if is_wait(node.target) or (is_part(node) and node.all_input_nodes[0] in followers):
-            followers.add(node)
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    place = dict(zip(graph.nodes, range(len(graph.nodes)), strict=True))
+    followers = _followers(graph)
     last = epilogue(graph)
     end = min(last, key=place.__getitem__) if last else None
     first_user: dict[fx.Node, fx.Node] = {}
-    for node in reversed(graph.nodes):
-        if node not in followers:
-            continue
+    in_order = sorted(followers, key=place.__getitem__)
+    for node in reversed(in_order):
         reals = [first_user.get(user, user) if user in followers else user for user in node.users]
         if reals:
             first = min(reals, key=place.__getitem__)
             first_user[node] = first if end is None or place[first] < place[end] else end
-    return [(node, first_user[node]) for node in graph.nodes if node in first_user]
+    return [(node, first_user[node]) for node in in_order if node in first_user]
+
+
+def _followers(graph: fx.Graph) -> set[fx.Node]:
+    """Waits, and views of what they give."""
+    other = set[int]()
+    stack: list[fx.Node] = []
+    for node in graph.nodes:
+        if id(node.target) in other:
+            continue
+        if is_wait(node.target):
+            stack.append(node)
+        else:
+            other.add(id(node.target))
+    found = set(stack)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and is_part(user):
+                found.add(user)
+                stack.append(user)
+    return found
 
 
 def apply_moves(moves: list[tuple[fx.Node, fx.Node]]) -> None:
