@@ -689,3 +689,18 @@ def sharding_function() -> tuple[Any, str]:
     from torch.distributed.tensor import Shard
 
     return Shard, "_replicate_to_shard"
+
+
+# Cutting graphs.
+
+
+def _mode_switches() -> frozenset[Any]:
+    from torch.amp import autocast_mode as _autocast_mode
+
+    return frozenset(
+        {torch._C._set_grad_enabled, _autocast_mode._enter_autocast, _autocast_mode._exit_autocast},
+    )
+
+
+MODE_SWITCHES = _mode_switches()
+"""The functions by which a graph turns grad mode or autocast on and off for all nodes that follow. 2.11, 2.13."""

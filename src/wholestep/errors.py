@@ -254,6 +254,18 @@ class PendingError(WholestepError, RuntimeError):
     code = "WS-PENDING"
 
 
+class PartitionError(WholestepError):
+    """A graph that cannot be cut: it is malformed, or a function that says how to cut it gave something unusable."""
+
+    code = "WS-PARTITION"
+
+
+class CutError(PartitionError):
+    """No cut of a graph has as many parts, or parts as small, as was asked for."""
+
+    code = "WS-CUT"
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 

@@ -1,0 +1,109 @@
+"""What the cuts of this package ask of a graph: that it is sound, which nodes unpack a tuple, how large a value is."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload, schema_of
+from wholestep.errors import PartitionError
+from wholestep.ir.meta import node_meta
+from wholestep.ir.readable import format_node
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.values import hint_of
+
+Cuttable = fx.GraphModule | fx.Graph | StepGraph
+
+
+def graph_of(what: Cuttable) -> fx.Graph:
+    """The graph of whatever was given."""
+    if isinstance(what, StepGraph):
+        return what.gm.graph
+    if isinstance(what, fx.GraphModule):
+        return what.graph
+    if isinstance(what, fx.Graph):
+        return what
+    raise PartitionError(
+        f"a {type(what).__name__} has no graph to cut.", fix="give a GraphModule, a torch.fx.Graph or a StepGraph."
+    )
+
+
+def sound_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """All nodes in order; raises PartitionError where torch.fx would find the graph malformed."""
+    nodes, seen, names = list(graph.nodes), set[fx.Node](), set[str]()
+    for node in nodes:
+        if node.graph is not graph:
+            raise error_at(node, f"{node.name} belongs to another graph.")
+        for source in node.all_input_nodes:
+            if source not in seen:
+                raise error_at(node, f"{node.name} uses {source.name}, which is not made before it.")
+        if node.name in names:
+            raise error_at(node, f"two nodes are called {node.name}.")
+        if node.op == "call_function" and not callable(node.target):
+            raise error_at(node, f"{node.name} calls {node.target!r}, which is no function.")
+        seen.add(node)
+        names.add(node.name)
+    if not nodes or nodes[-1].op != "output":
+        raise PartitionError("the graph does not end in an output node.", fix="call graph.output(...) first.")
+    return nodes
+
+
+def error_at(node: fx.Node, what: str, fix: str = "") -> PartitionError:
+    """An error about a node, with the user's line where it is known."""
+    return PartitionError(what, fix=fix, node=format_node(node), location=node_meta(node).location)
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a node is known to compute: a fake tensor, a tuple of them, a number; None where nothing was recorded."""
+    for key in ("val", "example_value", "tensor_meta"):
+        if key in node.meta:
+            return node.meta[key]
+    return None
+
+
+def bytes_of(value: Any) -> int:
+    """How many bytes the tensors of a value have; symbolic sizes count as what they were when recorded."""
+    if isinstance(value, Tensor):
+        return _elements(value.shape) * value.dtype.itemsize
+    if isinstance(value, list | tuple) and not hasattr(value, "shape"):
+        return sum(bytes_of(item) for item in value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # torch.fx's TensorMetadata
+    return _elements(shape) * dtype.itemsize if shape is not None and isinstance(dtype, torch.dtype) else 0
+
+
+def unpacked_from(node: fx.Node) -> fx.Node | None:
+    """The producer whose tuple a `getitem` node takes apart; None for every other node.
+
+    Where nothing is known of the value, a producer that is only ever indexed by numbers is taken to make a tuple.
+    """
+    if node.target is not operator.getitem or node.op != "call_function" or type(node.args[1]) is not int:
+        return None
+    producer = node.args[0]
+    if not isinstance(producer, fx.Node):
+        return None
+    known = makes_tuple(producer)
+    if known is None:
+        known = all(user.target is operator.getitem and type(user.args[1]) is int for user in producer.users)
+    return producer if known else None
+
+
+def makes_tuple(node: fx.Node) -> bool | None:
+    """Whether a node makes a list or tuple; None where neither its value nor its schema is known."""
+    value = value_of(node)
+    if value is not None:
+        return isinstance(value, list | tuple) and not isinstance(getattr(value, "dtype", None), torch.dtype)
+    if isinstance(node.target, OpOverload):
+        results = schema_of(node.target).returns
+        return len(results) > 1 or (len(results) == 1 and str(results[0].type).startswith("List"))
+    return None
+
+
+def _elements(shape: Any) -> int:
+    count = 1
+    for size in shape:
+        known = size if type(size) is int else hint_of(size)
+        count *= int(known) if known is not None else 1
+    return count

@@ -1,0 +1,198 @@
+"""What running a node does besides making its value: for ATen operators by schema, for Python code by what is known.
+
+Graphs come from `make_fx` (operators with schemas), but also from symbolic tracing (functions, methods, modules). There
+an in-place method ends in an underscore, `out=` and `inplace=True` write, and names of torch tell who draws random
+numbers and who returns a view.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from wholestep._torch_compat import MODE_SWITCHES, OpOverload
+from wholestep.ir.comm_block import communicates
+from wholestep.ir.effects import is_collective, may_write, shared_inputs
+from wholestep.ir.iter_moves import written_inputs
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.rng import SIDE_EFFECTS
+
+RANDOM, COLLECTIVE, EFFECT = "random", "collective", "effect"
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem "
+    "delitem".split()
+)
+_DRAWS = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout rrelu "
+    "gumbel_softmax scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d "
+    "fractional_max_pool3d normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ dropout_ "
+    "alpha_dropout_ feature_dropout_ rrelu_ seed manual_seed set_rng_state get_rng_state".split()
+)
+_VIEWS = frozenset(
+    "view view_as reshape reshape_as t adjoint transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze "
+    "expand expand_as broadcast_to broadcast_tensors select narrow diagonal diag chunk split split_with_sizes "
+    "tensor_split hsplit vsplit dsplit unbind unfold unflatten flatten ravel detach contiguous to type type_as float "
+    "half double bfloat16 int long short bool cpu cuda getattr getitem real imag conj resolve_conj resolve_neg positive "
+    "as_strided view_as_real view_as_complex atleast_1d atleast_2d atleast_3d meshgrid dropout numpy requires_grad_ "
+    "squeeze_ unsqueeze_ data".split()
+)
+_PLAIN_MODULES = ("torch", "_operator", "math", "builtins")
+_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
+
+
+class EffectReader:
+    """The effects of all nodes of a graph, read once."""
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.tokens: dict[fx.Node, tuple[str, ...]] = {}
+        """What a node takes part in: nodes with a common token keep their order."""
+        self.written: dict[fx.Node, list[fx.Node]] = {}
+        """The arguments whose contents a node changes."""
+        self.switches: set[fx.Node] = set()
+        """Nodes that turn grad mode or autocast on or off for all that follow."""
+        self._pure = set[int]()
+        self._root = nodes[0].graph.owning_module if nodes else None
+        self._modules: dict[str, _ModuleEffects] = {}
+        for node in nodes:
+            if node.op == "call_function":
+                self._read_function(node)
+            elif node.op == "call_method":
+                self._read_named(node, str(node.target))
+            elif node.op == "call_module":
+                self._read_module(node)
+
+    def shares(self, node: fx.Node) -> list[fx.Node]:
+        """The arguments whose memory the result of a node may share."""
+        target = node.target
+        if node.op == "call_function":
+            if isinstance(target, OpOverload) or target is operator.getitem:
+                return shared_inputs(node)
+            name, home = getattr(target, "__name__", ""), str(getattr(target, "__module__", None) or "torch")
+            plain = home.split(".")[0] in _PLAIN_MODULES
+            return node.all_input_nodes if not plain or name in _VIEWS or node in self.written else []
+        if node.op == "call_method":
+            return node.all_input_nodes[:1] if target in _VIEWS or node in self.written else []
+        if node.op == "call_module":
+            return node.all_input_nodes if self._module(str(target)).shares else []
+        return []
+
+    def _read_function(self, node: fx.Node) -> None:
+        target: Any = node.target
+        if id(target) in self._pure:
+            return
+        if target in MODE_SWITCHES:
+            self.switches.add(node)
+        elif isinstance(target, OpOverload):
+            self._read_operator(node, target)
+        elif target is call_on_copies:
+            self._read_copied(node)
+        elif target in SIDE_EFFECTS:
+            self.tokens[node] = (RANDOM,)
+        elif target in _IN_PLACE_OPERATORS:
+            self.written[node] = _first(node)
+        elif target is operator.getitem:
+            self._pure.add(id(target))
+        else:
+            self._read_named(node, getattr(target, "__name__", ""))
+            if node not in self.tokens and node not in self.written and node.is_impure():
+                self.tokens[node] = (EFFECT,)
+
+    def _read_operator(self, node: fx.Node, op: OpOverload) -> None:
+        if is_collective(op):
+            self.tokens[node] = (COLLECTIVE,)
+        elif torch.Tag.nondeterministic_seeded in op.tags:
+            self.tokens[node] = (RANDOM,)
+        elif not may_write(op):
+            if node.is_impure():
+                self.tokens[node] = (EFFECT,)
+            else:
+                self._pure.add(id(op))
+        if may_write(op) and (written := written_inputs(node)):
+            self.written[node] = written
+
+    def _read_copied(self, node: fx.Node) -> None:
+        op = node.args[0]
+        if communicates(node):
+            self.tokens[node] = (COLLECTIVE,)
+        elif isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+            self.tokens[node] = (RANDOM,)
+
+    def _read_named(self, node: fx.Node, name: str) -> None:
+        if name in _DRAWS and _is_random(node):
+            self.tokens[node] = (RANDOM,)
+        written = _first(node) if _is_in_place(name) or node.kwargs.get("inplace") is True else []
+        out = node.kwargs.get("out")
+        written += [each for each in (out if isinstance(out, list | tuple) else [out]) if isinstance(each, fx.Node)]
+        if written:
+            self.written[node] = written
+
+    def _read_module(self, node: fx.Node) -> None:
+        effects = self._module(str(node.target))
+        if effects.tokens:
+            self.tokens[node] = effects.tokens
+        if effects.writes and node.all_input_nodes:
+            self.written[node] = list(node.all_input_nodes)
+
+    def _module(self, target: str) -> _ModuleEffects:
+        found = self._modules.get(target)
+        if found is None:
+            root = self._root
+            module = root.get_submodule(target) if isinstance(root, nn.Module) else None
+            found = self._modules[target] = _ModuleEffects(target, module)
+        return found
+
+
+class _ModuleEffects:
+    """What calling a module does; of modules that are not torch's own, what their children are known to do."""
+
+    def __init__(self, target: str, module: nn.Module | None) -> None:
+        tokens: dict[str, None] = {}
+        self.writes = False
+        own = module is not None and type(module).__module__.startswith("torch.nn.")
+        self.shares = not own or isinstance(module, _VIEW_MODULES)
+        for part in module.modules() if module is not None else ():
+            if part.training and _draws(part):
+                tokens[RANDOM] = None
+            if part.training and any(True for _ in part.buffers(recurse=False)):
+                tokens[f"buffers of {target}"] = None
+            if getattr(part, "inplace", False) is True:
+                self.writes = self.shares = True
+            if "Dropout" in type(part).__name__:
+                self.shares = True  # in eval mode, the argument itself
+            if isinstance(part, fx.GraphModule):
+                inner = EffectReader(list(part.graph.nodes))
+                tokens.update(dict.fromkeys(token for each in inner.tokens.values() for token in each))
+                self.writes = self.writes or bool(inner.written)
+        self.tokens = tuple(tokens)
+
+
+def _draws(module: nn.Module) -> bool:
+    if "Dropout" in type(module).__name__ or isinstance(module, nn.RReLU):
+        return bool(getattr(module, "p", 1.0))
+    dropout = getattr(module, "dropout", 0.0)  # attention and recurrent networks
+    return isinstance(dropout, float) and dropout > 0.0
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a function that can draw does: not in eval mode, and not with probability 0."""
+    if node.kwargs.get("training") is False or node.kwargs.get("train") is False:
+        return False
+    if node.target is torch.nn.functional.scaled_dot_product_attention:
+        chance = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return chance != 0.0
+    return True
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _first(node: fx.Node) -> list[fx.Node]:
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    return [first] if isinstance(first, fx.Node) else []
