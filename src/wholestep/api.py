@@ -146,7 +146,7 @@ class CompiledStep(Generic[P, R]):
         if entry.left is not None:
             entry.left.ask = self._work.flush
             complete = functools.partial(_complete, entry, entry.left, self._ranks, self._calls)
-            self._work.left(complete, entry.left.state, entry.modules, entry.owners)
+            self._work.left(complete, entry.left.state, entry.modules, entry.owners, entry.without_hooks)
         return result
 
     def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:

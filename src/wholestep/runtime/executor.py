@@ -7,7 +7,7 @@ one left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, in_users_objects
-from wholestep.ir.signature import ChangeKind
+from wholestep.capture.slots import BatchGradSlot, GradSlot, MappingSlot, ModuleSlot, in_users_objects
+from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
@@ -116,6 +116,14 @@ class Entry:
         slots = [in_users_objects(self.captured.inputs[i]) for i in places]
         modules = dict.fromkeys(slot.module for slot in slots if isinstance(slot, ModuleSlot))
         return (*modules, *self.captured.world.optimizers)
+
+    @cached_property
+    def without_hooks(self) -> tuple[tuple[MutableMapping[Any, Any], Any], ...]:
+        """Where state that crosses lies in objects that tell nobody when they are read: scalers."""
+        places = () if self.iterations is None else self.iterations.state
+        slots = [self.captured.inputs[i] for i in places]
+        kind = InputKind.SCALER_STATE
+        return tuple((s.mapping, s.key) for s in slots if isinstance(s, MappingSlot) and s.kind is kind)
 
     @cached_property
     def modules(self) -> dict[int, Any]:

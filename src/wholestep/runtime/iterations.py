@@ -28,7 +28,7 @@ from wholestep.ir.iter_moves import first_readers, move_of, needed_outputs
 from wholestep.ir.step_graph import StepGraph
 from wholestep.passes.iter_move import DESTINATIONS, deadline, late_outputs, marked_moves
 from wholestep.passes.reinplace import reinplace
-from wholestep.runtime.late_gradient import LateGradient
+from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program
 
 log = logging.getLogger("wholestep")
@@ -67,11 +67,12 @@ class _Ran:
 class Iterations:
     """The graphs of one step whose updates cross."""
 
-    def __init__(self, setup: fx.GraphModule, pieces: list[Piece], destinations: list[str]) -> None:
-        self.setup = setup
+    def __init__(self, root: fx.GraphModule, setup: fx.Graph, pieces: list[Piece], destinations: list[str]) -> None:
+        """`root` has the constants of setup and of all pieces."""
+        self.setup = fx.GraphModule(root, setup, "WholeStepSetup")
         self.pieces = pieces
         self._ran: list[int] = []
-        self.main = _main(setup, pieces, destinations, _Ran(self._ran))
+        self.main = fx.GraphModule(root, _main(setup, pieces, destinations, _Ran(self._ran)), "WholeStepMain")
         self._run_main = program(self.main)
         self.state = tuple(dict.fromkeys(i for piece in pieces for i in piece.state))
         """Places of all state that crosses, among the inputs of the step."""
@@ -109,7 +110,7 @@ class Pending:
     """Completes the step, for a gradient that somebody looks at."""
     late: dict[int, Tensor] = field(default_factory=dict)
     """Late outputs that are there."""
-    waiting: list[weakref.ref[LateGradient]] = field(default_factory=list)
+    waiting: list[weakref.ref[LateTensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         places = set(self.iterations.state)
@@ -160,7 +161,7 @@ class Pending:
                 self.ask()
             return self.late[output]
 
-        made = LateGradient(like, value)
+        made = LateTensor(like, value)
         self.waiting.append(weakref.ref(made))
         return made
 
@@ -199,7 +200,7 @@ def iterations_of(step_graph: StepGraph) -> Iterations | None:
     reinplace(setup)
     _own_what_is_carried(setup)
     names = gm.meta.get(DESTINATIONS, {})
-    return Iterations(fx.GraphModule(gm, setup, "WholeStepSetup"), pieces, [names.get(n, "") for n in marked])
+    return Iterations(gm, setup, pieces, [names.get(n, "") for n in marked])
 
 
 def _requests(
@@ -263,15 +264,13 @@ def _nodes(value: Any) -> list[fx.Node]:
     return found
 
 
-def _main(
-    setup: fx.GraphModule, pieces: list[Piece], destinations: list[str], ran: Callable[[int], None]
-) -> fx.GraphModule:
+def _main(setup: fx.Graph, pieces: list[Piece], destinations: list[str], ran: Callable[[int], None]) -> fx.Graph:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    nodes = list(setup.graph.nodes)
+    nodes = list(setup.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     copy_nodes(inputs, graph, env)
-    output = find_output(setup.graph)
+    output = find_output(setup)
     count = len(output.args[0][1])  # type: ignore[index,arg-type]
     crosses = [graph.placeholder(f"{CROSS}_{i}") for i in range(count)]
     due = _due(nodes, inputs, pieces, destinations)
@@ -281,7 +280,7 @@ def _main(
             graph.call_function(ran, (number,))
         if node.op != "placeholder":
             copy_nodes([node], graph, env)
-    return fx.GraphModule(setup, graph, "WholeStepMain")
+    return graph
 
 
 def _due(

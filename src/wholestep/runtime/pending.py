@@ -3,27 +3,31 @@
     step(batch)                   parameters wait for their update; it runs in the next call of step
     model.state_dict()            the update runs first: hooks of the model and its optimizer see to that
     model(x)                      also before an eager forward, an optimizer's own step, another compiled step
+    scaler.get_scale()            a GradScaler has no hooks: tensors that complete the step lie in the place of its own
     model.weight.sum()            sees the parameter without the update: torch tells nobody. step.flush() comes before
 
-The two hooks of the process (before every forward, before every optimizer step) are there only while something is
-pending and no compiled step runs, so that no capture and no guard ever meets them.
+The two hooks of the process (before every forward, before every optimizer step) and the stand-ins are there only while
+something is pending and no compiled step runs, so that no capture and no guard ever meets them.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import GLOBAL_PRE_HOOKS, local_of
+from wholestep.runtime.late_tensor import LateTensor
 
 log = logging.getLogger("wholestep")
 
 _KEY = "wholestep"
+Places = tuple[tuple[MutableMapping[Any, Any], Any], ...]
 _all: weakref.WeakSet[PendingWork] = weakref.WeakSet()
 """Steps that have something pending. A module's forward is an event of the process, so that this is too."""
 
@@ -38,6 +42,9 @@ class PendingWork:
         self._touching: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._hooked: tuple[Any, ...] = ()
+        self._unhookable: Places = ()
+        self._covered: list[tuple[MutableMapping[Any, Any], Any, Tensor, LateTensor]] = []
+        """Places that hold a stand-in now: what belongs there, and the stand-in."""
 
     @property
     def exists(self) -> bool:
@@ -50,9 +57,13 @@ class PendingWork:
         state: list[Tensor],
         modules: dict[int, nn.Module],
         owners: tuple[nn.Module | Optimizer, ...],
+        without_hooks: Places = (),
     ) -> None:
-        """A step left something: `complete` does it. `owners` hold the state, `modules` are all that the step knows."""
-        self._complete, self._state = complete, state
+        """A step left something: `complete` does it. `owners` hold the state, `modules` are all that the step knows.
+
+        `without_hooks`: dicts and keys of state in other objects, which cannot say that somebody asks for it.
+        """
+        self._complete, self._state, self._unhookable = complete, state, without_hooks
         if self._modules is not modules:
             self._modules = modules
             self._touching.clear()
@@ -61,8 +72,26 @@ class PendingWork:
             self._hook(owners)
         _all.add(self)
 
+    def cover(self) -> None:
+        """Put stand-ins where state without hooks lies."""
+        if self._complete is None or self._covered:
+            return
+        for mapping, key in self._unhookable:
+            real = mapping[key]
+            stand_in = LateTensor(real, functools.partial(_completed, weakref.ref(self), real))
+            self._covered.append((mapping, key, real, stand_in))
+            mapping[key] = stand_in
+
+    def uncover(self) -> None:
+        """Put back what the stand-ins stand for, unless somebody put something else there."""
+        for mapping, key, real, stand_in in self._covered:
+            if mapping.get(key) is stand_in:
+                mapping[key] = real
+        self._covered = []
+
     def taken(self) -> None:
         """The step itself goes on with what it left."""
+        self.uncover()
         self._complete = None
         self._state = []
         _all.discard(self)
@@ -75,10 +104,12 @@ class PendingWork:
         if complete is None:
             return
         self._complete = None  # completing may run code that asks again
+        self.uncover()
         try:
             complete()
         except BaseException:
             self._complete = complete
+            self.cover()
             raise
         self.taken()
 
@@ -171,7 +202,9 @@ def flush_all() -> None:
 
 
 def suspend() -> None:
-    """Take the hooks of the process away: a compiled step, or a capture, begins."""
+    """Take the hooks of the process and all stand-ins away: a compiled step, or a capture, begins."""
+    for work in _all:
+        work.uncover()
     forwards, steps = GLOBAL_PRE_HOOKS
     if forwards or steps:
         forwards.pop(_KEY, None)
@@ -179,8 +212,10 @@ def suspend() -> None:
 
 
 def resume() -> None:
-    """Put the hooks of the process back where something is pending."""
+    """Put the hooks of the process and the stand-ins back where something is pending."""
     if _all:
+        for work in _all:
+            work.cover()
         forwards, steps = GLOBAL_PRE_HOOKS
         forwards[_KEY] = _before_forward
         steps[_KEY] = _before_optimizer
@@ -204,6 +239,14 @@ def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for work in list(_all):
         if work.holds(p for group in optimizer.param_groups for p in group["params"]):
             work.flush()
+
+
+def _completed(work: Callable[[], PendingWork | None], tensor: Tensor) -> Tensor:
+    """A tensor after what is pending was done; a step that is gone has done it."""
+    found = work()
+    if found is not None:
+        found.flush()
+    return tensor
 
 
 def _memory(tensor: Tensor) -> int:

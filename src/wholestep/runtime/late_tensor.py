@@ -1,7 +1,8 @@
-"""`.grad` while the reduction that fills it is under way: a tensor that completes the step when somebody looks at it.
+"""What a step has not computed yet, where the user will look: a tensor that completes the step when somebody does.
 
 zero_grad(); loss.backward(); optimizer.step()     the update waits for the next iteration, and with it the gradient
 p.grad.norm()                                      flushes the step, then reads the reduced gradient
+scaler.get_scale()                                 the same for what a GradScaler, which has no hooks, holds
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 from wholestep._torch_compat import no_torch_function, pytree
 
 
-class LateGradient(torch.Tensor):
-    """Shape and dtype of a gradient; every operator on it asks for the gradient itself."""
+class LateTensor(torch.Tensor):
+    """Shape and dtype of a tensor; every operator on it asks for the tensor itself."""
 
     _ask: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, like: Any, ask: Callable[[], Tensor]) -> LateGradient:
-        made: LateGradient = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, like: Any, ask: Callable[[], Tensor]) -> LateTensor:
+        made: LateTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         return made
@@ -39,5 +40,5 @@ class LateGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(LateGradient, lambda late: late._ask(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(LateTensor, lambda late: late._ask(), (args, kwargs or {}))
         return func(*args, **kwargs)
