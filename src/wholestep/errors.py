@@ -266,6 +266,24 @@ class CutError(PartitionError):
     code = "WS-CUT"
 
 
+class SplitError(WholestepError):
+    """A graph or a callback that `split_module` cannot work with. The graph is as it was."""
+
+    code = "WS-SPLIT"
+
+
+class SplitCycleError(SplitError, RuntimeError):
+    """Partitions need each other's results. Catchable as the RuntimeError that torch raises."""
+
+    code = "WS-SPLIT-CYCLE"
+
+
+class SplitOrderError(SplitError, RuntimeError):
+    """No order of the partitions keeps writes, random draws and side effects in the order of the graph."""
+
+    code = "WS-SPLIT-ORDER"
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 
