@@ -701,25 +701,15 @@ def sharding_function() -> tuple[Any, str]:
 # Cutting graphs.
 
 
-def _mode_switches() -> frozenset[Any]:
-    from torch.amp import autocast_mode as _autocast_mode
-
-    return frozenset(
-        {torch._C._set_grad_enabled, _autocast_mode._enter_autocast, _autocast_mode._exit_autocast},
-    )
-
-
-MODE_SWITCHES = _mode_switches()
-"""The functions by which a graph turns grad mode or autocast on and off for all nodes that follow. 2.11, 2.13."""
-
-
-# Cutting graphs.
-
-
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
 """The functions that graphs call to change grad mode and autocast for all nodes that follow. 2.11, 2.13."""
+MODE_SWITCHES = frozenset({SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST})
+
+
+ASSERTIONS = frozenset({torch._assert, torch._assert_async})
+"""Python functions that only check: FX counts them as side effects. 2.11, 2.13."""
 
 
 def name_of_target(target: Any) -> str:
@@ -800,7 +790,7 @@ def _light_class() -> tuple[type[fx.GraphModule], list[tuple[str, Any]]]:
 
 def mark_impure(module: torch.nn.Module) -> None:
     """Let dead-code elimination keep calls of a module whose results are not used (`_is_impure`). 2.11, 2.13."""
-    module._is_impure = True
+    module._is_impure = True  # type: ignore[assignment]
 
 
 def is_non_persistent(module: torch.nn.Module, name: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wholestep._torch_compat import MODE_SWITCHES, OpOverload
+from wholestep._torch_compat import ASSERTIONS, MODE_SWITCHES, OpOverload, op_name
 from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_collective, may_write, shared_inputs
+from wholestep.ir.effects import is_collective, is_wait, may_write, shared_inputs
 from wholestep.ir.iter_moves import written_inputs
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
@@ -38,9 +38,9 @@ _VIEWS = frozenset(
     "view view_as reshape reshape_as t adjoint transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze "
     "expand expand_as broadcast_to broadcast_tensors select narrow diagonal diag chunk split split_with_sizes "
     "tensor_split hsplit vsplit dsplit unbind unfold unflatten flatten ravel detach contiguous to type type_as float "
-    "half double bfloat16 int long short bool cpu cuda getattr getitem real imag conj resolve_conj resolve_neg positive "
-    "as_strided view_as_real view_as_complex atleast_1d atleast_2d atleast_3d meshgrid dropout numpy requires_grad_ "
-    "squeeze_ unsqueeze_ data".split()
+    "half double bfloat16 int long short bool cpu cuda getattr getitem real imag conj resolve_conj resolve_neg "
+    "positive as_strided view_as_real view_as_complex atleast_1d atleast_2d atleast_3d meshgrid dropout numpy "
+    "requires_grad_ squeeze_ unsqueeze_ data".split()
 )
 _PLAIN_MODULES = ("torch", "_operator", "math", "builtins")
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
@@ -100,7 +100,7 @@ class EffectReader:
             self._pure.add(id(target))
         else:
             self._read_named(node, getattr(target, "__name__", ""))
-            if node not in self.tokens and node not in self.written and node.is_impure():
+            if node not in self.tokens and node not in self.written and _is_effect(node):
                 self.tokens[node] = (EFFECT,)
 
     def _read_operator(self, node: fx.Node, op: OpOverload) -> None:
@@ -109,7 +109,7 @@ class EffectReader:
         elif torch.Tag.nondeterministic_seeded in op.tags:
             self.tokens[node] = (RANDOM,)
         elif not may_write(op):
-            if node.is_impure():
+            if node.is_impure() and not _only_checks(op):
                 self.tokens[node] = (EFFECT,)
             else:
                 self._pure.add(id(op))
@@ -176,7 +176,7 @@ def _draws(module: nn.Module) -> bool:
     if "Dropout" in type(module).__name__ or isinstance(module, nn.RReLU):
         return bool(getattr(module, "p", 1.0))
     dropout = getattr(module, "dropout", 0.0)  # attention and recurrent networks
-    return isinstance(dropout, float) and dropout > 0.0
+    return isinstance(dropout, float) and bool(dropout > 0.0)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -185,8 +185,17 @@ def _is_random(node: fx.Node) -> bool:
         return False
     if node.target is torch.nn.functional.scaled_dot_product_attention:
         chance = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return chance != 0.0
+        return bool(chance != 0.0)
     return True
+
+
+def _is_effect(node: fx.Node) -> bool:
+    return node.target is print or (node.is_impure() and node.target not in ASSERTIONS)
+
+
+def _only_checks(op: OpOverload) -> bool:
+    """Asserts, bounds of sizes, marks of the profiler and waits: in another order they do the same."""
+    return is_wait(op) or op.namespace == "profiler" or "_assert" in op_name(op) or "sym_constrain" in op_name(op)
 
 
 def _is_in_place(name: str) -> bool:

@@ -3,7 +3,7 @@
     drawn = rand(3);  again = rand(3)          random draws, in the order in which the generator is asked
     all_reduce(a);  all_reduce(b)              collectives, in the order that all ranks agree on
     y = x + 1;  x.add_(2);  z = x * 3          a write and every read of the same memory, through any view
-    _assert(a);  print_(b)                     other side effects, among themselves
+    print(a);  print(b)                       other side effects, among themselves
     _set_grad_enabled(False);  ...             a switch of grad mode or autocast, and everything before and after it
 
 Nodes without such effects have no edges, and a graph without any costs one walk. Of Python functions that we do not
@@ -16,19 +16,30 @@ import operator
 
 from torch import fx
 
+from wholestep._torch_compat import OpOverload, op_name
 from wholestep.partition.node_effects import EffectReader
+
+_POINTERS = frozenset(
+    f"aten::{name}"
+    for name in "view t transpose permute expand squeeze unsqueeze select slice diagonal unbind split "
+    "split_with_sizes chunk narrow as_strided detach alias unfold view_as_real view_as_complex".split()
+)
+"""Operators whose result is always a view: unlike `reshape`, which may copy."""
 
 Edges = dict[fx.Node, list[fx.Node]]
 
 
-def order_edges(nodes: list[fx.Node]) -> Edges:
-    """For each node, the earlier ones (besides its arguments) after which it must come. `nodes`: all of a graph."""
+def order_edges(nodes: list[fx.Node], around_switches: bool = True) -> Edges:
+    """For each node, the earlier ones (besides its arguments) after which it must come. `nodes`: all of a graph.
+
+    Without `around_switches` nothing is said of grad mode and autocast, for callers who repeat them where needed.
+    """
     reader = EffectReader(nodes)
     before: Edges = {}
     _chain(nodes, reader, before)
     if reader.written:
         _around_writes(nodes, reader, before)
-    if reader.switches:
+    if reader.switches and around_switches:
         _around_switches(nodes, reader.switches, before)
     return before
 
@@ -45,7 +56,10 @@ def _chain(nodes: list[fx.Node], reader: EffectReader, before: Edges) -> None:
 def _around_writes(nodes: list[fx.Node], reader: EffectReader, before: Edges) -> None:
     """Reads since the last write come before the next one, and reads after a write after it."""
     memory = _Memory()
+    same: dict[str, fx.Node] = {}
     for node in nodes:
+        if node.op == "get_attr":
+            memory.join(node, same.setdefault(str(node.target), node))
         for source in reader.shares(node):
             memory.join(node, source)
     written = {memory.find(value) for values in reader.written.values() for value in values}
@@ -84,8 +98,10 @@ def _around_switches(nodes: list[fx.Node], switches: set[fx.Node], before: Edges
 
 
 def _only_points(node: fx.Node) -> bool:
-    """Whether a node is an index into a list or tensor by constants: it reads no contents."""
-    return node.target is operator.getitem and len(node.all_input_nodes) <= 1
+    """Whether a node is an index into a list or tensor by constants, or a view: it reads no contents."""
+    if node.target is operator.getitem:
+        return len(node.all_input_nodes) <= 1
+    return isinstance(node.target, OpOverload) and op_name(node.target).partition(".")[0] in _POINTERS
 
 
 class _Memory:
