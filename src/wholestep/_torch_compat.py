@@ -5,6 +5,7 @@ Nothing else in the package may touch a name of torch that starts with an unders
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -796,3 +797,14 @@ def mark_impure(module: torch.nn.Module) -> None:
 def is_non_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether a buffer stays out of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
     return name in module._non_persistent_buffers_set
+
+
+def keep_calling_convention(m: fx.GraphModule, module: fx.GraphModule) -> None:
+    """Let a module with the placeholders of `m` take and return its trees (`_codegen`, `_in_spec`). 2.11, 2.13."""
+    codegen = m.graph._codegen
+    if type(codegen) is CodeGen:
+        return
+    module.graph.set_codegen(copy.deepcopy(codegen))
+    for spec in ("_in_spec", "_out_spec"):
+        if spec in vars(m):
+            setattr(module, spec, getattr(m, spec))
