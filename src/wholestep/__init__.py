@@ -12,6 +12,7 @@ from wholestep.options import Dim as Dim
 from wholestep.options import Options as Options
 from wholestep.parallel.plan import FullyShard as FullyShard
 from wholestep.parallel.plan import Replicate as Replicate
+from wholestep.partition import split_module as split_module
 
 __version__ = "0.1.0.dev0"
 
@@ -28,4 +29,5 @@ __all__ = [
     "compile",
     "errors",
     "passes",
+    "split_module",
 ]

@@ -29,12 +29,12 @@ _POINTERS = frozenset(
 Edges = dict[fx.Node, list[fx.Node]]
 
 
-def order_edges(nodes: list[fx.Node], around_switches: bool = True) -> Edges:
+def order_edges(nodes: list[fx.Node], around_switches: bool = True, reader: EffectReader | None = None) -> Edges:
     """For each node, the earlier ones (besides its arguments) after which it must come. `nodes`: all of a graph.
 
     Without `around_switches` nothing is said of grad mode and autocast, for callers who repeat them where needed.
     """
-    reader = EffectReader(nodes)
+    reader = EffectReader(nodes) if reader is None else reader
     before: Edges = {}
     _chain(nodes, reader, before)
     if reader.written:
