@@ -7,7 +7,7 @@ one left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import BatchGradSlot, GradSlot, MappingSlot, ModuleSlot, in_users_objects
+from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.passes.reinplace import reinplaced
 from wholestep.runtime.attached import attach
@@ -118,12 +118,12 @@ class Entry:
         return (*modules, *self.captured.world.optimizers)
 
     @cached_property
-    def without_hooks(self) -> tuple[tuple[MutableMapping[Any, Any], Any], ...]:
-        """Where state that crosses lies in objects that tell nobody when they are read: scalers."""
+    def without_hooks(self) -> tuple[Slot, ...]:
+        """Where state that crosses lies in objects that tell nobody when they are read: scalers, and gradients that
+        are kept (those that are made anew are late outputs)."""
         places = () if self.iterations is None else self.iterations.state
-        slots = [self.captured.inputs[i] for i in places]
-        kind = InputKind.SCALER_STATE
-        return tuple((s.mapping, s.key) for s in slots if isinstance(s, MappingSlot) and s.kind is kind)
+        slots = [in_users_objects(self.captured.inputs[i]) for i in places]
+        return tuple(slot for slot in slots if isinstance(slot, GradSlot) or slot.kind is InputKind.SCALER_STATE)
 
     @cached_property
     def modules(self) -> dict[int, Any]:
@@ -148,7 +148,7 @@ def late_outputs_of(captured: Captured) -> tuple[int, ...]:
             users.setdefault(output, []).append(change)  # type: ignore[arg-type]
     found = []
     for output, changes in users.items():
-        slot = changes[0].slot
+        slot = in_users_objects(changes[0].slot)
         plain = len(changes) == 1 and changes[0].unless is None and output not in shown
         if plain and isinstance(slot, GradSlot) and id(slot.param) not in read:
             found.append(output)

@@ -4,6 +4,7 @@
     model.state_dict()            the update runs first: hooks of the model and its optimizer see to that
     model(x)                      also before an eager forward, an optimizer's own step, another compiled step
     scaler.get_scale()            a GradScaler has no hooks: tensors that complete the step lie in the place of its own
+    model.weight.grad.norm()      neither has a gradient that zero_grad(set_to_none=False) keeps
     model.weight.sum()            sees the parameter without the update: torch tells nobody. step.flush() comes before
 
 The two hooks of the process (before every forward, before every optimizer step) and the stand-ins are there only while
@@ -15,19 +16,19 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import GLOBAL_PRE_HOOKS, local_of
+from wholestep._torch_compat import GLOBAL_PRE_HOOKS, dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.capture.slots import Slot
 from wholestep.runtime.late_tensor import LateTensor
 
 log = logging.getLogger("wholestep")
 
 _KEY = "wholestep"
-Places = tuple[tuple[MutableMapping[Any, Any], Any], ...]
 _all: weakref.WeakSet[PendingWork] = weakref.WeakSet()
 """Steps that have something pending. A module's forward is an event of the process, so that this is too."""
 
@@ -42,9 +43,10 @@ class PendingWork:
         self._touching: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._hooked: tuple[Any, ...] = ()
-        self._unhookable: Places = ()
-        self._covered: list[tuple[MutableMapping[Any, Any], Any, Tensor, LateTensor]] = []
-        """Places that hold a stand-in now: what belongs there, and the stand-in."""
+        self._unhookable: tuple[Slot, ...] = ()
+        self._stand_ins: dict[Slot, tuple[Tensor, Tensor]] = {}
+        """What belongs into a slot, and what may stand there for it."""
+        self._covers = False
 
     @property
     def exists(self) -> bool:
@@ -57,13 +59,16 @@ class PendingWork:
         state: list[Tensor],
         modules: dict[int, nn.Module],
         owners: tuple[nn.Module | Optimizer, ...],
-        without_hooks: Places = (),
+        without_hooks: tuple[Slot, ...] = (),
     ) -> None:
         """A step left something: `complete` does it. `owners` hold the state, `modules` are all that the step knows.
 
-        `without_hooks`: dicts and keys of state in other objects, which cannot say that somebody asks for it.
+        `without_hooks`: slots of state in other objects, which cannot say that somebody asks for it.
         """
-        self._complete, self._state, self._unhookable = complete, state, without_hooks
+        self._complete, self._state = complete, state
+        if self._unhookable is not without_hooks:
+            self._unhookable = without_hooks
+            self._stand_ins = {}
         if self._modules is not modules:
             self._modules = modules
             self._touching.clear()
@@ -74,20 +79,29 @@ class PendingWork:
 
     def cover(self) -> None:
         """Put stand-ins where state without hooks lies."""
-        if self._complete is None or self._covered:
+        if self._complete is None or self._covers:
             return
-        for mapping, key in self._unhookable:
-            real = mapping[key]
-            stand_in = LateTensor(real, functools.partial(_completed, weakref.ref(self), real))
-            self._covered.append((mapping, key, real, stand_in))
-            mapping[key] = stand_in
+        for slot in self._unhookable:
+            now = slot.get()
+            real, stand_in = self._stand_ins.get(slot, (None, None))
+            if real is not now and isinstance(now, Tensor):
+                real, stand_in = now, _stand_in(now, weakref.ref(self))
+                self._stand_ins[slot] = real, stand_in
+            if stand_in is not None and real is now:
+                slot.set(stand_in)
+        self._covers = True
 
     def uncover(self) -> None:
         """Put back what the stand-ins stand for, unless somebody put something else there."""
-        for mapping, key, real, stand_in in self._covered:
-            if mapping.get(key) is stand_in:
-                mapping[key] = real
-        self._covered = []
+        if not self._covers:
+            return
+        self._covers = False
+        for slot in self._unhookable:
+            real, stand_in = self._stand_ins.get(slot, (None, None))
+            if stand_in is not None and slot.get() is stand_in:
+                slot.set(real)
+            else:
+                self._stand_ins.pop(slot, None)
 
     def taken(self) -> None:
         """The step itself goes on with what it left."""
@@ -112,6 +126,7 @@ class PendingWork:
             self.cover()
             raise
         self.taken()
+        self._stand_ins = {}
 
     def release(self) -> None:
         """Flush, and take the hooks away from models and optimizers."""
@@ -239,6 +254,13 @@ def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for work in list(_all):
         if work.holds(p for group in optimizer.param_groups for p in group["params"]):
             work.flush()
+
+
+def _stand_in(real: Tensor, work: Callable[[], PendingWork | None]) -> Tensor:
+    """A tensor that looks like another one, and completes the step when somebody asks what is in it."""
+    local: Tensor = local_of(real)
+    late = LateTensor(local, functools.partial(_completed, work, local))
+    return dtensor_over(late, spec_of(real)) if is_dtensor(real) else late
 
 
 def _completed(work: Callable[[], PendingWork | None], tensor: Tensor) -> Tensor:
