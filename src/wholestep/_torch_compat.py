@@ -782,6 +782,13 @@ def _light_class() -> tuple[type[fx.GraphModule], list[tuple[str, Any]]]:
                 object.__setattr__(self, "__class__", own)
             return super()._real_recompile()
 
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            # Before the hooks: torch's lazy modules compile in `forward`, and then run their hooks a second time.
+            if self._needs_recompile():
+                self.real_recompile()
+                return self(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+
     LightGraphModule.__name__ = "GraphModule"
     containers = (dict, set, list)
     state = vars(_LazyGraphModule({}, fx.Graph()))

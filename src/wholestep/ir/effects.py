@@ -43,6 +43,11 @@ def may_write(target: Any) -> bool:
     return isinstance(target, OpOverload) and (_schema_writes(target) or op_name(target) in _HIDDEN_WRITES)
 
 
+def may_share(target: Any) -> bool:
+    """Whether the result of a node with this target can share memory with an argument."""
+    return target is operator.getitem or (isinstance(target, OpOverload) and bool(_shared_positions(target)))
+
+
 def shared_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the result of a node may share without writing to it (views, parts of lists)."""
     target = node.target

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import compress, repeat
+from operator import attrgetter, not_
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload
+from wholestep._torch_compat import NODE_SOURCES, OpOverload
 from wholestep.errors import VerifyError
 from wholestep.ir.effects import (
     is_collective,
     is_communication,
     is_wait,
+    may_share,
     may_write,
     returns_tensors,
     shared_inputs,
@@ -37,7 +40,7 @@ from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph
 
 _COPY = torch.ops.aten.copy_.default
-_OPS = ("placeholder", "get_attr", "call_function", "output")
+_OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 _AROUND = 2
 
 
@@ -70,7 +73,7 @@ class _Graph:
         self.gm = step_graph.gm
         self.signature = step_graph.signature
         self.nodes: list[fx.Node] = list(step_graph.gm.graph.nodes)
-        self.sources = [node.all_input_nodes for node in self.nodes]
+        self.sources: list[dict[fx.Node, None]] = list(map(NODE_SOURCES, self.nodes))
         """What each node reads, made once for all rules."""
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
         self.epilogue = _find_epilogue(self.nodes)
@@ -99,9 +102,9 @@ class _Graph:
 
 def well_formed(graph: _Graph) -> None:
     """torch.fx's own lint, and only the kinds of nodes a StepGraph has."""
-    for node in graph.nodes:
-        if node.op not in _OPS:
-            graph.fail(node, f"a StepGraph has no {node.op} nodes.", fix="call torch operators only.")
+    if not _OPS.issuperset(map(attrgetter("op"), graph.nodes)):
+        node = next(node for node in graph.nodes if node.op not in _OPS)
+        graph.fail(node, f"a StepGraph has no {node.op} nodes.", fix="call torch operators only.")
     if _is_sound(graph):
         return
     try:
@@ -112,16 +115,16 @@ def well_formed(graph: _Graph) -> None:
 
 def _is_sound(graph: _Graph) -> bool:
     """Whether lint has nothing to say, found out in a third of its time."""
-    owner, seen = graph.gm.graph, set[fx.Node]()
-    for node, sources in zip(graph.nodes, graph.sources, strict=True):
-        if node.graph is not owner or not seen.issuperset(sources):
+    nodes, seen = graph.nodes, set[fx.Node]()
+    for node, sources in zip(nodes, graph.sources, strict=True):
+        if not seen.issuperset(sources):
             return False
         seen.add(node)
-        if node.op == "get_attr" and not _has_attribute(graph.gm, node.target):
-            return False
-        if node.op == "call_function" and not callable(node.target):
-            return False
-    return len({node.name for node in graph.nodes}) == len(graph.nodes)
+    owners = set(map(id, map(attrgetter("graph"), nodes)))
+    if len(set(map(attrgetter("name"), nodes))) != len(nodes) or owners != {id(graph.gm.graph)}:
+        return False
+    targets = {id(node.target): node for node in nodes if node.op in ("call_function", "get_attr")}.values()
+    return all(_has_attribute(graph.gm, n.target) if n.op == "get_attr" else callable(n.target) for n in targets)
 
 
 def _has_attribute(module: Any, path: Any) -> bool:
@@ -213,8 +216,12 @@ def nothing_read_after_write(graph: _Graph) -> None:
     shares: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in written_at}
     epilogue = set(graph.epilogue)
     nothing: frozenset[fx.Node] = frozenset()
+    never = set[int]()
     for node, sources in zip(graph.nodes, graph.sources, strict=True):
-        if shares.keys().isdisjoint(sources) or node.op != "call_function":
+        if id(node.target) in never or shares.keys().isdisjoint(sources):
+            continue
+        if not may_share(node.target):
+            never.add(id(node.target))
             continue
         if node not in epilogue:
             for source in shared_inputs(node):
@@ -245,10 +252,11 @@ def collectives_waited(graph: _Graph) -> None:
     nothing else is waited on."""
     pending: dict[fx.Node, tuple[fx.Node, int | None]] = {}
     open_: dict[tuple[fx.Node, int | None], None] = {}
+    readers: set[fx.Node] = set()
     other = set[int]()
     for node, sources in zip(graph.nodes, graph.sources, strict=True):
         if id(node.target) in other:
-            if not pending or pending.keys().isdisjoint(sources):
+            if node not in readers:
                 continue
         elif not is_communication(node.target):
             other.add(id(node.target))
@@ -260,8 +268,11 @@ def collectives_waited(graph: _Graph) -> None:
             else:
                 open_[node, None] = None
             pending[node] = (node, None)
+            readers.update(node.users)
         elif is_wait(node.target):
             source = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+            if isinstance(source, fx.Node) and is_wait(source.target):
+                continue  # to wait again for what has arrived is nothing
             if not (isinstance(source, fx.Node) and source in pending):
                 graph.fail(
                     node,
@@ -275,6 +286,7 @@ def collectives_waited(graph: _Graph) -> None:
                 root = pending[shared[0]]
                 is_part = node.target is operator.getitem and root[1] is None and type(node.args[1]) is int
                 pending[node] = (root[0], node.args[1]) if is_part else root  # type: ignore[assignment]
+                readers.update(node.users)
                 continue
             _forbid_pending(graph, node, pending)
     for collective, part in open_:
@@ -287,8 +299,9 @@ def collectives_waited(graph: _Graph) -> None:
 def values_known(graph: _Graph) -> None:
     """Every node that makes a tensor says in `val` what it looks like."""
     tensors = {spec.name for spec in graph.signature.inputs if spec.tensor is not None}
-    for node in graph.nodes:
-        if "val" not in node.meta and _makes_tensors(node, tensors):
+    metas = map(attrgetter("meta"), graph.nodes)
+    for node in compress(graph.nodes, map(not_, map(dict.__contains__, metas, repeat("val")))):
+        if _makes_tensors(node, tensors):
             graph.fail(node, f"{node.name} has no `val`: its shape and dtype are unknown.")
 
 

@@ -219,8 +219,11 @@ class Writer:
 
     def view(self, node: fx.Node, form: fx.Node) -> fx.Node:
         """A tensor in the shape of another one."""
-        shape = form.meta["val"].shape
-        return self.call(aten.view.default, node, self._sizes(form), val=like(node.meta.get("val"), shape))
+        val, wanted = node.meta.get("val"), form.meta["val"]
+        # A contiguous tensor of the same kind looks the same already.
+        same = isinstance(val, FakeTensor) and wanted.dtype == val.dtype and wanted.is_contiguous()
+        found = wanted if same and _is_plain(wanted.shape) else like(val, wanted.shape)
+        return self.call(aten.view.default, node, self._sizes(form), val=found)
 
     def _sizes(self, node: fx.Node) -> list[Any]:
         """The shape of a tensor; symbolic sizes as nodes."""
@@ -251,7 +254,7 @@ class Writer:
 
 def like(val: Any, shape: Any, stride: Any = None) -> Any:
     """A fake of another shape; None where the shape is not plain numbers."""
-    if not isinstance(val, FakeTensor) or shape is None or any(type(size) is not int for size in shape):
+    if not isinstance(val, FakeTensor) or shape is None or not _is_plain(shape):
         return None
     if stride is None:
         step, strides = 1, []
@@ -260,6 +263,10 @@ def like(val: Any, shape: Any, stride: Any = None) -> Any:
             step *= max(size, 1)
         stride = strides[::-1]
     return fake_tensor(val.fake_mode, shape, stride, val.dtype, val.device)
+
+
+def _is_plain(shape: Iterable[Any]) -> bool:
+    return all(type(size) is int for size in shape)
 
 
 def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, positions: Positions) -> fx.Node:

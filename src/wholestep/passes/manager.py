@@ -10,13 +10,17 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep._torch_compat import NODE_PARTS, codegen_of
 from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, WholestepError
 from wholestep.ir.effects import is_needed
+from wholestep.ir.garbage import collector_paused
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
 from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
@@ -30,6 +34,8 @@ log = logging.getLogger("wholestep.passes")
 
 _COPY = torch.ops.aten.copy_.default
 _ABSENT = object()
+_KEPT = ("val", "wholestep")
+"""Metadata that a pass may write and a rollback restores."""
 
 
 def is_graph(value: Any) -> bool:
@@ -86,6 +92,10 @@ class _Application:
         """The graph as it is, if that is known: from before, and afterwards if the pass changed nothing."""
 
     def run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
+        with collector_paused():
+            return self._run(args, options, allow_rerun)
+
+    def _run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
         name, gm = self._pass.name, self._gm
         check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
         started = time.perf_counter()
@@ -167,21 +177,12 @@ class _Saved:
         self._gm = gm
         self._meta = dict(gm.meta)
         self._step_graph = step_graph
+        self._codegen = codegen_of(gm.graph)
+        """What takes and gives trees, where `make_fx` made the graph."""
         self._signature = None if step_graph is None else step_graph.signature
-        self._nodes = [
-            (
-                n,
-                n.op,
-                n.target,
-                n.args,
-                n.kwargs,
-                n.name,
-                n.type,
-                n.meta.get("val", _ABSENT),
-                n.meta.get("wholestep", _ABSENT),
-            )
-            for n in gm.graph.nodes
-        ]
+        self._nodes: list[fx.Node] = list(gm.graph.nodes)
+        self._parts: list[tuple[Any, ...]] = list(map(NODE_PARTS, self._nodes))
+        self._known = [list(each) for each in _known(self._nodes)]
 
     def follow_meta(self) -> None:
         """The passes noted on the graph module are more than they were; all else is the same."""
@@ -192,27 +193,25 @@ class _Saved:
 
     def is_current(self) -> bool:
         """Whether nothing was changed: the same nodes in the same order with the same arguments and metadata."""
-        nodes = self._gm.graph.nodes
-        if len(nodes) != len(self._nodes):
+        nodes: list[fx.Node] = list(self._gm.graph.nodes)
+        if nodes != self._nodes:
             return False
-        for now, (node, _, target, args, kwargs, _, _, val, own) in zip(nodes, self._nodes, strict=True):
-            if now is not node or now.target is not target or now.args is not args or now.kwargs is not kwargs:
-                return False
-            meta = now.meta
-            if meta.get("val", _ABSENT) is not val or meta.get("wholestep", _ABSENT) is not own:
-                return False
-        return True
+        same_parts = map(is_, chain.from_iterable(map(NODE_PARTS, nodes)), chain.from_iterable(self._parts))
+        same_known = (map(is_, now, before) for now, before in zip(_known(nodes), self._known, strict=True))
+        return all(same_parts) and all(map(all, same_known))
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
-        for node, op, target, args, kwargs, name, kind, val, own in self._nodes:
+        for node, parts, *known_values in zip(self._nodes, self._parts, *self._known, strict=True):
+            op, target, args, kwargs, name, kind = parts
             new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
             new = graph.create_node(op, target, new_args, new_kwargs, name, kind)
-            known = {key: value for key, value in (("val", val), ("wholestep", own)) if value is not _ABSENT}
-            other = {key: value for key, value in node.meta.items() if key not in ("val", "wholestep")}
+            known = {k: value for k, value in zip(_KEPT, known_values, strict=True) if value is not _ABSENT}
+            other = {key: value for key, value in node.meta.items() if key not in _KEPT}
             new.name, new.meta = name, {**other, **known}
             made[node] = new
+        graph.set_codegen(self._codegen)
         return graph
 
     def restore(self) -> None:
@@ -220,6 +219,12 @@ class _Saved:
         self._gm.meta = self._meta
         if self._step_graph is not None and self._signature is not None:
             self._step_graph.signature = self._signature
+
+
+def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
+    """What the metadata of nodes say, key by key. No Python code runs per node."""
+    metas = list(map(attrgetter("meta"), nodes))
+    return [map(dict.get, metas, repeat(key), repeat(_ABSENT)) for key in _KEPT]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
