@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partition.random_graphs import Drawn, drawn_graphs
 from wholestep.errors import CutError, PartitionError
-from wholestep.partition import balanced_cut
+from wholestep.partition import balanced_cut, split_module
 from wholestep.partition.bottleneck import fewest_runs, fits
 from wholestep.partition.pieces import find_pieces
 
@@ -130,12 +130,10 @@ def test_costs_that_are_no_round_numbers_give_the_optimum_up_to_rounding(costs, 
 
 @given(drawn_graphs(tuples=True, effects=True), st.integers(1, 4))
 def test_the_result_is_a_callback_for_split_module_and_the_parts_compute_the_same(drawn, k):
-    from torch.fx.passes.split_module import split_module
-
     expected = drawn.run()
     k = min(k, len(find_pieces(list(drawn.gm.graph.nodes))))
     found = balanced_cut(drawn.gm, k, lambda node: 1.0)
-    split = split_module(drawn.gm, drawn.gm, found, keep_original_order=True)
+    split = split_module(drawn.gm, drawn.gm, found)
     torch.testing.assert_close(Drawn(split, drawn.supported, drawn.inputs).run(), expected, rtol=0, atol=0)
     for node in drawn.gm.graph.nodes:
         assert all(found(source) <= found(node) for source in node.all_input_nodes if source.op != "placeholder")

@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
+import wholestep as ws
 from partition.random_graphs import Drawn, drawn_graphs, quotient_has_cycle
 from wholestep.errors import PartitionError
-from wholestep.partition import SupportedPartitions, fuse_partitions, partition_by_support
+from wholestep.partition import SupportedPartitions, fuse_partitions, partition_by_support, split_module
 
 
 class Support(OperatorSupportBase):
@@ -175,6 +176,39 @@ def test_the_result_is_a_callback_for_torchs_split_module(drawn):
     expected = drawn.run()
     split = split_module(drawn.gm, drawn.gm, ours(drawn))
     torch.testing.assert_close(Drawn(split, drawn.supported, drawn.inputs).run(), expected, rtol=0, atol=0)
+
+
+@given(drawn_graphs(tuples=True, effects=True))
+def test_the_result_is_a_callback_for_our_split_module_which_keeps_effects_in_order(drawn):
+    expected = drawn.run()
+    found = ours(drawn)
+    split = split_module(drawn.gm, drawn.gm, found)
+    torch.testing.assert_close(Drawn(split, drawn.supported, drawn.inputs).run(), expected, rtol=0, atol=0)
+
+
+def test_a_captured_step_is_partitioned_with_its_write_backs_behind_all_reads():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train_step(model, optimizer, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = ws.capture(ws.compile(train_step), model, optimizer, torch.randn(3, 4))
+    found = partition_by_support(step, lambda node: "mm" not in node.name)
+    calls = [node for node in step.gm.graph.nodes if node.op == "call_function"]
+    inside = {node for partition in found for node in partition.nodes if node.op == "call_function"}
+    glued = {node for node in calls if node.target is operator.getitem}
+    assert inside - glued == {node for node in calls if "mm" not in node.name} - glued
+    assert not quotient_has_cycle(step.gm.graph, groups(partition.nodes for partition in found))
+    writes = [node for node in calls if node.target is torch.ops.aten.copy_.default]
+    for write in writes:
+        readers = [user for user in write.args[0].users if user is not write and user.op == "call_function"]
+        assert all(found(reader) <= found(write) for reader in readers)
+    assert writes
 
 
 def traced(fn, *args):
