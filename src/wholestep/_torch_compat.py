@@ -773,18 +773,40 @@ def light_graph_module(graph: fx.Graph, training: bool) -> fx.GraphModule:
 def _light_class() -> tuple[type[fx.GraphModule], list[tuple[str, Any]]]:
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
+    class Forward:
+        """`forward` of a module that was not compiled: who asks for it (torch.compile does) gets the compiled one."""
+
+        def __get__(self, module: Any, cls: Any) -> Any:
+            if module is None:
+                return LightGraphModule._lazy_forward
+            module.real_recompile()
+            return module.forward
+
     class LightGraphModule(_LazyGraphModule):
+        forward = Forward()
+        ws_compiled = False  # read by dynamo, which may not look into `_needs_recompile`
+
+        @classmethod
+        def recompile(cls) -> None:  # type: ignore[override]
+            cls.forward, cls.ws_compiled = Forward(), False
+
         def _real_recompile(self) -> Any:
             if type(self) is LightGraphModule:
                 # The name that torch gives to such classes: copies are then made from the class below it.
                 own = type("GraphModuleImpl", (LightGraphModule,), {"__module__": __name__})
                 own.__name__ = "GraphModule"
                 object.__setattr__(self, "__class__", own)
-            return super()._real_recompile()
+            code = super()._real_recompile()
+            type(self).ws_compiled = True
+            for child in self.children():
+                # Whoever runs this one runs them; dynamo cannot go through a module that is not compiled.
+                if isinstance(child, LightGraphModule):
+                    child.real_recompile()
+            return code
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             # Before the hooks: torch's lazy modules compile in `forward`, and then run their hooks a second time.
-            if self._needs_recompile():
+            if not self.ws_compiled:
                 self.real_recompile()
                 return self(*args, **kwargs)
             return super().__call__(*args, **kwargs)
@@ -811,7 +833,7 @@ def keep_calling_convention(m: fx.GraphModule, module: fx.GraphModule) -> None:
     codegen = m.graph._codegen
     if type(codegen) is CodeGen:
         return
-    module.graph.set_codegen(copy.deepcopy(codegen))
+    module.graph.set_codegen(copy.copy(codegen))
     for spec in ("_in_spec", "_out_spec"):
         if spec in vars(m):
             setattr(module, spec, getattr(m, spec))
