@@ -23,6 +23,10 @@ _HIDDEN_WRITES = {
 _HIDDEN_VIEWS = frozenset({"aten::_unsafe_view"})
 """Share memory with their first argument although the schema promises a new tensor."""
 
+_IN_PLACE_OPERATORS = frozenset(
+    "setitem delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+)
+_IN_PLACE_METHODS = tuple(f"__{name}__" for name in sorted(_IN_PLACE_OPERATORS))
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "aten::contiguous", "aten::detach_copy"})
 _POINT_TO_POINT = ("::isend", "::irecv", "::batch_p2p_ops")
 
@@ -31,11 +35,26 @@ def writes(node: fx.Node) -> bool:
     """Whether running the node changes the contents of one of its arguments."""
     target = node.target
     if not isinstance(target, OpOverload):
-        return False
+        return node.op != "output" and _writes_by_name(node)
     if _schema_writes(target):
         return True
     training = _HIDDEN_WRITES.get(op_name(target))
     return training is not None and len(node.args) > training and bool(node.args[training]) and bool(node.args[3])
+
+
+def _writes_by_name(node: fx.Node) -> bool:
+    """Whether what is no operator says by its name that it works in place: methods, functions and modules of torch."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.startswith(_IN_PLACE_METHODS) if name.startswith("__") else name.endswith("_")
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        if getattr(node.target, "__module__", "") == "_operator":
+            return name in _IN_PLACE_OPERATORS
+        return node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+    if node.op == "call_module" and node.graph.owning_module is not None:
+        return getattr(node.graph.owning_module.get_submodule(str(node.target)), "inplace", False) is True
+    return False
 
 
 def may_write(target: Any) -> bool:
@@ -105,7 +124,7 @@ def is_needed(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return True
-    return node.is_impure()
+    return node.is_impure() or (not isinstance(target, OpOverload) and _writes_by_name(node))
 
 
 def is_communication(target: Any) -> bool:

@@ -41,9 +41,9 @@ class IterGraphModule(nn.Module):
         self.main_gm.meta = dict(main_gm.meta)
         self._codegen: Any = None if has_plain_codegen(main_gm.graph) else codegen_of(main_gm.graph)
         """Flattens inputs and rebuilds outputs, where the given graph does."""
-        self._setup_gm = _module(self.main_gm, fx.Graph())
-        self._cleanup_gm = _module(self.main_gm, fx.Graph())
-        self._single_gm = _module(self.main_gm, fx.Graph())
+        self._setup_gm: fx.GraphModule
+        self._cleanup_gm: fx.GraphModule
+        self._single_gm: fx.GraphModule
         self._flushes: list[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = []
         self._max_iters = max_iters
         self._iter = 0
@@ -65,14 +65,14 @@ class IterGraphModule(nn.Module):
     def setup_gm(self) -> fx.GraphModule:
         """The first iteration. Follows edits of `graph` until `finalize_setup`, and at each `recompile`."""
         if not self._finalized:
-            self._setup_gm.graph = setup_graph(self.graph)
+            self._setup_gm = _module(self.main_gm, setup_graph(self.graph))
         return self._setup_gm
 
     @property
     def cleanup_gm(self) -> fx.GraphModule:
         """The last iteration. Follows edits as `setup_gm` does."""
         if not self._finalized:
-            self._cleanup_gm.graph = cleanup_graph(self.graph)
+            self._cleanup_gm = _module(self.main_gm, cleanup_graph(self.graph))
         return self._cleanup_gm
 
     @property
@@ -84,9 +84,9 @@ class IterGraphModule(nn.Module):
         """Make all versions follow the main graph."""
         graph = self.graph
         code = self.main_gm.recompile()
-        self._setup_gm.graph = setup_graph(graph)
-        self._cleanup_gm.graph = cleanup_graph(graph)
-        self._single_gm.graph = single_graph(graph)
+        self._setup_gm = _module(self.main_gm, setup_graph(graph))
+        self._cleanup_gm = _module(self.main_gm, cleanup_graph(graph))
+        self._single_gm = _module(self.main_gm, single_graph(graph))
         number = {cross: i for i, cross in enumerate(graph.cross_iter_inputs)}
         self._flushes = [
             (
@@ -174,6 +174,7 @@ class IterGraphModule(nn.Module):
 
 
 def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph, with the submodules and constants that it reads."""
     if not any(node.op == "output" for node in graph.nodes):
         graph.output(None)
     graph.set_codegen(CodeGen())

@@ -48,7 +48,7 @@ def verify(step_graph: StepGraph, level: int = 1) -> None:
     """Raise VerifyError if the graph breaks a rule."""
     if level <= 0:
         return
-    graph = _Graph(step_graph)
+    graph = _Graph(step_graph.gm, step_graph.signature)
     for rule in RULES:
         rule(graph)
     if level >= 2:
@@ -59,20 +59,22 @@ def verify_bare(gm: fx.GraphModule, level: int = 1) -> None:
     """Raise VerifyError if a graph without a signature is malformed or uses a collective before its wait."""
     if level <= 0:
         return
-    graph = _Graph(StepGraph(gm, Signature()))
-    for rule in (well_formed, collectives_waited):
+    graph = _Graph(gm, Signature(), is_bare=True)  # no StepGraph: that takes flat inputs, and would change the module
+    for rule in (linted, collectives_waited):
         rule(graph)
-    if level >= 2:
+    if level >= 2 and _calls_operators(graph) and all("val" in node.meta for node in graph.inputs):
         propagate(gm, graph.fail)
 
 
 class _Graph:
     """A step's nodes by position, and how to complain about one."""
 
-    def __init__(self, step_graph: StepGraph) -> None:
-        self.gm = step_graph.gm
-        self.signature = step_graph.signature
-        self.nodes: list[fx.Node] = list(step_graph.gm.graph.nodes)
+    def __init__(self, gm: fx.GraphModule, signature: Signature, *, is_bare: bool = False) -> None:
+        self.gm = gm
+        self.signature = signature
+        self.is_bare = is_bare
+        """Whether others made it: no StepGraph, and not in normal form."""
+        self.nodes: list[fx.Node] = list(gm.graph.nodes)
         self.sources: list[dict[fx.Node, None]] = list(map(NODE_SOURCES, self.nodes))
         """What each node reads, made once for all rules."""
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
@@ -102,10 +104,20 @@ class _Graph:
 
 def well_formed(graph: _Graph) -> None:
     """torch.fx's own lint, and only the kinds of nodes a StepGraph has."""
-    if not _OPS.issuperset(map(attrgetter("op"), graph.nodes)):
+    if not _calls_operators(graph):
         node = next(node for node in graph.nodes if node.op not in _OPS)
         graph.fail(node, f"a StepGraph has no {node.op} nodes.", fix="call torch operators only.")
-    if _is_sound(graph):
+    linted(graph)
+
+
+def _calls_operators(graph: _Graph) -> bool:
+    """Whether a graph has no nodes that call methods or modules."""
+    return _OPS.issuperset(map(attrgetter("op"), graph.nodes))
+
+
+def linted(graph: _Graph) -> None:
+    """torch.fx's own lint."""
+    if _calls_operators(graph) and _is_sound(graph):
         return
     try:
         graph.gm.graph.lint()
@@ -271,8 +283,8 @@ def collectives_waited(graph: _Graph) -> None:
             readers.update(node.users)
         elif is_wait(node.target):
             source = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
-            if isinstance(source, fx.Node) and is_wait(source.target):
-                continue  # to wait again for what has arrived is nothing
+            if graph.is_bare and isinstance(source, fx.Node) and is_wait(source.target):
+                continue  # to wait again for what has arrived is nothing, and `make_fx` writes it
             if not (isinstance(source, fx.Node) and source in pending):
                 graph.fail(
                     node,

@@ -21,6 +21,7 @@ from wholestep.ir.comm_block import CommBlock, comm_block, is_part
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
 from wholestep.passes.common_subexpressions import epilogue
+from wholestep.passes.write_windows import WriteWindows
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional
@@ -102,6 +103,7 @@ class Positions:
 def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]:
     """The collectives of one operator that can share a bucket, in graph order."""
     found = []
+    windows = WriteWindows(positions.nodes, positions.end)
     for node in positions.having(op):
         if not isinstance(node.args[0], fx.Node):
             continue
@@ -122,7 +124,9 @@ def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]
         scalars = (*node.args[1:], group_of(node), val.dtype, str(val.device), meta.recompute, meta.generation)
         key = (node.target, *map(str, scalars))
         size = max(_bytes(val), _bytes(result))
-        ready = positions.ready(prelude[0] if prelude else node)
+        first = prelude[0] if prelude else node
+        last_write, next_write = windows.around(first.all_input_nodes, positions.of[node])
+        ready, needed = max(positions.ready(first), last_write), min(needed, next_write)
         found.append(Member(block, ready, needed, size, key, followers, prelude))
     return found
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import OptionError
+from wholestep.ir.effects import is_wait
 from wholestep.passes.buckets import (
     Member,
     Positions,
@@ -56,6 +57,7 @@ def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BU
 def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-gathers of a graph."""
     _check(bucket_size_mb)
+    _drop_repeated_waits(gm.graph)
     positions = Positions(gm.graph)
     members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
     # Where the first of a bucket stood, the shards of all others must be at hand.
@@ -78,6 +80,7 @@ def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Mem
 
 def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -> None:
     _check(bucket_size_mb)
+    _drop_repeated_waits(gm.graph)
     seen: set[fx.Node] = set()
     while True:
         positions = Positions(gm.graph)
@@ -99,6 +102,15 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
             seen.add(fuse(gm.graph, bucket, place.next, positions))
         if len(now) == len(members):
             return
+
+
+def _drop_repeated_waits(graph: fx.Graph) -> None:
+    """To wait for what has arrived is nothing: `make_fx` of a step that waits by itself has two waits for each."""
+    for wait in graph.find_nodes(op="call_function", target=comm.wait_tensor.default):
+        source = wait.args[0]
+        if isinstance(source, fx.Node) and is_wait(source.target):
+            wait.replace_all_uses_with(source)
+            graph.erase_node(wait)
 
 
 def _hoist(member: Member, positions: Positions) -> None:

@@ -79,6 +79,8 @@ class _Planner:
         self._merges: list[Merge] = []
 
     def plan(self) -> list[Merge]:
+        if any(not isinstance(node.target, OpOverload) and writes(node) for node in self._graph.nodes):
+            return []  # what methods and functions of Python give may be a view of anything
         for node in self._graph.nodes:
             if node.op == "get_attr" and node not in self._written:
                 self._meet(node)

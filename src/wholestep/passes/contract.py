@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import fx
+from torch import fx, nn
 
 from wholestep.errors import OptionError, PassOrderError
 
@@ -58,7 +58,15 @@ class GraphPass:
 
         if args and is_graph(args[0]):
             return apply_pass(self, args[0], args[1:], options, allow_rerun=allow_rerun)
+        if args and isinstance(args[0], fx.Graph | nn.Module):
+            raise self._no_graph(args[0])  # binding it as an option would do nothing, and say nothing
         return BoundPass(self, args, options, allow_rerun)
+
+    def _no_graph(self, given: Any) -> OptionError:
+        return OptionError(
+            f"{self.name} got a {type(given).__name__}.",
+            fix="give an fx.GraphModule, an IterGraphModule or a StepGraph; for an fx.Graph the module that owns it.",
+        )
 
     def __repr__(self) -> str:
         return f"<pass {self.name}>"
@@ -80,6 +88,10 @@ class BoundPass:
 
     def __call__(self, gm: Any) -> Any:
         """Run on a graph."""
+        from wholestep.passes.manager import is_graph
+
+        if not is_graph(gm):
+            raise self.graph_pass._no_graph(gm)
         return self.graph_pass(gm, *self.args, allow_rerun=self.allow_rerun, **(self.options or {}))
 
     def __repr__(self) -> str:

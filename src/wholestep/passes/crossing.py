@@ -111,7 +111,7 @@ class _Finder:
     def _own_reason(self, node: fx.Node) -> str:
         if node.op == "output":
             return "the step's output needs it: the user's result, or state such as a gradient that stays in `.grad`"
-        if node.op != "call_function":
+        if node.op not in ("call_function", "call_method", "call_module"):
             return ""
         if is_collective(node.target):
             return f"{node.name} sends it on"

@@ -55,16 +55,23 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
     by_name = {node.name: node for node in graph.nodes}
     started, target = by_name.get(target_comm_node), by_name.get(target_dest_node)
     if started is None or not is_collective(started.target):
-        raise ValueError(f"Cannot find {target_comm_node} among the collectives of the graph.")
+        found = [node.name for node in graph.nodes if is_collective(node.target)]
+        raise IterMoveError(
+            f"Cannot find {target_comm_node} among the collectives of the graph.",
+            fix=f"name one of {', '.join(found[:20])}." if found else "this graph has no collective.",
+        )
     if target is None:
-        raise ValueError(f"Cannot find the destination {target_dest_node}.")
+        raise IterMoveError(f"Cannot find the destination {target_dest_node}.", fix="name a node of the graph.")
     waits = list(comm_block(started).waits)
     _split_optimizers(gm, waits)
     crossing = plan_crossing(graph, waits, late_outputs(gm))
     for wait, why in crossing.stays.items():
         raise IterMoveError(f"{target_comm_node} cannot be completed in the next iteration: {why}.", node=wait.name)
     if not all(move_of(group, set()).state for group in crossing.groups):
-        raise ValueError(f"{target_comm_node} is not used by any optimizer.")
+        raise IterMoveError(
+            f"{target_comm_node} is not used by any optimizer.",
+            fix="name a collective whose result is written back into an input by a `copy_` at the end of the graph.",
+        )
     _move(gm, [(group, target) for group in crossing.groups])
 
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
 from wholestep.ir.comm_block import comm_block
-from wholestep.ir.effects import is_collective, is_wait, shared_inputs, written_positions
+from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.step_graph import StepGraph
@@ -319,11 +319,5 @@ def _dense_like(target: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_needed(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    if isinstance(node.target, OpOverload):
-        if schema_of(node.target).is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
-            return True
-        if node_meta(node).in_place is node.target:
-            return True
-    return node.is_impure()
+    updates = isinstance(node.target, OpOverload) and node_meta(node).in_place is node.target
+    return updates or writes(node) or is_needed(node)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import pytree
-from wholestep.errors import VerifyError
+from wholestep.errors import OptionError, VerifyError
 from wholestep.ir.effects import is_wait
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
@@ -28,7 +28,16 @@ class Replay:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._inputs = _inputs(gm)
-        self._results = _run(gm, self._inputs)
+        try:
+            self._results = _run(gm, self._inputs)
+        except Exception as error:
+            unknown = [n.name for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("val") is None]
+            raise OptionError(
+                f"the graph cannot be replayed on made-up inputs: {type(error).__name__}: {str(error).splitlines()[0]}",
+                fix=f'set `node.meta["val"]` of {", ".join(unknown[:8])}, or use a lower level of verify.'
+                if unknown
+                else "use a lower level of verify.",
+            ) from error
 
     def compare(self, gm: fx.GraphModule, numerics: Numerics) -> None:
         """Raise VerifyError if the graph now gives other results than the contract allows."""
