@@ -172,6 +172,69 @@ def test_draws_that_would_be_swapped_are_an_error_that_names_both():
     assert torch.equal(split_module(gm, None, callback)(x), gm(x))  # nothing is drawn
 
 
+def test_operators_that_draw_nothing_may_change_places():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    attention = aten.scaled_dot_product_attention.default
+    first = graph.call_function(aten.dropout.default, (x, 0.5, False))
+    second = graph.call_function(attention, (x, x, x))
+    graph.output(graph.call_function(aten.add.Tensor, (first, second)))
+    split = split_module(module(graph), None, lambda node: int(node is not second))
+    assert call_order(split) == ["submod_0", "submod_1"]
+    split = split_module(module(graph), None, lambda node: int(node is second))
+    assert call_order(split) == ["submod_1", "submod_0"]
+
+
+def test_dropout_in_eval_mode_returns_its_argument_and_a_write_to_it_is_a_write():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    copy = graph.call_function(aten.clone.default, (x,))
+    same = graph.call_function(aten.dropout.default, (copy, 0.5, False))
+    write = graph.call_function(aten.add_.Tensor, (same, 1.0))
+    graph.output(graph.call_function(aten.mul.Tensor, (copy, 2.0)))
+    numbers = {copy: 0, same: 1, write: 1}
+    split = split_module(module(graph), None, lambda node: numbers.get(node, 2))
+    assert call_order(split) == ["submod_0", "submod_1", "submod_2"]
+    with pytest.raises(SplitOrderError):
+        split_module(module(graph), None, lambda node: numbers.get(node, 0))
+
+
+def test_functional_batch_norm_writes_its_statistics():
+    def step(x, mean, var):
+        return torch.nn.functional.batch_norm(x, mean, var, training=True), mean * 2
+
+    x = torch.randn(4, 2)
+    split = split_module(fx.symbolic_trace(step), None, by_name(batch_norm=1, mul=0))
+    assert call_order(split) == ["submod_1", "submod_0"]
+    gm = fx.symbolic_trace(lambda x, m, v: (m + 1, torch.nn.functional.batch_norm(x, m, v, training=True), m * 2))
+    with pytest.raises(SplitOrderError):
+        split_module(gm, None, by_name(batch_norm=1))
+    mean = torch.zeros(2)
+    assert torch.equal(split(x, mean, torch.ones(2))[1], step(x, torch.zeros(2), torch.ones(2))[1])
+
+
+def test_branches_of_cond_draw_in_order():
+    def step(flag, x):
+        draw = torch.cond(flag, lambda x: torch.rand_like(x), lambda x: x.sin(), (x,))
+        return draw, torch.rand_like(x)
+
+    args = (torch.tensor(True), torch.zeros(2))
+    gm = torch.export.export(Wrapped(step), args).module()
+    rand = [node for node in gm.graph.nodes if "rand_like" in str(node.target)][-1]
+    split = split_module(gm, None, lambda node: int(node is not rand))
+    assert call_order(split)[0] == "submod_1"
+    torch.manual_seed(3)
+    expected = gm(*args)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, split(*args), expected))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.forward = function
+
+
 def test_side_effects_keep_their_order(capsys):
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wholestep._torch_compat import ASSERTIONS, MODE_SWITCHES, OpOverload, op_name
+from wholestep._torch_compat import ASSERTIONS, MODE_SWITCHES, HigherOrderOperator, OpOverload, op_name, schema_of
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_wait, may_write, shared_inputs
 from wholestep.ir.iter_moves import written_inputs
@@ -71,7 +71,10 @@ class EffectReader:
         """The arguments whose memory the result of a node may share."""
         target = node.target
         if node.op == "call_function":
-            if isinstance(target, OpOverload) or target is operator.getitem:
+            if isinstance(target, OpOverload):
+                # In eval mode dropout returns its argument, which its schema does not say.
+                return node.all_input_nodes[:1] if "dropout" in op_name(target) else shared_inputs(node)
+            if target is operator.getitem:
                 return shared_inputs(node)
             name, home = getattr(target, "__name__", ""), str(getattr(target, "__module__", None) or "torch")
             plain = home.split(".")[0] in _PLAIN_MODULES
@@ -100,6 +103,8 @@ class EffectReader:
             self._pure.add(id(target))
         else:
             self._read_named(node, getattr(target, "__name__", ""))
+            if isinstance(target, HigherOrderOperator):
+                self._read_bodies(node)
             if node not in self.tokens and node not in self.written and _is_effect(node):
                 self.tokens[node] = (EFFECT,)
 
@@ -107,7 +112,8 @@ class EffectReader:
         if is_collective(op):
             self.tokens[node] = (COLLECTIVE,)
         elif torch.Tag.nondeterministic_seeded in op.tags:
-            self.tokens[node] = (RANDOM,)
+            if _draws_now(node, op):
+                self.tokens[node] = (RANDOM,)
         elif not may_write(op):
             if node.is_impure() and not _only_checks(op):
                 self.tokens[node] = (EFFECT,)
@@ -127,6 +133,10 @@ class EffectReader:
         if name in _DRAWS and _is_random(node):
             self.tokens[node] = (RANDOM,)
         written = _first(node) if _is_in_place(name) or node.kwargs.get("inplace") is True else []
+        if name in ("batch_norm", "instance_norm") and (
+            node.kwargs.get("training") or node.kwargs.get("use_input_stats")
+        ):
+            written += [each for each in node.args[1:3] if isinstance(each, fx.Node)]  # running statistics
         out = node.kwargs.get("out")
         written += [each for each in (out if isinstance(out, list | tuple) else [out]) if isinstance(each, fx.Node)]
         if written:
@@ -139,11 +149,22 @@ class EffectReader:
         if effects.writes and node.all_input_nodes:
             self.written[node] = list(node.all_input_nodes)
 
+    def _read_bodies(self, node: fx.Node) -> None:
+        """`cond` and the like do what the graphs do that they are given."""
+        bodies = [self._module(str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
+        tokens = dict.fromkeys(token for body in bodies for token in body.tokens)
+        if tokens:
+            self.tokens[node] = tuple(tokens)
+        if any(body.writes for body in bodies):
+            self.written[node] = [arg for arg in node.all_input_nodes if arg.op != "get_attr"]
+
     def _module(self, target: str) -> _ModuleEffects:
         found = self._modules.get(target)
         if found is None:
-            root = self._root
-            module = root.get_submodule(target) if isinstance(root, nn.Module) else None
+            value: Any = self._root
+            for atom in target.split("."):
+                value = getattr(value, atom, None)
+            module = value if isinstance(value, nn.Module) else None  # get_attr may name a tensor
             found = self._modules[target] = _ModuleEffects(target, module)
         return found
 
@@ -186,6 +207,17 @@ def _is_random(node: fx.Node) -> bool:
     if node.target is torch.nn.functional.scaled_dot_product_attention:
         chance = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(chance != 0.0)
+    return True
+
+
+def _draws_now(node: fx.Node, op: OpOverload) -> bool:
+    """Whether an operator that can draw does: not with `train=False`, and attention and RNNs not without dropout."""
+    for i, argument in enumerate(schema_of(op).arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("train", "training") and value is False:
+            return False
+        if argument.name in ("dropout_p", "dropout") and isinstance(value, float) and value == 0.0:
+            return False
     return True
 
 
