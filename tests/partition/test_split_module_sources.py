@@ -195,6 +195,7 @@ def test_a_size_is_not_passed_on_where_that_would_make_a_cycle():
     assert torch.equal(split(x), gm(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 importing itself
 def test_dynamo_graphs_with_sizes_that_depend_on_data():
     def grouped(x, groups):
         sizes = groups.tolist()
@@ -214,6 +215,7 @@ def test_dynamo_graphs_with_sizes_that_depend_on_data():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 importing itself
 def test_a_split_module_can_be_traced_and_compiled():
     gm = fx.symbolic_trace(Block().eval().mlp)
     split = split_module(gm, None, runs(gm, 2))
