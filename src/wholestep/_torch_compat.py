@@ -656,6 +656,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in, whatever it has: no data, no elements (`UntypedStorage._cdata`). 2.11, 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
     from torch.nn.modules import module as _module
     from torch.optim import optimizer as _optimizer
@@ -823,6 +828,11 @@ def mark_impure(module: torch.nn.Module) -> None:
     module._is_impure = True  # type: ignore[assignment]
 
 
+def is_marked_impure(module: object) -> bool:
+    """Whether calls of a module are kept although their results are not used (`_is_impure`). 2.11, 2.13."""
+    return bool(getattr(module, "_is_impure", False))
+
+
 def is_non_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether a buffer stays out of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
     return name in module._non_persistent_buffers_set
@@ -837,3 +847,46 @@ def keep_calling_convention(m: fx.GraphModule, module: fx.GraphModule) -> None:
     for spec in ("_in_spec", "_out_spec"):
         if spec in vars(m):
             setattr(module, spec, getattr(m, spec))
+
+
+def copy_codegen(old: fx.Graph, new: fx.Graph) -> None:
+    """Let a graph with the same placeholders and output take and return the same trees. 2.11, 2.13."""
+    new.set_codegen(copy.copy(old._codegen))
+
+
+# Inductor. Imported when asked for: it takes two seconds.
+
+
+def decomposed(
+    function: Callable[..., Any], inputs: list[Any], mode: Any, *, same_random_numbers: bool, functionalize: bool
+) -> fx.GraphModule:
+    """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad():
+        if functionalize:
+            function = torch.func.functionalize(function, remove="mutations_and_views")
+        traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+    found: fx.GraphModule = traced
+    return found
+
+
+def compile_inductor(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """Compile a decomposed graph of tensors; the result takes one list, which it empties. Tried on 2.11 and 2.13."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = next(iter(reversed(gm.graph.nodes)))
+    # Strides of results are those that the trace says: others rely on them.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    mode = next((value.fake_mode for value in inputs if isinstance(value, _fake_tensor.FakeTensor)), None)
+    with config.patch({"triton.cudagraphs": False, **settings}), tracing(TracingContext(mode)), torch.no_grad():
+        compiled: Any = compile_fx_inner(gm, inputs, is_inference=True)
+    return compiled  # type: ignore[no-any-return]
+
+
+is_profiling = torch._C._autograd._profiler_enabled
+"""Whether a profiler is recording: then calls are worth a name."""

@@ -337,6 +337,25 @@ def test_a_partition_that_only_has_effects_survives_dead_code_elimination():
     assert torch.equal(split(torch.zeros(2)), torch.full((2,), 2.0))
 
 
+def test_a_partition_that_calls_something_with_effects_survives_too():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(aten.add_.Tensor, (x, 1.0))
+    graph.output(graph.call_function(aten.mul.Tensor, (x, 2.0)))
+    once = split_module(fx.GraphModule({}, graph), None, in_runs(1))
+    twice = split_module(once, None, in_runs(1))
+    twice.graph.eliminate_dead_code()
+    assert call_order(twice) == ["submod_0", "submod_1"]
+    assert torch.equal(fx.Interpreter(twice).run(torch.zeros(2)), torch.full((2,), 2.0))
+
+
+def test_a_graph_that_no_module_owns_is_looked_up_in_the_given_module():
+    gm = fx.symbolic_trace(Branches())
+    gm.graph.owning_module = None
+    x, y = tensors(2)
+    assert torch.equal(split_module(gm, None, in_runs(2))(x, y), gm(x, y))
+
+
 def test_numbers_from_numpy_are_numbers():
     numpy = pytest.importorskip("numpy")
     gm = fx.symbolic_trace(Branches())

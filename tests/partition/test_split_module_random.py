@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from partition.random_graphs import Drawn, drawn_graphs
-from partition.splitting import TORCHS_OPTIONS, assert_like_torchs, snapshot, torchs
+from partition.splitting import TORCHS_OPTIONS, assert_like_torchs, lines, snapshot, torchs
 from wholestep.errors import SplitCycleError, SplitOrderError
 from wholestep.partition import split_module
 
@@ -117,6 +117,18 @@ def test_children_and_results_are_torchs_and_the_graphs(drawn, data):
     if not collides:  # torch gives both one name
         assert_like_torchs(ours, theirs)
         assert all(map(torch.equal, values(theirs(*arguments)), expected))
+
+
+@given(drawn=graphs(), data=st.data())
+def test_in_the_original_order_the_calling_graph_is_torchs_line_by_line(drawn, data):
+    gm, _ = drawn
+    nodes = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(nodes)), max_size=5)))
+    names = data.draw(st.permutations(range(len(cuts) + 1)))
+    numbers = {node: names[sum(cut <= i for cut in cuts)] for i, node in enumerate(nodes)}
+    ours = split_module(gm, None, numbers.__getitem__, keep_original_order=True)
+    theirs = torchs(gm, numbers.__getitem__, keep_original_order=True)
+    assert [line[:6] for line in lines(ours.graph)] == [line[:6] for line in lines(theirs.graph)]  # all but metadata
 
 
 def topological(numbers: dict[fx.Node, int], split: fx.GraphModule) -> bool:

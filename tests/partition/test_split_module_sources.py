@@ -195,6 +195,20 @@ def test_a_size_is_not_passed_on_where_that_would_make_a_cycle():
     assert torch.equal(split(x), gm(x))
 
 
+def test_a_size_is_not_passed_on_where_effects_are_in_the_way():
+    gm, node = computed_size(late=False)
+    with gm.graph.inserting_before(node["size"]):
+        draw = gm.graph.call_function(aten.rand_like.default, (node["made"].args[0],))
+    with gm.graph.inserting_after(node["size"]):
+        late = gm.graph.call_function(aten.rand_like.default, (node["made"].args[0],))
+    gm.graph.output_node().args = ((node["last"], draw, late),)
+    draw.meta = late.meta = node["made"].meta
+    # With the size passed on, 0 would come before 1; the draws want the opposite.
+    number = {draw: 1, node["made"]: 3, node["used"]: 1, node["size"]: 0, late: 0, node["last"]: 4}
+    split = split_module(gm, None, number.__getitem__)
+    assert call_order(split) == ["submod_3", "submod_1", "submod_0", "submod_4"]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 importing itself
 def test_dynamo_graphs_with_sizes_that_depend_on_data():
     def grouped(x, groups):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from wholestep._torch_compat import GraphWriter, light_graph_module, mark_impure, name_of_target
+from wholestep._torch_compat import GraphWriter, is_marked_impure, light_graph_module, mark_impure, name_of_target
 from wholestep.ir.effects import is_needed
 from wholestep.partition.assign import Attributes, Partition
 from wholestep.partition.attributes import FlatNames, install
@@ -37,14 +37,16 @@ class Style:
             name = self.names[target] = name_of_target(target)
         return name
 
-    def has_effects(self, partition: Partition) -> bool:
+    def has_effects(self, partition: Partition, attributes: Attributes) -> bool:
         """Whether a partition must run even if nobody uses its results."""
         written, tokens, known = self.effects.written, self.effects.tokens, self.needed
         for node in partition.nodes:
             if node in written or node in tokens:
                 return True
-            if node.op != "call_function":
-                needed: bool | None = is_needed(node)
+            if node.op == "call_module":
+                needed: bool | None = is_marked_impure(attributes[str(node.target)])
+            elif node.op != "call_function":
+                needed = False
             elif (needed := known.get(node.target)) is None:
                 needed = known[node.target] = is_needed(node)
             if needed:
@@ -79,7 +81,7 @@ def build_child(
     child = light_graph_module(writer.graph, style.training)
     if partition.targets:
         install(child, partition.targets)
-    if style.has_effects(partition):
+    if style.has_effects(partition, attributes):
         mark_impure(child)
     return child, arguments
 

@@ -49,7 +49,7 @@ _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
 class EffectReader:
     """The effects of all nodes of a graph, read once."""
 
-    def __init__(self, nodes: list[fx.Node]) -> None:
+    def __init__(self, nodes: list[fx.Node], root: nn.Module | None = None) -> None:
         self.tokens: dict[fx.Node, tuple[str, ...]] = {}
         """What a node takes part in: nodes with a common token keep their order."""
         self.written: dict[fx.Node, list[fx.Node]] = {}
@@ -57,7 +57,7 @@ class EffectReader:
         self.switches: set[fx.Node] = set()
         """Nodes that turn grad mode or autocast on or off for all that follow."""
         self._pure = set[int]()
-        self._root = nodes[0].graph.owning_module if nodes else None
+        self._root = root if root is not None or not nodes else nodes[0].graph.owning_module
         self._modules: dict[str, _ModuleEffects] = {}
         for node in nodes:
             if node.op == "call_function":
@@ -187,7 +187,7 @@ class _ModuleEffects:
             if "Dropout" in type(part).__name__:
                 self.shares = True  # in eval mode, the argument itself
             if isinstance(part, fx.GraphModule):
-                inner = EffectReader(list(part.graph.nodes))
+                inner = EffectReader(list(part.graph.nodes), part)
                 tokens.update(dict.fromkeys(token for each in inner.tokens.values() for token in each))
                 self.writes = self.writes or bool(inner.written)
         self.tokens = tuple(tokens)

@@ -64,7 +64,7 @@ def split_module(
     attributes = Attributes(m)
     with collector_paused():
         assignment = assign(m, split_callback, partition_affix, attributes)
-        effects = EffectReader(assignment.nodes)
+        effects = EffectReader(assignment.nodes, m)
         order = _find_order(assignment, effects)
         regions = find_regions(assignment.nodes) if assignment.has_switches else None
         leaving = {} if regions is None else plan_leaving(assignment, regions, order)
@@ -89,21 +89,21 @@ def split_module(
 
 def _find_order(assignment: Assignment, effects: EffectReader) -> list[int]:
     """The places of the partitions in the order of their calls."""
-    flow = find_flow(assignment)
-    order = stable_order(flow.after)
-    if len(order) < len(assignment.partitions) and flow.has_symbols:
+    complete, pairs = len(assignment.partitions), order_pairs(assignment, effects)
+    for computed_sizes in (True, False):
+        flow = find_flow(assignment, computed_sizes)
+        order = stable_order(flow.after)
+        values_allow_it = len(order) == complete
+        if values_allow_it and pairs:
+            for first, second in pairs:
+                flow.add(assignment.place[first], assignment.place[second])
+            order = stable_order(flow.after)
+        if len(order) == complete:
+            break
         # A size that another partition computes is a help, not a need: the value that has it carries it too.
+        if not flow.has_symbols:
+            if values_allow_it:
+                raise order_error(assignment, flow, order, pairs)
+            raise cycle_error(assignment, flow, order)
         forget_flow(assignment)
-        flow = find_flow(assignment, computed_sizes=False)
-        order = stable_order(flow.after)
-    if len(order) < len(assignment.partitions):
-        raise cycle_error(assignment, flow, order)
-    pairs = order_pairs(assignment, effects)
-    if pairs:
-        place = assignment.place
-        for first, second in pairs:
-            flow.add(place[first], place[second])
-        order = stable_order(flow.after)
-        if len(order) < len(assignment.partitions):
-            raise order_error(assignment, flow, order, pairs)
     return order
