@@ -3,12 +3,13 @@
 setup      the first iteration: nothing is pending, what moved is left out
 cleanup    the last iteration: what is pending first, and at the end what would have been left for the next one
 single     the only iteration: the graph as if nothing had moved
+running    main or cleanup, with nodes that say which moves are done: what is done must not be done again
 flush      only what one move left pending: takes state and carried values, needs nothing of the step
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -29,6 +30,18 @@ def cleanup_graph(main: IterGraph) -> fx.Graph:
 def single_graph(main: IterGraph) -> fx.Graph:
     """The graph of an iteration that is the first and the last one."""
     return _completed(main, set(main.cross_iter_inputs) | _moved(main))
+
+
+def running_graph(version: fx.Graph, main: IterGraph, ran: Callable[[int], None]) -> fx.Graph:
+    """A copy of the main or the cleanup graph that calls `ran` with the number of each move that is done."""
+    last = {move.nodes[-1].name: number for number, move in enumerate(main.moves)}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in version.nodes:
+        copy_nodes([node], graph, env)
+        if node.name in last:
+            graph.call_function(ran, (last[node.name],))
+    return graph
 
 
 def flush_graph(move: Move, results: Iterable[fx.Node] = ()) -> fx.Graph:

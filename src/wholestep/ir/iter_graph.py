@@ -21,15 +21,19 @@ of the state that they write. Everything is checked before anything is changed (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from wholestep._torch_compat import codegen_of
 from wholestep.errors import IterMoveError
 from wholestep.ir.effects import is_collective, is_wait
-from wholestep.ir.iter_moves import Move, MovePlan, move_of, plan_moves
+from wholestep.ir.functionalize import functionalize
+from wholestep.ir.iter_editing import NodeEdits
+from wholestep.ir.iter_moves import Move, MovePlan, check_moves, move_of, plan_moves
 
 CROSS = "cross_iter_input"
 
@@ -39,7 +43,21 @@ def kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-class IterGraph(fx.Graph):
+@dataclass(frozen=True)
+class Moved:
+    """What an IterGraph knows besides its nodes: enough to make it again from copies of them."""
+
+    late_outputs: frozenset[int]
+    late_results: Mapping[int, fx.Node]
+    numbers: Mapping[fx.Node, int]
+    moves: int
+    cross: tuple[fx.Node, ...]
+    carried_without_output: tuple[Any, ...]
+    never_dead: frozenset[fx.Node]
+    frozen: bool
+
+
+class IterGraph(NodeEdits, fx.Graph):
     """The main graph of an `IterGraphModule`, with the editing methods of `fx.Graph` and, as `node_*`, of `fx.Node`."""
 
     def __init__(
@@ -66,7 +84,68 @@ class IterGraph(fx.Graph):
         self._frozen = False
         copy_nodes(orig_graph.nodes, self, {})
 
+    # Copies.
+
+    @property
+    def moved(self) -> Moved:
+        """What has to be told to a copy of the nodes, to make it a copy of the graph."""
+        return Moved(
+            self.late_outputs,
+            dict(self.late_results),
+            dict(self._numbers),
+            self._moves,
+            tuple(self._cross),
+            tuple(self._carried_without_output),
+            frozenset(self._never_dead),
+            self._frozen,
+        )
+
+    @classmethod
+    def of_copies(cls, graph: fx.Graph, moved: Moved, made: Mapping[fx.Node, fx.Node]) -> IterGraph:
+        """The graph with the nodes of `graph`, which `made` says are copies of those that `moved` speaks of."""
+        new = cls(fx.Graph(), late_outputs=moved.late_outputs)
+        env: dict[fx.Node, fx.Node] = {}
+        copy_nodes(graph.nodes, new, env)
+        for old, node in env.items():
+            node.name = old.name
+        copies = {old: env[node] for old, node in made.items()}
+        new.late_results = {i: copies[node] for i, node in moved.late_results.items()}
+        new._numbers = {copies[node]: number for node, number in moved.numbers.items() if node in copies}
+        new._moves = moved.moves
+        new._cross = [copies[node] for node in moved.cross]
+        new._carried_without_output = [copies[node] for node in moved.carried_without_output]
+        new._never_dead = {copies[node] for node in moved.never_dead if node in copies}
+        new._frozen = moved.frozen
+        new.set_codegen(codegen_of(graph))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> IterGraph:
+        plain = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        copy_nodes(self.nodes, plain, env)
+        for old, node in env.items():
+            node.name = old.name
+        plain.set_codegen(codegen_of(self))
+        made = IterGraph.of_copies(plain, self.moved, env)
+        if memo is not None:
+            memo[id(self)] = made
+        return made
+
     # What crosses.
+
+    @property
+    def setup_graph(self) -> fx.Graph:
+        """The graph of a first iteration, as it is now."""
+        from wholestep.ir.iter_derived import setup_graph  # which is made of this module
+
+        return setup_graph(self)
+
+    @property
+    def cleanup_graph(self) -> fx.Graph:
+        """The graph of a last iteration, as it is now."""
+        from wholestep.ir.iter_derived import cleanup_graph
+
+        return cleanup_graph(self)
 
     @property
     def has_moves(self) -> bool:
@@ -132,6 +211,10 @@ class IterGraph(fx.Graph):
             raise RuntimeError("The cross-iteration movement has been frozen for the given IterGraph.")
         for plan in plan_moves(self, requests, self.moves, self.late_outputs):
             self._apply(plan)
+
+    def check_moves(self) -> None:
+        """Raise IterMoveError if an edit made a move illegal: something reads state before what is pending is done."""
+        check_moves(self, self.moves)
 
     def _apply(self, plan: MovePlan) -> None:
         result = self._result_without(set(plan.nodes))
@@ -221,51 +304,24 @@ class IterGraph(fx.Graph):
 
         return super().eliminate_dead_code(needed)
 
+    def node_add_user(self, node: fx.Node, user: Any) -> None:
+        """Dead-code elimination leaves a node, as if it had one more user."""
+        self._never_dead.add(node)
+
+    def node_remove_user(self, node: fx.Node, user: Any) -> None:
+        """Take `node_add_user` back; a user that reads the node stays one."""
+        self._never_dead.discard(node)
+
+    def functionalize_optim(self) -> None:
+        """Turn optimizers that write in place into operators that give new values, and a `copy_` for each."""
+        functionalize(self)
+
+    def defunctionalize_optim(self) -> None:
+        """Nothing: PyTorch's removed the users that it had made up, and ours makes up none."""
+
     def keep_unused_nodes(self) -> None:
         """Dead-code elimination leaves nodes that have no users now: they are run for their effects."""
         self._never_dead |= {node for node in self.nodes if not node.users and node.op != "output"}
-
-    def move_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
-        """Move nodes, in their order, to right before another."""
-        for node in nodes:
-            target_node.prepend(node)
-
-    def move_after(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
-        """Move nodes, in their order, to right after another."""
-        for node in nodes:
-            target_node.append(node)
-            target_node = node
-
-    def node_prepend(self, target_node: fx.Node, node: fx.Node) -> None:
-        """`target_node.prepend(node)`."""
-        target_node.prepend(node)
-
-    def node_append(self, target_node: fx.Node, node: fx.Node) -> None:
-        """`target_node.append(node)`."""
-        target_node.append(node)
-
-    def node_set_args(self, node: fx.Node, args: tuple[Argument, ...]) -> None:
-        """`node.args = args`."""
-        node.args = args
-
-    def node_set_kwargs(self, node: fx.Node, kwargs: dict[str, Argument]) -> None:
-        """`node.kwargs = kwargs`."""
-        node.kwargs = kwargs
-
-    def node_update_arg(self, node: fx.Node, index: int, arg: Argument) -> None:
-        """`node.update_arg(index, arg)`."""
-        node.update_arg(index, arg)
-
-    def node_replace_all_uses_with(
-        self,
-        node: fx.Node,
-        replace_with: fx.Node,
-        delete_user_cb: Callable[[fx.Node], bool] = lambda user: True,
-        *,
-        propagate_meta: bool = False,
-    ) -> list[fx.Node]:
-        """`node.replace_all_uses_with(..)`."""
-        return node.replace_all_uses_with(replace_with, delete_user_cb, propagate_meta=propagate_meta)
 
 
 def find_output(graph: fx.Graph) -> fx.Node:

@@ -60,6 +60,30 @@ def plan_moves(
     return [planner.plan(nodes, target) for nodes, (_, target) in zip(chosen, requests, strict=True)]
 
 
+def check_moves(graph: fx.Graph, moves: Sequence[Move]) -> None:
+    """Raise IterMoveError if a node reads state, or another move writes it, before a move that was made wrote it."""
+    if not moves:
+        return
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    shares = _shared_placeholders(graph)
+    number = {node: i for i, move in enumerate(moves) for node in move.nodes}
+    written = {root: i for i, move in enumerate(moves) for root in move.state}
+    last = [max(place[node] for node in move.nodes) for move in moves]
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        for root in {root for source in node.all_input_nodes for root in shares.get(source, _NOTHING)}:
+            own = written.get(root)
+            if own is not None and number.get(node) != own and place[node] < last[own]:
+                raise IterMoveError(
+                    f"{node.name} reads {root.name} before {moves[own].nodes[-1].name}, which completes the update of "
+                    "the last iteration.",
+                    fix=f"leave {node.name} after the nodes that were moved.",
+                    node=node.name,
+                    location=node_meta(node).location,
+                )
+
+
 def needed_outputs(graph: fx.Graph, late_outputs: Collection[int] = ()) -> set[fx.Node]:
     """The nodes that the output needs at once: all but those that it has only where a value may come later."""
     output = next(iter(reversed(graph.nodes)))

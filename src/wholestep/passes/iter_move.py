@@ -20,7 +20,7 @@ parameters in one operator are split by bucket first.  Cost: a few walks over th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -29,8 +29,9 @@ from wholestep.errors import IterMoveError
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.iter_graph import IterGraph
+from wholestep.ir.iter_marks import DESTINATIONS, deadline, marked_moves
 from wholestep.ir.iter_moves import first_readers, move_of, plan_moves
-from wholestep.ir.meta import node_meta, update_node_meta
+from wholestep.ir.meta import update_node_meta
 from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.crossing import name_of, plan_crossing, waits_behind
 from wholestep.passes.optimizer_blocks import get_all_fused_optimizer_blocks
@@ -38,8 +39,6 @@ from wholestep.passes.split_optimizer import split_optimizer
 
 log = logging.getLogger("wholestep.passes")
 
-DESTINATIONS = "wholestep_destinations"
-"""In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
 LATE = "wholestep_late_outputs"
 """In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
 STAYS = "wholestep_stays"
@@ -90,24 +89,6 @@ def overlap_optimizer_with_next_forward(gm: Any) -> None:
     readers = first_readers(graph, moved)
     place = {node: i for i, node in enumerate(graph.nodes)}
     _move(gm, [(group, deadline(group, readers, place, graph)) for group in crossing.groups])
-
-
-def deadline(
-    group: Iterable[fx.Node], readers: dict[fx.Node, fx.Node], place: dict[fx.Node, int], graph: fx.Graph
-) -> fx.Node:
-    """The first node that reads what a group writes; the end of the graph if there is none."""
-    found = [readers[state] for state in move_of(group, set()).state if state in readers]
-    return min(found, key=place.__getitem__) if found else next(iter(reversed(graph.nodes)))
-
-
-def marked_moves(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """The nodes that are marked to run in the next iteration, by the number of their move."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        number = node_meta(node).move
-        if number:
-            found.setdefault(number, []).append(node)
-    return found
 
 
 def gm_meta(gm: Any) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
 from wholestep.ir.iter_derived import flush_graph, setup_graph
 from wholestep.ir.iter_graph import CROSS, IterGraph, copy_nodes, find_output, kept
-from wholestep.ir.iter_moves import first_readers, move_of, needed_outputs
+from wholestep.ir.iter_marks import DESTINATIONS, marked_moves, requested_moves
+from wholestep.ir.iter_moves import move_of, needed_outputs
 from wholestep.ir.step_graph import StepGraph
-from wholestep.passes.iter_move import DESTINATIONS, deadline, late_outputs, marked_moves
+from wholestep.passes.iter_move import late_outputs
 from wholestep.passes.reinplace import reinplace
 from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program
@@ -181,7 +182,7 @@ def iterations_of(step_graph: StepGraph) -> Iterations | None:
     marked = marked_moves(graph)
     try:
         _check(graph, marked.values(), late)
-        graph.move_all_to_next_iter(_requests(graph, marked, gm.meta.get(DESTINATIONS, {})))
+        graph.move_all_to_next_iter(requested_moves(graph, marked, gm.meta.get(DESTINATIONS, {})))
     except IterMoveError as error:
         log.warning("updates stay in their own iteration: %s", error.what)
         return None
@@ -201,21 +202,6 @@ def iterations_of(step_graph: StepGraph) -> Iterations | None:
     _own_what_is_carried(setup)
     names = gm.meta.get(DESTINATIONS, {})
     return Iterations(gm, setup, pieces, [names.get(n, "") for n in marked])
-
-
-def _requests(
-    graph: fx.Graph, marked: dict[int, list[fx.Node]], names: dict[int, str]
-) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Where each move goes: as it was asked for, but not after the first use of what it writes."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    by_name = {node.name: node for node in graph.nodes}
-    readers = first_readers(graph, {node: None for nodes in marked.values() for node in nodes})
-    found = []
-    for number, nodes in marked.items():
-        target = deadline(nodes, readers, place, graph)
-        asked = by_name.get(names.get(number, ""), target)
-        found.append((nodes, asked if place[asked] < place[target] and asked.op != "placeholder" else target))
-    return found
 
 
 def _check(graph: fx.Graph, groups: Iterable[list[fx.Node]], late: tuple[int, ...]) -> None:
