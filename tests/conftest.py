@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WHOLESTEP_LOWER", "eager")  # bit for bit, and no compiler; tests/lower asks for Inductor itself
 
 torch.set_num_threads(1)
 

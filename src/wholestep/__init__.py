@@ -1,13 +1,17 @@
 """wholestep: an ordinary PyTorch training step as one FX graph."""
 
 from wholestep import errors as errors
+from wholestep import lower as lower
 from wholestep import passes as passes
 from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
 from wholestep.api import compile as compile
+from wholestep.errors import CudaGraphWarning as CudaGraphWarning
+from wholestep.errors import LowerWarning as LowerWarning
 from wholestep.errors import RecompileWarning as RecompileWarning
 from wholestep.errors import WholestepError as WholestepError
 from wholestep.ir.step_graph import StepGraph as StepGraph
+from wholestep.lower import partial_lower as partial_lower
 from wholestep.options import Dim as Dim
 from wholestep.options import Options as Options
 from wholestep.parallel.plan import FullyShard as FullyShard
@@ -18,8 +22,10 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CompiledStep",
+    "CudaGraphWarning",
     "Dim",
     "FullyShard",
+    "LowerWarning",
     "Options",
     "RecompileWarning",
     "Replicate",
@@ -28,6 +34,8 @@ __all__ = [
     "capture",
     "compile",
     "errors",
+    "lower",
+    "partial_lower",
     "passes",
     "split_module",
 ]

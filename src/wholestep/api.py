@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
+from torch import fx
+
 from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
+from wholestep.lower.step import Lowering
 from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
@@ -72,6 +75,7 @@ class CompiledStep(Generic[P, R]):
         self._warned = False
         plan = options.parallel
         self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
+        self._lowering = Lowering(options.lower_options) if options.lower == "inductor" else None
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
@@ -89,6 +93,11 @@ class CompiledStep(Generic[P, R]):
     def last(self) -> StepGraph | None:
         """The graph that ran last."""
         return self._last.step_graph if self._last is not None else None
+
+    @property
+    def executable(self) -> fx.GraphModule | None:
+        """What ran last: the graph with its compiled regions, updating in place."""
+        return self._last.executable if self._last is not None else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self._run(self._fn, args, kwargs)
@@ -216,7 +225,7 @@ class CompiledStep(Generic[P, R]):
             if number is not None:
                 self._symbolic_numbers |= {number}
         captured = _trace(fn, args, kwargs, self.options, self._symbolic_numbers)
-        entry = Entry(captured)
+        entry = Entry(captured, self._lowering)
         self._entries.append(entry)
         if len(self._entries) > _MOST_GRAPHS:
             del self._entries[0]  # the oldest; the warning about recompiles came long before
@@ -302,7 +311,8 @@ def compile(fn: Any = None, **options: Any) -> Any:
     """Turn a training step into one that runs as a single graph.
 
     Use it as a decorator, with or without options, or as a function. The options are the fields of
-    `wholestep.options.Options`: lower, passes, parallel, dynamic, verify, max_recompiles, hooks, name.
+    `wholestep.options.Options`: lower, lower_options, cuda_graph, passes, parallel, dynamic, verify, max_recompiles,
+    hooks, name.
     """
     chosen = Options.of(**options)
     if fn is None:

@@ -284,6 +284,26 @@ class SplitOrderError(SplitError, RuntimeError):
     code = "WS-SPLIT-ORDER"
 
 
+class LowerError(WholestepError, RuntimeError):
+    """A graph, or a region of it, cannot be handed to Inductor."""
+
+    code = "WS-LOWER"
+
+
+class CudaGraphError(WholestepError, RuntimeError):
+    """A step cannot be replayed as one CUDA graph."""
+
+    code = "WS-CUDAGRAPH"
+
+
+class LowerWarning(UserWarning):
+    """A region did not compile and runs operator by operator."""
+
+
+class CudaGraphWarning(UserWarning):
+    """A step runs without a CUDA graph, and why."""
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from wholestep.environment import default_lower
 from wholestep.errors import OptionError
+from wholestep.lower.partial_lower import LowerOptions
 from wholestep.parallel.plan import Plan
 from wholestep.passes.registry import resolve
 
@@ -27,8 +29,12 @@ class Dim:
 class Options:
     """How a step is captured, rewritten and run."""
 
-    lower: str = "eager"
-    """`eager`: run the graph operator by operator, bit for bit like eager PyTorch."""
+    lower: str = field(default_factory=default_lower)
+    """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch."""
+    lower_options: Any = None
+    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, config, region_config."""
+    cuda_graph: bool | str = "auto"
+    """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
     passes: Any = None
     """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names."""
     disable_passes: Sequence[str] = ()
@@ -48,10 +54,11 @@ class Options:
     """What messages call this step; its function's name by default."""
 
     def __post_init__(self) -> None:
-        if self.lower != "eager":
-            raise OptionError(
-                f"lower={self.lower!r} is not available in this version.", fix='use lower="eager" (the default).'
-            )
+        if self.lower not in ("eager", "inductor"):
+            raise OptionError(f"lower={self.lower!r}", fix='use "inductor" or "eager".')
+        object.__setattr__(self, "lower_options", _lower_options(self.lower_options))
+        if self.cuda_graph not in (True, False, "auto"):
+            raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')
         object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
         if self.parallel is not None and not isinstance(self.parallel, Plan):
             raise OptionError(
@@ -76,6 +83,17 @@ class Options:
                 fix=f"the options are {', '.join(sorted(known))}.",
             )
         return cls(**given)
+
+
+def _lower_options(given: Any) -> LowerOptions:
+    if given is None:
+        return LowerOptions()
+    if isinstance(given, LowerOptions):
+        return given
+    known = sorted(f.name for f in fields(LowerOptions))
+    if not isinstance(given, Mapping) or not set(given) <= set(known):
+        raise OptionError(f"lower_options={given!r}", fix=f"use a dict with some of {', '.join(known)}.")
+    return LowerOptions(**given)
 
 
 def _check_dynamic(dynamic: Any) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import increment_version
 
 from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.ir.signature import ChangeKind, InputKind
-from wholestep.passes.reinplace import reinplaced
+from wholestep.lower.step import Lowering
+from wholestep.passes.reinplace import reinplace, reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards
@@ -32,7 +34,8 @@ log = logging.getLogger("wholestep")
 class Entry:
     """A captured graph that is ready to run."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, lowering: Lowering | None = None) -> None:
+        """`lowering`: how to compile parts of the graph; None runs it operator by operator."""
         self.captured = captured
         self.step_graph = captured.step_graph
         self.gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
@@ -41,9 +44,9 @@ class Entry:
         self.iterations = _iterations(captured)
         self.left: Pending | None = None
         """What the last run left for the next one."""
-        self.executable: fx.GraphModule = (
-            reinplaced(captured.step_graph) if self.iterations is None else self.iterations.main
-        )
+        self._written: tuple[int, ...] = ()
+        """Places of the inputs that compiled regions update without telling autograd."""
+        self.executable = self._make_executable(lowering)
         self._forward = program(self.executable) if self.iterations is None else None
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -54,6 +57,20 @@ class Entry:
         self._late = [c for c in self._changes if c.output in late]
         self._changes = [c for c in self._changes if c.output not in late or c.output is None]
 
+    def _make_executable(self, lowering: Lowering | None) -> fx.GraphModule:
+        if _runs_once(self.captured):
+            lowering = None
+        if self.iterations is not None:
+            if lowering is not None:
+                self.iterations.lower(lowering)
+            return self.iterations.main
+        if lowering is None:
+            return reinplaced(self.step_graph)
+        gm = lowering.step(self.step_graph)
+        self._written = lowering.written(self.step_graph, gm)
+        reinplace(gm.graph)
+        return gm
+
     def run(self, inputs: list[Any], leaves: list[Any], pending: Pending | None = None) -> Any:
         """Run the graph on gathered inputs and apply what it changes. `pending`: what the last run left."""
         for change in self._release:
@@ -63,6 +80,8 @@ class Entry:
             pending = None
         with self._without_autocast() if self._autocast else below_autograd():
             outputs = self._outputs(inputs, pending)
+        if self._written:
+            increment_version([inputs[i] for i in self._written])
         del inputs
         for change in self._changes:
             _apply(change, outputs, leaves)
@@ -178,6 +197,12 @@ def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
         change.slot.remove()
     else:
         change.slot.set(change.constant)
+
+
+def _runs_once(captured: Captured) -> bool:
+    """Whether the graph makes optimizer state that is there in the next call, which then has a graph of its own."""
+    made = (change for change in captured.changes if change.kind is ChangeKind.CREATED)
+    return any(change.slot.kind is InputKind.OPTIMIZER_STATE for change in made)
 
 
 def _releasable(captured: Captured) -> list[Change]:

@@ -27,6 +27,7 @@ from wholestep.ir.iter_graph import CROSS, IterGraph, copy_nodes, find_output, k
 from wholestep.ir.iter_marks import DESTINATIONS, marked_moves, requested_moves
 from wholestep.ir.iter_moves import move_of, needed_outputs
 from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.step import Lowering
 from wholestep.passes.iter_move import late_outputs
 from wholestep.passes.reinplace import reinplace
 from wholestep.runtime.late_tensor import LateTensor
@@ -78,6 +79,11 @@ class Iterations:
         self.state = tuple(dict.fromkeys(i for piece in pieces for i in piece.state))
         """Places of all state that crosses, among the inputs of the step."""
         self.late = tuple(dict.fromkeys(i for piece in pieces for i in piece.results))
+
+    def lower(self, lowering: Lowering) -> None:
+        """Compile the runs of nodes between the pieces. Setup runs once, and the pieces are updates in place."""
+        self.main = lowering.in_place(self.main)
+        self._run_main = program(self.main)
 
     @cached_property
     def _run_setup(self) -> Callable[..., Any]:

@@ -65,11 +65,22 @@ class _Writer:
         return found
 
     def _line(self, node: fx.Node) -> str:
+        if node.op == "call_module" and getattr(self._gm.get_submodule(str(node.target)), "boxed", False):
+            return self._boxed_line(node)
         call = self._call(node)
         drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
         target = f"{self._node_names[node]} = " if node.users else ""
         drop = f"; {' = '.join(drops)} = None" if drops else ""
         return f"    {target}{call}{drop}{_comment(node)}"
+
+    def _boxed_line(self, node: fx.Node) -> str:
+        """A compiled region takes its arguments in one list and empties it: here they are let go before the call."""
+        function = self._bind(self._gm.get_submodule(str(node.target)).call_boxed, "region", key=node)
+        given = ", ".join(self._argument(a) for a in node.args)
+        drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
+        drop = f"; {' = '.join(drops)} = None" if drops else ""
+        target = f"{self._node_names[node]} = " if node.users else ""
+        return f"    box = [{given}]{drop}; {target}{function}(box)"
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":

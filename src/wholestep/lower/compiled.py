@@ -1,0 +1,42 @@
+"""The compiled call that stands for a region in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep._torch_compat import is_profiling
+
+Compiled = Callable[[list[Any]], Any]
+
+
+class CompiledRegion(nn.Module):
+    """Takes the tensors of a region in order; returns a tuple. The profiler shows its tag."""
+
+    boxed = True
+    """May be called with one list, which it empties: values die as early as they can."""
+
+    _is_impure = True
+    """torch.fx's mark: not dead where nobody uses its results. It may write into its arguments."""
+
+    def __init__(self, compiled: Compiled, tag: str, operators: int) -> None:
+        super().__init__()
+        self._compiled = compiled
+        self.tag = tag
+        self.operators = operators
+
+    def forward(self, *tensors: Any, tag: str = "") -> tuple[Any, ...]:
+        return self.call_boxed(list(tensors))
+
+    def call_boxed(self, tensors: list[Any]) -> tuple[Any, ...]:
+        """The same with a list that is emptied."""
+        if is_profiling():
+            with torch.profiler.record_function(self.tag):
+                return tuple(self._compiled(tensors))
+        return self._compiled(tensors)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{self.tag!r}, {self.operators} operators"

@@ -1,0 +1,80 @@
+"""Hand a region to Inductor. Regions that are the same (repeated layers) are compiled once per process; across
+processes Inductor's own cache on disk knows them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import compile_inductor
+from wholestep.lower.compiled import Compiled
+from wholestep.lower.retrace import Retraced
+
+log = logging.getLogger("wholestep.lower")
+
+
+@dataclass
+class RegionCache:
+    """Compiled regions by what they compute."""
+
+    _known: dict[Any, Compiled] = field(default_factory=dict)
+    hits: int = 0
+
+    def compile(self, retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
+        """The compiled form of a region, or of one that is the same."""
+        key = (*region_key(retraced), tuple(sorted((name, repr(value)) for name, value in config.items())))
+        found = self._known.get(key)
+        if found is not None:
+            self.hits += 1
+            return found
+        compiled = compile_inductor(retraced.gm, retraced.inputs, dict(config))
+        self._known[key] = compiled
+        return compiled
+
+
+def region_key(retraced: Retraced) -> tuple[Any, ...]:
+    """Equal for regions that compute the same from tensors that look the same."""
+    number: dict[fx.Node, int] = {}
+    lines: list[Any] = [_looks(value) for value in retraced.inputs]
+    for node in retraced.gm.graph.nodes:
+        number[node] = len(number)
+        if node.op == "get_attr":
+            lines.append(("get_attr", id(_attribute(retraced.gm, str(node.target)))))
+            continue
+        target = node.target if node.op == "call_function" else node.op
+        lines.append((target, _form(node.args, number), _form(dict(node.kwargs), number)))
+    return tuple(lines)
+
+
+def _looks(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return (type(value), str(value))
+    return (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
+
+
+def _form(value: Any, number: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return ("node", number[value])
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *(_form(item, number) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _form(item, number)) for key, item in value.items())
+    return (type(value).__name__, repr(value))
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    found: Any = gm
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def default_config(device: torch.device) -> dict[str, Any]:
+    """Inductor settings of a region before the user's own."""
+    # On the CPU random numbers are eager's own, in eager's order; on a GPU Inductor's generator is part of its kernels.
+    return {"fallback_random": device.type == "cpu"}

@@ -1,0 +1,245 @@
+"""Runs of nodes become compiled calls, the rest of the graph stays as it is.
+
+    before   mm, add, relu, .., all_reduce, mm, .., wait_tensor, add_, ..
+    after    subgraph_0(..), all_reduce, subgraph_1(..), wait_tensor, subgraph_2(..)
+
+Legal: groups respect data flow, random draws and effects keep their order, communication keeps its place, and what
+crosses an edge is a whole tensor. Cost: planning is linear in the graph; compiling is Inductor's.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import copy_codegen
+from wholestep.errors import LowerError, LowerWarning
+from wholestep.ir.meta import node_meta, set_node_meta
+from wholestep.lower.compiled import CompiledRegion
+from wholestep.lower.inductor import RegionCache, default_config
+from wholestep.lower.regions import MIN_ATEN_OPS, Plan, Region, SubgraphPredicate, is_free, plan_regions
+from wholestep.lower.report import Lowering, RegionReport, note_lowering
+from wholestep.lower.retrace import Retraced, retrace
+from wholestep.lower.scalars import pack_numbers
+from wholestep.lower.support import NodePredicate
+
+log = logging.getLogger("wholestep.lower")
+
+Dumper = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class LowerOptions:
+    """How regions are formed and compiled."""
+
+    min_aten_ops: int = MIN_ATEN_OPS
+    """Fewer operators than this are not worth a compiled call."""
+    strict: bool = False
+    """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of Inductor for all regions (`torch._inductor.config` names)."""
+    region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings for single regions, by number."""
+
+
+def partial_lower(
+    gm: fx.GraphModule,
+    node_predicate: NodePredicate | None = None,
+    subgraph_predicate: SubgraphPredicate | None = None,
+    dumper: Dumper | None = None,
+    *,
+    options: LowerOptions | None = None,
+    cache: RegionCache | None = None,
+) -> fx.GraphModule:
+    """Replace runs of nodes of a graph by calls of what Inductor makes of them; returns the same graph module."""
+    options = options or LowerOptions()
+    _check_metadata(gm)
+    plan = plan_regions(gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops)
+    _log_breaks(plan)
+    rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache())
+    lowering = rewriter.run()
+    note_lowering(gm, lowering)
+    return gm
+
+
+def _check_metadata(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.users and "val" not in node.meta:
+            raise LowerError(
+                f"{node.name} has no `val`: nobody knows the shape it will have.",
+                fix="trace with make_fx(..., tracing_mode='fake'), or put fake tensors into node.meta['val'].",
+                node=node.format_node() or node.name,
+            )
+
+
+def _log_breaks(plan: Plan) -> None:
+    for group in plan.groups:
+        if not isinstance(group, Region):
+            for node in group.nodes:
+                log.info("%s stays outside: %s", node.name, plan.reasons.get(node, ""))
+
+
+class _Rewriter:
+    def __init__(
+        self, gm: fx.GraphModule, plan: Plan, options: LowerOptions, dumper: Dumper | None, cache: RegionCache
+    ) -> None:
+        self._gm = gm
+        self._plan = plan
+        self._options = options
+        self._dumper = dumper
+        self._cache = cache
+        self._graph = fx.Graph()
+        self._env: dict[fx.Node, fx.Node] = {}
+        self._report = Lowering()
+
+    def run(self) -> Lowering:
+        compiled = [self._compile(region) for region in self._plan.regions]
+        for node in self._gm.graph.find_nodes(op="placeholder"):
+            self._copy(node)
+        attached: dict[str, CompiledRegion] = {}
+        for group in self._plan.groups:
+            if not isinstance(group, Region):
+                for node in group.nodes:
+                    self._outside(node, self._plan.reasons.get(node, ""))
+                continue
+            found = compiled[group.number]
+            if isinstance(found, str):
+                for node in group.nodes:
+                    self._outside(node, found)
+            else:
+                module, retraced = found
+                name = self._free_name(f"subgraph_{group.number}", attached)
+                attached[name] = module
+                self._call(group, name, module, retraced)
+        for node in self._plan.tail:
+            self._copy(node)
+        self._copy(next(iter(reversed(self._gm.graph.nodes))))
+        for name, module in attached.items():
+            self._gm.add_submodule(name, module)
+        copy_codegen(self._gm.graph, self._graph)
+        self._drop_unused()
+        self._graph.lint()
+        self._gm.graph = self._graph
+        return self._report
+
+    def _compile(self, region: Region) -> tuple[CompiledRegion, Retraced] | str:
+        """The compiled region, or why there is none."""
+        tag = self._tag(region)
+        try:
+            retraced = retrace(region, same_random_numbers=self._same_random(region))
+            config = {
+                **default_config(retraced.device),
+                **self._options.config,
+                **self._options.region_config.get(region.number, {}),
+            }
+            compiled = self._cache.compile(retraced, config)
+        except Exception as error:
+            return self._failed(region, error)
+        return CompiledRegion(compiled, tag, region.operators), retraced
+
+    def _same_random(self, region: Region) -> bool:
+        given = {**self._options.config, **self._options.region_config.get(region.number, {})}
+        if "fallback_random" in given:
+            return bool(given["fallback_random"])
+        val = next((n.meta["val"] for n in region.inputs if isinstance(n.meta.get("val"), torch.Tensor)), None)
+        return val is None or bool(default_config(val.device)["fallback_random"])
+
+    def _failed(self, region: Region, error: Exception) -> str:
+        first, last = region.nodes[0], region.nodes[-1]
+        where = node_meta(first).location
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        names = f"{first.name} to {last.name}, {region.operators} operators"
+        what = f"region {region.number} ({names}) does not compile: {text}"
+        if self._options.strict:
+            raise LowerError(
+                what,
+                fix="leave strict=True out to run it operator by operator, or keep the node outside by node_predicate.",
+                node=first.format_node() or first.name,
+                location=where,
+            ) from error
+        warnings.warn(
+            LowerWarning(f"{what}\nIt runs operator by operator" + (f" ({where})." if where else ".")), stacklevel=2
+        )
+        log.debug("region %d", region.number, exc_info=error)
+        return f"region {region.number} did not compile: {text}"
+
+    def _tag(self, region: Region) -> str:
+        if self._dumper is not None:
+            return str(self._dumper("\n".join(str(node.format_node()) for node in region.nodes)))
+        return f"wholestep region {region.number}"
+
+    def _free_name(self, name: str, attached: Mapping[str, Any]) -> str:
+        while hasattr(self._gm, name) or name in attached:
+            name += "_"
+        return name
+
+    # Writing the new graph.
+
+    def _outside(self, node: fx.Node, reason: str) -> None:
+        if node not in self._env:
+            self._copy(node)
+            self._report.outside.append((node.name, str(node.target), reason))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self._graph.node_copy(node, self._value)
+        new.meta = dict(node.meta)
+        self._env[node] = new
+        return new
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The node of the new graph for one of the old; views and sizes are made where they are asked for."""
+        stack = [node]
+        while stack:
+            each = stack[-1]
+            if each in self._env:
+                stack.pop()
+                continue
+            assert is_free(each), f"{each.name} is an output of its region"
+            missing = [source for source in each.all_input_nodes if source not in self._env]
+            if missing:
+                stack += missing
+            else:
+                self._copy(each)
+                stack.pop()
+        return self._env[node]
+
+    def _call(self, region: Region, name: str, module: CompiledRegion, retraced: Retraced) -> None:
+        arguments = [self._value(node) for node in region.inputs]
+        numbers = [self._value(node) for node in region.numbers]
+        for dtype in retraced.packs:
+            pack = self._graph.call_function(pack_numbers, (numbers, dtype, retraced.device))
+            arguments.append(pack)
+        call = self._graph.create_node("call_module", name, tuple(arguments), {"tag": module.tag})
+        call.meta["val"] = tuple(node.meta.get("val") for node in region.outputs)
+        set_node_meta(call, node_meta(region.nodes[0]))
+        for i, node in enumerate(region.outputs):
+            part = self._graph.create_node("call_function", operator.getitem, (call, i), name=node.name)
+            part.meta = {**node.meta}
+            set_node_meta(part, node_meta(node))
+            self._env[node] = part
+        places = [node_meta(node) for node in region.nodes]
+        self._report.regions.append(
+            RegionReport(
+                region.number,
+                name,
+                module.tag,
+                region.operators,
+                len(arguments),
+                len(region.outputs),
+                sum(node.target is torch.ops.aten.copy_.default for node in region.nodes),
+                tuple(dict.fromkeys(place.phase for place in places)),
+            )
+        )
+
+    def _drop_unused(self) -> None:
+        for node in reversed(self._graph.nodes):
+            if not node.users and node.op == "call_function" and (node.target is operator.getitem or is_free(node)):
+                self._graph.erase_node(node)

@@ -1,0 +1,281 @@
+"""Regions: groups of nodes that become one compiled call, with what goes in and what comes out.
+
+Views are nobody's property: a view of a value from elsewhere is made again where it is used, so that only whole tensors
+cross the edge of a region, with the strides their nodes say. Sizes too are asked of tensors inside of the region.
+Write-backs join the region that computes the new value if nothing later reads the old one: Inductor writes in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from wholestep.ir.comm_block import comm_block
+from wholestep.ir.effects import is_collective, is_communication, shared_inputs
+from wholestep.lower.groups import Group, epilogue_of, form_groups
+from wholestep.lower.support import NodePredicate, is_changing, is_number, is_size, is_tiny, operators_of, why_not
+
+SubgraphPredicate = Callable[[list[fx.Node]], bool]
+
+MIN_ATEN_OPS = 10
+
+
+@dataclass(eq=False)
+class Region:
+    """Nodes that become one compiled call."""
+
+    number: int
+    nodes: list[fx.Node]
+    """In order; write-backs at the end."""
+    inputs: list[fx.Node] = field(default_factory=list)
+    """Tensors from outside."""
+    numbers: list[fx.Node] = field(default_factory=list)
+    """Python numbers from outside."""
+    borrowed: list[fx.Node] = field(default_factory=list)
+    """Views and sizes of other places that are made again inside."""
+    outputs: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def operators(self) -> int:
+        return sum(map(operators_of, self.nodes))
+
+
+@dataclass(eq=False)
+class Plan:
+    """What becomes of a graph."""
+
+    groups: list[Group | Region]
+    """In the order in which they run."""
+    reasons: dict[fx.Node, str]
+    """Why nodes stay outside; without an entry: in a region."""
+    tail: list[fx.Node]
+    """Write-backs that stay at the end."""
+
+    @property
+    def regions(self) -> list[Region]:
+        return [group for group in self.groups if isinstance(group, Region)]
+
+
+def plan_regions(
+    graph: fx.Graph,
+    node_predicate: NodePredicate | None = None,
+    subgraph_predicate: SubgraphPredicate | None = None,
+    min_aten_ops: int = MIN_ATEN_OPS,
+) -> Plan:
+    """Which nodes are compiled together, in which order everything runs, and why the rest stays outside."""
+    reasons = _reasons(graph, node_predicate)
+    epilogue = epilogue_of(graph)
+    groups: list[Group | Region] = []
+    for group in form_groups(graph, reasons, set(epilogue)):
+        refused = _why_not_group(group, subgraph_predicate, min_aten_ops) if group.compiled else ""
+        if group.compiled and not refused:
+            groups.append(Region(sum(isinstance(g, Region) for g in groups), group.nodes))
+            continue
+        for node in group.nodes:
+            reasons[node] = reasons[node] or refused
+        groups.append(group)
+    plan = Plan(groups, {node: reason for node, reason in reasons.items() if reason}, [])
+    plan.tail = _join_write_backs(graph, plan, epilogue)
+    _find_edges(graph, plan)
+    return plan
+
+
+def _reasons(graph: fx.Graph, node_predicate: NodePredicate | None) -> dict[fx.Node, str]:
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            found[node] = why_not(node)
+    feeding = _feeding_numbers(found)
+    for node, reason in found.items():
+        if not reason and node in feeding:
+            reason = "single numbers outside are computed from it"
+        if not reason and _is_used_whole(node):
+            reason = "its results are used as one object"
+        if not reason and node_predicate is not None and not node_predicate(node):
+            reason = "refused by node_predicate"
+        found[node] = reason
+    for node in found:  # elements stay with what they are elements of
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and found.get(source):
+            found[node] = found[source]
+    return found
+
+
+def _feeding_numbers(reasons: dict[fx.Node, str]) -> set[fx.Node]:
+    """Single-element tensors that numbers and tiny nodes outside are computed from, as long as they are as small."""
+    found: set[fx.Node] = set()
+    for node in reversed(reasons):
+        if node in found or is_changing(node) or (reasons[node] and is_tiny(node)):
+            found.update(s for s in node.all_input_nodes if s.op == "call_function" and _is_single(s))
+    return found
+
+
+def _is_single(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, Tensor) and val.dim() == 0
+
+
+def _is_used_whole(node: fx.Node) -> bool:
+    """Whether a list of results goes somewhere as a list."""
+    val = node.meta.get("val")
+    return isinstance(val, list | tuple) and any(user.target is not operator.getitem for user in node.users)
+
+
+def _why_not_group(group: Group, predicate: SubgraphPredicate | None, min_aten_ops: int) -> str:
+    count = sum(map(operators_of, group.nodes))
+    if count < min_aten_ops:
+        return f"{count} operators between others that stay outside; a region has at least {min_aten_ops}"
+    if predicate is not None and not predicate(list(group.nodes)):
+        return "refused by subgraph_predicate"
+    return ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at one tensor in another form."""
+    if node.op != "call_function" or node.target is operator.getitem or is_communication(node.target):
+        return False
+    tensors = [source for source in node.all_input_nodes if not is_number(source)]
+    return len(tensors) == 1 and shared_inputs(node) == tensors and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node is made again wherever it is used: views and sizes."""
+    return is_view(node) or (is_size(node) and node.op == "call_function")
+
+
+def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node]) -> list[fx.Node]:
+    """Put write-backs into the regions that compute their values; returns those that stay."""
+    position: dict[fx.Node, int] = {}
+    region_of: dict[fx.Node, Region] = {}
+    for i, group in enumerate(plan.groups):
+        for node in group.nodes:
+            position[node] = i
+            if isinstance(group, Region):
+                region_of[node] = group
+    last_read = _last_reads(graph, position, set(epilogue))
+    tail: list[fx.Node] = []
+    for node in epilogue:
+        target, value = node.args[0], node.args[1]
+        assert isinstance(target, fx.Node)
+        region = region_of.get(value) if isinstance(value, fx.Node) else None
+        if region is None or last_read.get(target, -1) > position[region.nodes[0]]:
+            tail.append(node)
+        else:
+            region.nodes.append(node)
+    return tail
+
+
+def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], epilogue: set[fx.Node]) -> dict[fx.Node, int]:
+    """For each input the last group that reads it or something that shares its memory."""
+    roots: dict[fx.Node, set[fx.Node]] = {n: {n} for n in graph.nodes if n.op == "placeholder"}
+    last: dict[fx.Node, int] = {}
+    end = len(position) + 1
+    for node in graph.nodes:
+        sources = [source for source in node.all_input_nodes if source in roots]
+        if not sources:
+            continue
+        if node in epilogue:
+            sources = [source for source in sources if source is node.args[1]]
+        at = end if node.op == "output" or node in epilogue else position[node]
+        if is_collective(node.target):
+            at = max((position[wait] for wait in comm_block(node).waits), default=end)
+        for source in sources:
+            if node.op == "output" and source.op == "placeholder":
+                continue  # the user's own tensor, with what it holds in the end
+            for root in roots[source]:
+                last[root] = max(last.get(root, -1), at)
+        shared = [source for source in shared_inputs(node) if source in roots] if node.op == "call_function" else []
+        if shared and node not in epilogue:
+            roots[node] = set().union(*(roots[source] for source in shared))
+    return last
+
+
+def _find_edges(graph: fx.Graph, plan: Plan) -> None:
+    region_of = {node: region for region in plan.regions for node in region.nodes}
+    needed: dict[fx.Node, None] = {}
+    for group in plan.groups:
+        if isinstance(group, Region):
+            _find_inputs(group)
+            needed.update(dict.fromkeys(group.inputs))
+            needed.update(dict.fromkeys(group.numbers))
+        else:
+            _need_from(group.nodes, needed)
+    _need_from([*plan.tail, next(iter(reversed(graph.nodes)))], needed)
+    for node in needed:
+        if node in region_of:
+            region_of[node].outputs.append(node)
+
+
+def _need_from(nodes: Iterable[fx.Node], needed: dict[fx.Node, None]) -> None:
+    """What nodes outside of regions read, through views."""
+    stack = [source for node in nodes for source in node.all_input_nodes]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_free(node):
+            stack += node.all_input_nodes
+        else:
+            needed[node] = None
+
+
+def _find_inputs(region: Region) -> None:
+    inside = set(region.nodes)
+    found: dict[fx.Node, None] = {}
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            if source not in inside:
+                _borrow(source, inside, found, region)
+    region.inputs = [node for node in found if not is_changing(node)]
+    region.numbers = [node for node in found if is_changing(node)]
+
+
+def _borrow(source: fx.Node, inside: set[fx.Node], found: dict[fx.Node, None], region: Region) -> None:
+    """Make a view or size from elsewhere inside of the region; anything else is an input."""
+    stack: list[tuple[fx.Node, bool]] = [(source, False)]
+    while stack:
+        node, ready = stack.pop()
+        if node in inside or node in found:
+            continue
+        if not is_free(node):
+            found[node] = None
+        elif ready:
+            inside.add(node)
+            region.borrowed.append(node)
+        else:
+            stack.append((node, True))
+            stack += [(each, False) for each in node.all_input_nodes]
+
+
+def order_of(region: Region) -> Sequence[fx.Node]:
+    """The nodes of a region in an order in which they can run."""
+    return [*region.borrowed, *region.nodes] if not _mixed(region) else _sorted(region)
+
+
+def _mixed(region: Region) -> bool:
+    own = set(region.nodes)
+    return any(source in own for node in region.borrowed for source in node.all_input_nodes)
+
+
+def _sorted(region: Region) -> list[fx.Node]:
+    borrowed = set(region.borrowed)
+    done: set[fx.Node] = set()
+    order: list[fx.Node] = []
+    for node in region.nodes:
+        stack: list[tuple[fx.Node, bool]] = [(node, False)]
+        while stack:
+            each, ready = stack.pop()
+            if each in done:
+                continue
+            if ready:
+                done.add(each)
+                order.append(each)
+            else:
+                stack.append((each, True))
+                stack += [(s, False) for s in each.all_input_nodes if s in borrowed and s not in done]
+    return order

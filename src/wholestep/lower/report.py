@@ -1,0 +1,86 @@
+"""What was lowered, and why the rest was not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from wholestep.errors import LowerError
+
+_KEY = "wholestep.lowering"
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """One compiled call."""
+
+    number: int
+    name: str
+    tag: str
+    operators: int
+    inputs: int
+    outputs: int
+    writes: int
+    """Inputs that it updates in place."""
+    phases: tuple[str, ...]
+
+
+@dataclass
+class Lowering:
+    """What `partial_lower` did to a graph."""
+
+    regions: list[RegionReport] = field(default_factory=list)
+    outside: list[tuple[str, str, str]] = field(default_factory=list)
+    """Nodes that stayed: name, target, reason."""
+
+    def __str__(self) -> str:
+        inside = sum(region.operators for region in self.regions)
+        lines = [f"{len(self.regions)} regions with {inside} operators; {len(self.outside)} nodes outside"]
+        rows = [("region", "operators", "in", "out", "writes", "what")]
+        for r in self.regions:
+            row = (r.name, str(r.operators), str(r.inputs), str(r.outputs), str(r.writes), ", ".join(r.phases))
+            rows.append(row)
+        lines += _table(rows)
+        reasons = Counter(reason for _, _, reason in self.outside)
+        if reasons:
+            rows2 = [("nodes", "why outside", "for example")]
+            for reason, count in reasons.most_common():
+                name, target, _ = next(entry for entry in self.outside if entry[2] == reason)
+                rows2.append((str(count), reason, f"{name} = {target}"))
+            lines += ["", *_table(rows2)]
+        return "\n".join(lines)
+
+
+def note_lowering(gm: fx.GraphModule, lowering: Lowering) -> None:
+    """Keep the report with the graph module."""
+    gm.meta[_KEY] = lowering
+
+
+def lowering_of(gm: Any) -> Lowering:
+    """The report of a lowered graph module, or of a compiled step's last graph."""
+    given = gm
+    executable = getattr(gm, "executable", None)
+    found = getattr(executable if executable is not None else gm, "meta", {}).get(_KEY)
+    if found is None:
+        raise LowerError(
+            f"nothing was lowered in this {type(given).__name__}.",
+            fix='give what partial_lower returned, or a step of ws.compile(..., lower="inductor") that has run.',
+        )
+    assert isinstance(found, Lowering)
+    return found
+
+
+def explain(gm: Any) -> Lowering:
+    """Print what was lowered and why the rest was not; returns the report."""
+    found = lowering_of(gm)
+    print(found)
+    return found
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,101 @@
+"""A region as a graph of its own, in the operators Inductor wants.
+
+The nodes run once more on fake tensors, with Inductor's decompositions; list operators run element by element, numbers
+come out of one tensor (`scalars.py`). Inputs: the tensors of the region, then the numbers as float32, then as float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensor, OpOverload, decomposed
+from wholestep.ir.effects import may_write, writes
+from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach
+from wholestep.lower.regions import Region, order_of
+from wholestep.lower.scalars import Number, call
+
+
+@dataclass(frozen=True)
+class Retraced:
+    """What is handed to Inductor."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    """Fake tensors, in the order of the placeholders."""
+    packs: tuple[torch.dtype, ...]
+    """The dtypes in which the numbers of the region follow its tensors."""
+    device: torch.device
+
+
+def retrace(region: Region, *, same_random_numbers: bool) -> Retraced:
+    """Trace a region on fake copies of its inputs."""
+    tensors = [node.meta["val"] for node in region.inputs]
+    mode = next((val.fake_mode for val in _fakes(region, tensors)), None)
+    assert mode is not None, "a region has values"
+    device = _device(region, tensors)
+    packs = _packs(region)
+    inputs = [_fresh(val, mode) for val in tensors]
+    with mode:
+        inputs += [torch.empty(len(region.numbers), dtype=dtype, device=device) for dtype in packs]
+    order = order_of(region)
+    mutates = any(may_write(n.target) and writes(n) and n.args[0] not in region.inputs for n in order)
+
+    def run(*flat: Any) -> tuple[Any, ...]:
+        return _run(region, order, packs, flat)
+
+    traced = decomposed(run, inputs, mode, same_random_numbers=same_random_numbers, functionalize=mutates)
+    return Retraced(traced, inputs, packs, device)
+
+
+def _run(
+    region: Region, order: Sequence[fx.Node], packs: Sequence[torch.dtype], flat: Sequence[Any]
+) -> tuple[Any, ...]:
+    env: dict[fx.Node, Any] = dict(zip(region.inputs, flat, strict=False))
+    given = dict(zip(packs, flat[len(region.inputs) :], strict=True))
+    for i, node in enumerate(region.numbers):
+        single, double = (given[dtype][i] if dtype in given else None for dtype in (torch.float32, torch.float64))
+        env[node] = Number(single, double)
+    for node in order:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = _call(node, tuple(args), dict(kwargs))
+    return tuple(env[node] for node in region.outputs)
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return target(*args, **kwargs)
+    if is_foreach(target) and element_operator(target) is not None:
+        return call_elementwise(target, args, kwargs)
+    return call(target, args, kwargs)
+
+
+def _fakes(region: Region, tensors: list[Any]) -> list[FakeTensor]:
+    made = [node.meta.get("val") for node in region.nodes]
+    return [val for val in (*tensors, *made) if isinstance(val, FakeTensor)]
+
+
+def _device(region: Region, tensors: list[Any]) -> torch.device:
+    """Where the region computes; numbers are sent there."""
+    found = [val.device for val in _fakes(region, tensors) if val.dim() > 0]
+    return next((device for device in found if device.type != "cpu"), found[0] if found else torch.device("cpu"))
+
+
+def _packs(region: Region) -> tuple[torch.dtype, ...]:
+    if not region.numbers:
+        return ()
+    dtypes = {val.dtype for val in _fakes(region, [node.meta.get("val") for node in region.inputs])}
+    return (torch.float32, torch.float64) if torch.float64 in dtypes else (torch.float32,)
+
+
+def _fresh(val: Any, mode: Any) -> Any:
+    """A fake tensor that is nobody else's: two inputs may have been described by one."""
+    if not isinstance(val, Tensor):
+        return val
+    with mode:
+        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)

@@ -1,0 +1,56 @@
+"""The executable form of a StepGraph: regions compiled, the rest updated in place like eager."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch import fx
+
+from wholestep._torch_compat import lazy_graph_module
+from wholestep.ir.effects import may_write, writes
+from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.groups import epilogue_of
+from wholestep.lower.inductor import RegionCache
+from wholestep.lower.partial_lower import LowerOptions, partial_lower
+from wholestep.lower.report import lowering_of
+
+log = logging.getLogger("wholestep.lower")
+
+
+class Lowering:
+    """How the graphs of one compiled step are lowered; regions that are the same share what was compiled."""
+
+    def __init__(self, options: LowerOptions) -> None:
+        self._options = options
+        self._cache = RegionCache()
+
+    def step(self, step_graph: StepGraph) -> fx.GraphModule:
+        """A lowered copy of a graph in normal form, which stays as it is. Write-backs outside of regions remain."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(step_graph.gm.graph, env))
+        for old, new in env.items():
+            new.meta = dict(old.meta)
+        gm = lazy_graph_module(step_graph.gm, graph, "WholeStepLowered")
+        return _timed(gm, self._options, self._cache, None)
+
+    def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Lower a graph that already updates in place: what writes stays outside."""
+        return _timed(gm, self._options, self._cache, lambda node: not (may_write(node.target) and writes(node)))
+
+    @staticmethod
+    def written(step_graph: StepGraph, lowered: fx.GraphModule) -> tuple[int, ...]:
+        """Places of the inputs that compiled regions update; their kernels do not tell autograd so."""
+        left = {str(node.args[0]) for node in epilogue_of(lowered.graph)}
+        written = {write.target for write in step_graph.signature.write_backs} - left
+        return tuple(i for i, spec in enumerate(step_graph.signature.inputs) if spec.name in written)
+
+
+def _timed(gm: fx.GraphModule, options: LowerOptions, cache: RegionCache, predicate: object) -> fx.GraphModule:
+    started = time.perf_counter()
+    partial_lower(gm, predicate, options=options, cache=cache)  # type: ignore[arg-type]
+    found = lowering_of(gm)
+    log.info("%s", found)
+    log.info("lowered in %.1f s: %d regions", time.perf_counter() - started, len(found.regions))
+    return gm

@@ -1,0 +1,114 @@
+"""Which nodes Inductor can have, and why not the others.
+
+A reason is for the person who reads `ws.lower.explain`: it says what the node does that keeps it outside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensor, OpOverload, op_name
+from wholestep.ir.effects import is_communication, is_data_dependent
+from wholestep.lower.foreach import is_foreach
+from wholestep.lower.scalars import can_take_numbers
+
+NodePredicate = Callable[[fx.Node], bool]
+
+_PLAIN_LAYOUT = torch.strided
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node stands for a Python number (or a size) rather than a tensor."""
+    val = node.meta.get("val")
+    return isinstance(val, bool | int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_changing(node: fx.Node) -> bool:
+    """Whether a node stands for a number that may differ from call to call: a learning rate, a step count."""
+    return is_number(node) and not is_size(node)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node stands for a whole number that follows from the sizes of tensors."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+
+
+def why_not(node: fx.Node) -> str:
+    """Why a node stays outside of every region; "" if Inductor can have it."""
+    target = node.target
+    if node.op == "get_attr":
+        return "a constant of the graph, handed to regions"
+    if node.op != "call_function":
+        return f"a {node.op} node, not an operator"
+    if is_number(node):
+        return "a number, computed by Python" if is_changing(node) else ""
+    if target is operator.getitem:
+        return _why_not_part(node)
+    if not isinstance(target, OpOverload):
+        return f"{getattr(target, '__name__', target)} is a Python function"
+    return _why_not_operator(node, target)
+
+
+def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
+    name = op_name(target)
+    if is_communication(target):
+        return "communicates between ranks"
+    if name.startswith("aten::_fused_"):
+        return "a fused optimizer: one call for all parameters already"
+    if is_data_dependent(target):
+        return "its result depends on the contents of a tensor"
+    if target.namespace not in ("aten", "prims"):
+        return f"an operator of {target.namespace}, which Inductor does not know"
+    if "val" in node.meta and not _all_plain(node.meta["val"]):
+        return "complex, sparse or quantized values"
+    if any(not _all_plain(source.meta.get("val")) for source in node.all_input_nodes):
+        return "reads complex, sparse or quantized values"
+    if is_foreach(target) and is_tiny(node):
+        return "works on single numbers: one call is cheaper than a kernel each"
+    numbers = [source for source in node.all_input_nodes if is_changing(source)]
+    if numbers and not (can_take_numbers(node) and _is_floating(node.meta.get("val"))):
+        return f"takes {numbers[0].name}, a number that may change from call to call"
+    return ""
+
+
+def _why_not_part(node: fx.Node) -> str:
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.op == "call_function":
+        return why_not(source)
+    return "" if isinstance(source, fx.Node) else "an element of a Python object"
+
+
+def _all_plain(val: Any) -> bool:
+    if isinstance(val, list | tuple):
+        return all(_all_plain(item) for item in val)
+    if not isinstance(val, Tensor):
+        return True
+    if not isinstance(val, FakeTensor) and type(val) is not Tensor and not isinstance(val, torch.nn.Parameter):
+        return False
+    return val.layout is _PLAIN_LAYOUT and not val.dtype.is_complex and not val.is_quantized
+
+
+def _is_floating(val: Any) -> bool:
+    """Whether kernels turn a number into floating point, as the tensor of numbers has it."""
+    if isinstance(val, list | tuple):
+        return all(_is_floating(item) for item in val)
+    return isinstance(val, Tensor) and (val.is_floating_point() or val.dtype == torch.bool)
+
+
+def is_tiny(node: fx.Node) -> bool:
+    """Whether a node reads tensors, all of a single element."""
+    vals = [val for source in node.all_input_nodes if isinstance(val := source.meta.get("val"), Tensor)]
+    return bool(vals) and all(val.dim() == 0 for val in vals)
+
+
+def operators_of(node: fx.Node) -> int:
+    """For how many operators a node counts when a region must have some number to be worth a compiled call."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return 0
+    val = node.meta.get("val")
+    return len(val) if is_foreach(node.target) and isinstance(val, list | tuple) else 1
