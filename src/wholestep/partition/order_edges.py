@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, op_name
 from wholestep.partition.node_effects import EffectReader
 
 _POINTERS = frozenset(
-    f"aten::{name}"
-    for name in "view t transpose permute expand squeeze unsqueeze select slice diagonal unbind split "
-    "split_with_sizes chunk narrow as_strided detach alias unfold view_as_real view_as_complex".split()
+    "view view_as t transpose swapaxes swapdims permute movedim moveaxis expand expand_as squeeze unsqueeze select "
+    "slice narrow diagonal unbind split split_with_sizes chunk tensor_split as_strided detach alias unfold "
+    "view_as_real view_as_complex size dim numel stride sym_size sym_numel sym_stride is_contiguous".split()
 )
-"""Operators whose result is always a view: unlike `reshape`, which may copy."""
+"""Operators, functions and methods whose result is always a view or a size: unlike `reshape`, which may copy."""
+
+_FACTS = frozenset("shape dtype device ndim is_cuda requires_grad T mT".split())
+"""Attributes that tell something else than contents."""
 
 Edges = dict[fx.Node, list[fx.Node]]
 
@@ -99,9 +103,18 @@ def _around_switches(nodes: list[fx.Node], switches: set[fx.Node], before: Edges
 
 def _only_points(node: fx.Node) -> bool:
     """Whether a node is an index into a list or tensor by constants, or a view: it reads no contents."""
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return len(node.all_input_nodes) <= 1
-    return isinstance(node.target, OpOverload) and op_name(node.target).partition(".")[0] in _POINTERS
+    if target is getattr:
+        return node.args[1] in _FACTS
+    if isinstance(target, OpOverload):
+        namespace, _, name = op_name(target).partition("::")
+        return namespace == "aten" and name.partition(".")[0] in _POINTERS
+    if node.op == "call_method":
+        return target in _POINTERS
+    name = getattr(target, "__name__", "")
+    return name in _POINTERS and getattr(torch, name, None) is target
 
 
 class _Memory:
