@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
@@ -788,6 +789,7 @@ def _light_class() -> tuple[type[fx.GraphModule], list[tuple[str, Any]]]:
             return module.forward
 
     class LightGraphModule(_LazyGraphModule):
+        __jit_unused_properties__ = [*_LazyGraphModule.__jit_unused_properties__, "code"]  # noqa: RUF012
         forward = Forward()
         ws_compiled = False  # read by dynamo, which may not look into `_needs_recompile`
 
@@ -857,6 +859,14 @@ def copy_codegen(old: fx.Graph, new: fx.Graph) -> None:
 # Inductor. Imported when asked for: it takes two seconds.
 
 
+@contextmanager
+def _torchs_own_warnings_ignored() -> Iterator[None]:
+    """Inductor warns about parts of torch that it uses itself; where warnings are errors it would fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def decomposed(
     function: Callable[..., Any], inputs: list[Any], mode: Any, *, same_random_numbers: bool, functionalize: bool
 ) -> fx.GraphModule:
@@ -865,7 +875,7 @@ def decomposed(
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad():
+    with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad(), _torchs_own_warnings_ignored():
         if functionalize:
             function = torch.func.functionalize(function, remove="mutations_and_views")
         traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
@@ -883,7 +893,8 @@ def compile_inductor(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, 
     # Strides of results are those that the trace says: others rely on them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     mode = next((value.fake_mode for value in inputs if isinstance(value, _fake_tensor.FakeTensor)), None)
-    with config.patch({"triton.cudagraphs": False, **settings}), tracing(TracingContext(mode)), torch.no_grad():
+    patched = config.patch({"triton.cudagraphs": False, **settings})
+    with patched, tracing(TracingContext(mode)), torch.no_grad(), _torchs_own_warnings_ignored():
         compiled: Any = compile_fx_inner(gm, inputs, is_inference=True)
     return compiled  # type: ignore[no-any-return]
 

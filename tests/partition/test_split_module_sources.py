@@ -239,3 +239,11 @@ def test_a_split_module_can_be_traced_and_compiled():
     torch._dynamo.reset()
     assert torch.equal(torch.compile(split_module(gm, None, runs(gm, 2)), backend="eager")(x), gm(x))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_split_module_can_be_scripted_and_exported():
+    gm = fx.symbolic_trace(Block().eval().mlp)
+    x = torch.randn(2, 8)
+    assert torch.equal(torch.jit.script(split_module(gm, None, runs(gm, 2)))(x), gm(x))
+    assert torch.equal(torch.export.export(split_module(gm, None, runs(gm, 2)), (x,)).module()(x), gm(x))
