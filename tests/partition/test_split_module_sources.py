@@ -241,7 +241,7 @@ def test_a_split_module_can_be_traced_and_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The TorchScript type system:UserWarning")
 def test_a_split_module_can_be_scripted_and_exported():
     gm = fx.symbolic_trace(Block().eval().mlp)
     x = torch.randn(2, 8)
