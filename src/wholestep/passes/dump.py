@@ -1,6 +1,7 @@
 """Before and after of each pass as files: readable text, JSON, and a line about what changed.
 
 003-comm_fusion_with_concat.before.txt   .after.txt   .before.json   .after.json
+004-schedule_comm_wait.before.txt        .failed.txt  ...            of a pass that failed: what it had left
 summary.txt      003 comm_fusion_with_concat: 0.412 s, 2684 -> 2391 nodes, 12 displaced, all_reduce 148 -> 6, ...
 """
 
@@ -28,7 +29,7 @@ class Dump:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._number = sum(1 for _ in self.folder.glob("*.after.txt"))
+        self._number = sum(len(list(self.folder.glob(f"*.{side}.txt"))) for side in ("after", "failed"))
 
     def write(
         self,
@@ -39,13 +40,31 @@ class Dump:
         seconds: float,
     ) -> None:
         """One application of a pass."""
-        prefix = f"{self._number:03d}-{name}"
-        self._number += 1
+        prefix = self._prefix(name)
         for side, gm in (("before", before), ("after", after)):
             if gm is not None:
                 self._write(f"{prefix}.{side}", gm, signature)
         with (self.folder / "summary.txt").open("a", encoding="utf-8") as file:
             file.write(f"{prefix}: {summary(before, after, seconds)}\n")
+
+    def write_failure(
+        self, name: str, before: fx.GraphModule, failed: fx.GraphModule, signature: Signature | None, error: Exception
+    ) -> None:
+        """A pass that failed, with the graph as it had left it, which may be no graph that anything can print."""
+        prefix = self._prefix(name)
+        self._write(f"{prefix}.before", before, signature)
+        try:
+            self._write(f"{prefix}.failed", failed, signature)
+        except Exception as unreadable:
+            text = f"cannot be shown ({type(unreadable).__name__}: {unreadable}); its nodes:\n{_names(failed.graph)}\n"
+            (self.folder / f"{prefix}.failed.txt").write_text(text, encoding="utf-8")
+        what = str(error).strip().splitlines() or [""]
+        with (self.folder / "summary.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{prefix}: failed, {type(error).__name__}: {what[0]}\n")
+
+    def _prefix(self, name: str) -> str:
+        self._number += 1
+        return f"{self._number - 1:03d}-{name}"
 
     def _write(self, name: str, gm: fx.GraphModule, signature: Signature | None) -> None:
         (self.folder / f"{name}.txt").write_text(readable(gm, signature or Signature()), encoding="utf-8")
@@ -90,6 +109,10 @@ def summary(before: fx.GraphModule | None, after: fx.GraphModule, seconds: float
         *changes,
     ]
     return ", ".join(parts)
+
+
+def _names(graph: fx.Graph) -> str:
+    return "\n".join(f"{node.name} = {node.op} {node.target}" for node in graph.nodes)
 
 
 def _counts(graph: fx.Graph) -> Counter[str]:

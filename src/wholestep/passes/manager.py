@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import NODE_PARTS, codegen_of
-from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, WholestepError
+from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
 from wholestep.ir.effects import is_needed
 from wholestep.ir.garbage import collector_paused
+from wholestep.ir.iter_derived import single_graph
+from wholestep.ir.iter_graph import IterGraph
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
 from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
@@ -99,25 +101,33 @@ class _Application:
         name, gm = self._pass.name, self._gm
         check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
         started = time.perf_counter()
-        saved = None if self._iterates else self.still_true or _Saved(gm, self._step_graph)
+        saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
-        if self._level >= 3 and not self._iterates and self._pass.contract.numerics != "changes":
-            replay = Replay(gm)
+        if self._level >= 3 and self._pass.contract.numerics != "changes":
+            replay = Replay(self._whole())
         try:
             result = self._pass.function(self._given, *args, **options)
             if isinstance(result, fx.GraphModule) and result is not gm:
+                if self._iterates:
+                    raise VerifyError("the pass returned another graph module.", fix="edit an IterGraphModule itself.")
                 gm.graph = result.graph
                 result = gm
-            self.still_true = saved if saved is not None and saved.is_current() else None
+            self.still_true = saved if saved.is_current() else None
             if self.still_true is None or self._level >= 2:
                 self.still_true = None
-                self._tidy(gm)
-                self._check()
+                try:
+                    self._tidy(gm)
+                    self._check()
+                except IterMoveError as error:  # a fault of the pass, not of what it was asked for
+                    raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
             if replay is not None:
-                replay.compare(gm, self._pass.contract.numerics)
+                replay.compare(self._whole(), self._pass.contract.numerics)
         except Exception as error:
-            if saved is not None:
-                saved.restore()
+            if self._dump is not None:
+                self._dump.write_failure(name, saved.graph_module(), gm, self._signature(), error)
+            saved.restore()
+            if self._iterates:
+                self._given.recompile()
             foreign = isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError)
             if foreign or isinstance(error, IterMoveError | OptionError | PassOrderError):
                 raise  # bad arguments, or another pass inside: its own words
@@ -128,19 +138,23 @@ class _Application:
         seconds = time.perf_counter() - started
         log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
         if self._dump is not None:
-            before = saved.graph_module() if saved is not None else None
-            self._dump.write(name, before, gm, self._signature(), seconds)
+            self._dump.write(name, saved.graph_module(), gm, self._signature(), seconds)
         return result
 
     def _tidy(self, gm: fx.GraphModule) -> None:
-        if self._iterates:
-            self._given.graph.lint()
-            self._given.recompile()
-            return
-        drop_dead_code(gm.graph)
+        if isinstance(gm.graph, IterGraph):
+            gm.graph.lint()
+            gm.graph.eliminate_dead_code(is_needed)
+        else:
+            drop_dead_code(gm.graph)
         fill_values(gm)
         _inherit_meta(gm.graph)
-        gm.recompile()
+        self._given.recompile()
+
+    def _whole(self) -> fx.GraphModule:
+        """What one iteration computes: of an IterGraphModule the graph as if nothing had moved."""
+        graph = self._gm.graph
+        return fx.GraphModule(self._gm, single_graph(graph)) if isinstance(graph, IterGraph) else self._gm
 
     def _signature(self) -> Signature | None:
         return None if self._step_graph is None else self._step_graph.signature
@@ -150,8 +164,10 @@ class _Application:
             graph = self._step_graph
             graph.signature = _renamed_write_backs(graph)
             verify(graph, min(self._level, 2))
-        elif not self._iterates:
-            verify_bare(self._gm, self._level)
+            return
+        if isinstance(self._gm.graph, IterGraph):
+            self._gm.graph.check_moves()
+        verify_bare(self._whole(), self._level)
 
     def _error(self, error: Exception) -> PassError:
         name = self._pass.name
@@ -177,6 +193,7 @@ class _Saved:
         self._gm = gm
         self._meta = dict(gm.meta)
         self._step_graph = step_graph
+        self._moved = gm.graph.moved if isinstance(gm.graph, IterGraph) else None
         self._codegen = codegen_of(gm.graph)
         """What takes and gives trees, where `make_fx` made the graph."""
         self._signature = None if step_graph is None else step_graph.signature
@@ -212,7 +229,7 @@ class _Saved:
             new.name, new.meta = name, {**other, **known}
             made[node] = new
         graph.set_codegen(self._codegen)
-        return graph
+        return graph if self._moved is None else IterGraph.of_copies(graph, self._moved, made)
 
     def restore(self) -> None:
         self._gm.graph = self._graph()
