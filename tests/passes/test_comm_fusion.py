@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
@@ -143,3 +144,49 @@ def test_all_of_it_runs_on_fifty_thousand_nodes() -> None:
     assert len(step.gm.graph.nodes) > 50_000
     run_passes(step, [comm_fusion_with_concat(), schedule_comm_wait()])
     assert count(step.gm, "all_reduce") == 1
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("asked", [False, True], ids=["", "sizes asked in flight"])
+def test_symbolic_shapes_share_a_bucket(kind: str, asked: bool) -> None:
+    comm = torch.ops._c10d_functional
+    start: Any = {
+        "gather": lambda x: comm.all_gather_into_tensor(x, 2, "0"),
+        "scatter": lambda x: comm.reduce_scatter_tensor(x, "sum", 2, "0"),
+        "reduce": lambda x: comm.all_reduce(x, "sum", "0"),
+    }[kind]
+    bucket: Any = {
+        "gather": bucket_all_gather,
+        "scatter": bucket_reduce_scatter,
+        "reduce": comm_fusion_with_concat,
+    }[kind]
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, b = start(x), start(y)
+        sizes = [x.new_ones(a.shape[0], b.shape[0])] if asked else []
+        return (comm.wait_tensor(a), comm.wait_tensor(b), *sizes)
+
+    given = torch.randn(6, 3), torch.randn(4, 5)
+    gm = make_fx(step, tracing_mode="symbolic")(*given)
+    apply_pass(bucket, gm, (), {}, level=3)
+    assert count(gm, {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce"}[kind]) == 1
+    size = {"gather": 2.0, "scatter": 0.5, "reduce": 1.0}[kind]
+    other = torch.ones(8, 2), torch.ones(2, 7)
+    found = Alone(gm).run(*other)
+    assert [tuple(each.shape) for each in found[:2]] == [(int(8 * size), 2), (int(2 * size), 7)]
+    if asked:
+        assert found[2].shape == (int(8 * size), int(2 * size))
+
+
+class Alone(fx.Interpreter):
+    """Every rank has the same."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if is_wait(target):
+            return args[0]
+        if is_collective(target):
+            name = str(target)
+            if "gather" in name:
+                return torch.cat([args[0], args[0]])
+            return args[0].chunk(2)[0] if "scatter" in name else args[0].clone()
+        return super().call_function(target, args, kwargs)

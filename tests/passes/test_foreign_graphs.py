@@ -249,6 +249,8 @@ def try_all(rank: int, kind: str) -> list[str]:
         except IterMoveError as error:
             said += [] if name == "iter_move_grads_and_optimizers" else [f"{name}: {error}"]
             said += [] if str(gm.graph) == text else [f"{name}: raised and left another graph"]
+        except PassError as error:
+            said += [] if "no known size" in error.what else [f"{name}: {error}"]
         except Exception as error:
             said.append(f"{name}: {type(error).__name__}: {error}")
         gm.recompile()
@@ -271,6 +273,9 @@ def try_iterations(rank: int, kind: str) -> list[str]:
         module = IterGraphModule(GRAPHS[kind]()[0])
         try:
             PASSES[name](module)
+        except PassError as error:
+            said += [] if "no known size" in error.what else [f"{name}: {error}"]
+            continue
         except IterMoveError as error:
             said += [] if name == "iter_move_grads_and_optimizers" else [f"{name}: {error}"]
         mine, theirs = copy.deepcopy(given), copy.deepcopy(given)
@@ -297,21 +302,15 @@ def test_graphs_of_make_fx_are_bucketed_and_their_optimizers_found(kind: str) ->
     assert run_ranks(code, 1) == [[4, 1]]
 
 
-def test_nodes_without_values_stay_alone_and_keep_their_collectives() -> None:
-    gm, _ = by_hand()
-    comm_fusion_with_concat(gm)
-    schedule_comm_wait(gm)
-    blocks = get_all_comm_blocks(gm, "all_reduce")
-    assert [block.shape for block in blocks] == [None, None]
-
-
-def test_a_replay_that_has_no_values_to_begin_with_says_so() -> None:
+def test_a_graph_that_cannot_be_replayed_is_not_replayed_and_the_log_says_so(caplog: Any) -> None:
     for make in (of_modules, of_python):
         gm, given = make()
         expected = run(gm, given)
-        with pytest.raises(OptionError, match=r'cannot be replayed.*(?s:.*)set `node.meta\["val"\]` of'):
+        with caplog.at_level("WARNING", logger="wholestep.passes"):
             run_passes(gm, [comm_fusion_with_concat], level=3)  # type: ignore[arg-type]
-        run_passes(gm, [comm_fusion_with_concat], level=2)  # type: ignore[arg-type]
+        assert "comm_fusion_with_concat is not replayed" in caplog.text
+        assert 'node.meta["val"]' in caplog.text
+        caplog.clear()
         assert same(expected, run(gm, given))
 
 

@@ -3,6 +3,7 @@
 started = all_reduce_coalesced([a, b], 'sum', '0')     collective
 part = started[0]; flat = view(part, [-1])             parts: results that are not there yet
 done = wait_tensor(flat)                               waits
+n = sym_size(started, 0)                               measures: ask for a size, which is known before the result is
 started + 1                                            misused: reads a result without waiting (verify refuses it)
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from wholestep.ir.effects import is_point_to_point, is_wait, shared_inputs, writes
+from wholestep.ir.effects import is_measure, is_point_to_point, is_wait, shared_inputs, writes
 from wholestep.ir.groups import group_of
 
 
@@ -25,11 +26,12 @@ class CommBlock:
     parts: tuple[fx.Node, ...]
     waits: tuple[fx.Node, ...]
     misused: tuple[fx.Node, ...]
+    measures: tuple[fx.Node, ...] = ()
 
     @property
     def is_dead(self) -> bool:
         """Whether nobody uses what the collective brings."""
-        return not self.misused and not any(wait.users for wait in self.waits)
+        return not self.misused and not self.measures and not any(wait.users for wait in self.waits)
 
 
 def communicates(node: fx.Node) -> bool:
@@ -42,6 +44,7 @@ def comm_block(collective: fx.Node) -> CommBlock:
     parts: list[fx.Node] = []
     waits: list[fx.Node] = []
     misused: list[fx.Node] = []
+    measures: list[fx.Node] = []
     stack = [collective]
     while stack:
         for user in stack.pop().users:
@@ -50,9 +53,11 @@ def comm_block(collective: fx.Node) -> CommBlock:
             elif is_part(user):
                 parts.append(user)
                 stack.append(user)
+            elif is_measure(user.target):
+                measures.append(user)
             else:
                 misused.append(user)
-    return CommBlock(collective, tuple(parts), tuple(waits), tuple(misused))
+    return CommBlock(collective, tuple(parts), tuple(waits), tuple(misused), tuple(measures))
 
 
 def is_part(node: fx.Node) -> bool:

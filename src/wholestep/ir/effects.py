@@ -28,6 +28,7 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 _IN_PLACE_METHODS = tuple(f"__{name}__" for name in sorted(_IN_PLACE_OPERATORS))
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "aten::contiguous", "aten::detach_copy"})
+_MEASURES = frozenset({"aten::sym_size", "aten::sym_numel", "aten::sym_stride", "aten::sym_storage_offset"})
 _POINT_TO_POINT = ("::isend", "::irecv", "::batch_p2p_ops")
 
 
@@ -98,6 +99,11 @@ def keeps_elements(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or writes(node):
         return False
     return op_name(node.target) in _COPIES or len(shared_inputs(node)) == 1
+
+
+def is_measure(target: Any) -> bool:
+    """Whether a target only asks a tensor for its geometry, which is known before its contents are."""
+    return isinstance(target, OpOverload) and op_name(target).split(".")[0] in _MEASURES
 
 
 def is_point_to_point(target: Any) -> bool:

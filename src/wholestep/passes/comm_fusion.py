@@ -12,19 +12,20 @@ Needs: nothing.  Numerics: reassociates (a backend may add ranks in another orde
 gathers are exact.  A reduction starts right after its last operand is ready; a gather where the first of its bucket
 stood, so that parameters are not gathered before their time.  Bucket key: operator, reduce op, group, dtype, device,
 and whether it is a gather made again for the backward.  The first bucket is small, so that communication starts early.
-What cannot join the open bucket opens the next one; nothing but the collectives, their waits and the views behind them
-moves.  Cost: one walk over the graph.
+What cannot join the open bucket opens the next one.  The collectives move, their waits and the views behind them; where
+results are used at once (a division, a cast), so do these elementwise uses, as far down as the bucket needs.  The
+results of one bucket are views of one tensor.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.errors import OptionError
-from wholestep.ir.effects import is_wait
 from wholestep.passes.buckets import (
     Member,
     Positions,
@@ -35,6 +36,8 @@ from wholestep.passes.buckets import (
     plan_buckets,
 )
 from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.late_uses import LateUses
+from wholestep.passes.plain_collectives import make_plain
 
 comm = torch.ops._c10d_functional
 
@@ -57,14 +60,14 @@ def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BU
 def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-gathers of a graph."""
     _check(bucket_size_mb)
-    _drop_repeated_waits(gm.graph)
+    _make_plain(gm.graph, comm.all_gather_into_tensor.default)
     positions = Positions(gm.graph)
     members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
     # Where the first of a bucket stood, the shards of all others must be at hand.
     for bucket in plan_buckets(members, bucket_size_mb, lambda member: member.ready, small_first=False):
         for part in _from_the_first(bucket, positions):
             if len(part) > 1:
-                fuse_all_gather(gm.graph, part, part[0].node, positions)
+                fuse_all_gather(gm.graph, part, part[0].node, positions.nodes[positions.needed(part)])
 
 
 def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Member]]:
@@ -80,7 +83,7 @@ def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Mem
 
 def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -> None:
     _check(bucket_size_mb)
-    _drop_repeated_waits(gm.graph)
+    _make_plain(gm.graph, op)
     seen: set[fx.Node] = set()
     while True:
         positions = Positions(gm.graph)
@@ -90,27 +93,46 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
         now = sorted((m for m in members if later.isdisjoint(m.sources)), key=lambda member: member.ready)
         if not now:
             return
-        buckets = plan_buckets(now, bucket_size_mb, lambda member: member.ready)
-        fused = {member for bucket in buckets for member in bucket}
-        for member in now:
-            if member not in fused:
-                _hoist(member, positions)
-        seen.update(member.node for member in now if member not in fused)
-        for bucket in buckets:
-            last = max(member.ready for member in bucket)
-            place = positions.nodes[max(last, positions.inputs)]
-            seen.add(fuse(gm.graph, bucket, place.next, positions))
+        # What a bucket is made from stays where it is, or the bucket could not begin there.
+        fixed = {node for member in now for node in (*member.sources, *member.prelude)}
+        uses = LateUses(positions.nodes, positions.of, positions.end, positions.windows, fixed)
+        buckets = plan_buckets(now, bucket_size_mb, lambda member: member.ready, late=uses.late)
+        seen.update(_apply(gm.graph, now, buckets, positions, uses, fuse))
         if len(now) == len(members):
             return
 
 
-def _drop_repeated_waits(graph: fx.Graph) -> None:
-    """To wait for what has arrived is nothing: `make_fx` of a step that waits by itself has two waits for each."""
-    for wait in graph.find_nodes(op="call_function", target=comm.wait_tensor.default):
-        source = wait.args[0]
-        if isinstance(source, fx.Node) and is_wait(source.target):
-            wait.replace_all_uses_with(source)
-            graph.erase_node(wait)
+def _apply(
+    graph: fx.Graph, now: list[Member], buckets: list[list[Member]], positions: Positions, uses: LateUses, fuse: Any
+) -> list[fx.Node]:
+    """Put collectives, buckets and the uses that wait for them where they were planned; returns what is done with."""
+    fused = {member.node for bucket in buckets for member in bucket}
+    done = [member.node for member in now if member.node not in fused]
+    pushed: dict[fx.Node, int] = {}
+    places = [positions.needed(bucket) for bucket in buckets]
+    for bucket, place in zip(buckets, places, strict=True):
+        for node in uses.behind([member.wait for member in bucket if member.pushed], place):
+            pushed[node] = max(place, pushed.get(node, 0))
+    leaving = {n for m in now for n in (*m.prelude, m.node, m.wait, *m.followers)}.union(pushed)
+    for member in now:
+        if member.node not in fused:
+            _hoist(member, positions)
+    for bucket, place in zip(buckets, places, strict=True):
+        last = max(member.ready for member in bucket)
+        at = positions.nodes[max(last, positions.inputs)]
+        done.append(fuse(graph, bucket, at.next, _staying(positions, place, leaving)))
+    for node in sorted(pushed, key=positions.of.__getitem__):
+        _staying(positions, pushed[node], leaving).prepend(node)
+    return done
+
+
+def _staying(positions: Positions, place: int, leaving: set[fx.Node]) -> fx.Node:
+    """The first node from a place on that neither moves nor goes."""
+    return next(node for node in islice(positions.nodes, place, None) if node not in leaving)
+
+
+def _make_plain(graph: fx.Graph, op: Any) -> None:
+    make_plain(graph, graph.find_nodes(op="call_function", target=op))
 
 
 def _hoist(member: Member, positions: Positions) -> None:

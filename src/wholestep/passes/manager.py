@@ -104,7 +104,7 @@ class _Application:
         saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
         if self._level >= 3 and self._pass.contract.numerics != "changes":
-            replay = Replay(self._whole())
+            replay = Replay(self._whole(), name, noise=self._pass.contract.numerics == "reassociates")
         try:
             result = self._pass.function(self._given, *args, **options)
             if isinstance(result, fx.GraphModule) and result is not gm:
@@ -129,8 +129,8 @@ class _Application:
             if self._iterates:
                 self._given.recompile()
             foreign = isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError)
-            if foreign or isinstance(error, IterMoveError | OptionError | PassOrderError):
-                raise  # bad arguments, or another pass inside: its own words
+            if foreign or isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
+                raise  # bad arguments, a graph that it cannot work on, or another pass inside: its own words
             raise self._error(error) from error
         note_applied(gm, self._pass.contract)
         if self.still_true is not None:

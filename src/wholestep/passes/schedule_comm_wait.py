@@ -8,19 +8,24 @@
     p1 = add(p, flat)                      p1 = add(p, flat)
 
 Needs: comm_fusion_with_concat (moving waits of collectives that will be merged is work for nothing).  Numerics: exact.
-Legal everywhere: waits and views move down to their first real user, past nodes that do not read them, but never behind
-the first write-back of the epilogue.  Views, splits and parts of a result move along.  Cost: one walk over the graph.
+Legal because waits and views move down to their first real user, past nodes that do not read them, but never behind the
+first write-back of the epilogue, nor behind a write into what the collective is still sending (or a view still shows):
+a StepGraph has no such writes, graphs from elsewhere may.  The wait of a collective that works in place stays where it
+is.  Views, splits and parts of a result move along.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from wholestep.ir.comm_block import is_part
-from wholestep.ir.effects import is_wait
+from wholestep.ir.effects import is_wait, writes
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.write_windows import WriteWindows
 
 
 @graph_optimization_pass(prerequisites=[comm_fusion_with_concat], numerics="exact", allow_rerun=True)
@@ -31,18 +36,39 @@ def schedule_comm_wait(gm: fx.GraphModule) -> None:
 
 def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Which node goes right before which other, in graph order."""
-    place = dict(zip(graph.nodes, range(len(graph.nodes)), strict=True))
+    nodes: list[fx.Node] = list(graph.nodes)
+    place = dict(zip(nodes, range(len(nodes)), strict=True))
     followers = _followers(graph)
-    last = epilogue(graph)
-    end = min(last, key=place.__getitem__) if last else None
-    first_user: dict[fx.Node, fx.Node] = {}
+    end = min((place[node] for node in epilogue(graph)), default=len(nodes) - 1)
+    windows = WriteWindows(nodes, end)
+    last: dict[fx.Node, int] = {}
     in_order = sorted(followers, key=place.__getitem__)
     for node in reversed(in_order):
-        reals = [first_user.get(user, user) if user in followers else user for user in node.users]
-        if reals:
-            first = min(reals, key=place.__getitem__)
-            first_user[node] = first if end is None or place[first] < place[end] else end
-    return [(node, first_user[node]) for node in in_order if node in first_user]
+        if node.users:
+            reals = [last.get(user, place[user]) if user in followers else place[user] for user in node.users]
+            last[node] = min(*reals, end, *_next_writes(node, windows, place))
+    return [(node, nodes[last[node]]) for node in in_order if node in last]
+
+
+def _next_writes(node: fx.Node, windows: WriteWindows, place: dict[fx.Node, int]) -> list[int]:
+    """Before which nodes a wait or a view must stand because they write what it, or its collective, reads."""
+    if not windows.any:
+        return []
+    found = [windows.around([node, *node.all_input_nodes], place[node])[1]]
+    if is_wait(node.target):
+        started = _started_by(node)
+        if writes(started):
+            return [place[node] + 1]  # whoever reads its operand reads the result
+        found.append(windows.around(started.all_input_nodes, place[started])[1])
+    return [int(each) for each in found if each != math.inf]
+
+
+def _started_by(wait: fx.Node) -> fx.Node:
+    """The collective that a wait ends, or the input that it comes from."""
+    node = wait
+    while (is_wait(node.target) or is_part(node)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _followers(graph: fx.Graph) -> set[fx.Node]:

@@ -40,6 +40,11 @@ class WriteWindows:
             for root in {self._root(source) for source in nodes[i].all_input_nodes}:
                 self._writes.setdefault(root, []).append(i)
 
+    @property
+    def any(self) -> bool:
+        """Whether the graph writes at all."""
+        return bool(self._writes)
+
     def around(self, sources: Iterable[fx.Node], place: int) -> tuple[int, float]:
         """The last write before a place, and the first one after it, to what some nodes hold."""
         last, following = -1, math.inf
