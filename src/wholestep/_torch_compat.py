@@ -871,32 +871,45 @@ def decomposed(
     function: Callable[..., Any], inputs: list[Any], mode: Any, *, same_random_numbers: bool, functionalize: bool
 ) -> fx.GraphModule:
     """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13."""
-    from torch._inductor import config
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
+    with _torchs_own_warnings_ignored():
+        from torch._inductor import config
+        from torch._inductor.decomposition import select_decomp_table
+        from torch.fx.experimental.proxy_tensor import make_fx
 
-    with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad(), _torchs_own_warnings_ignored():
-        if functionalize:
-            function = torch.func.functionalize(function, remove="mutations_and_views")
-        traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+        with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad():
+            if functionalize:
+                function = torch.func.functionalize(function, remove="mutations_and_views")
+            traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
     found: fx.GraphModule = traced
     return found
 
 
 def compile_inductor(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> Callable[[list[Any]], Any]:
     """Compile a decomposed graph of tensors; the result takes one list, which it empties. Tried on 2.11 and 2.13."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
     output = next(iter(reversed(gm.graph.nodes)))
     # Strides of results are those that the trace says: others rely on them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     mode = next((value.fake_mode for value in inputs if isinstance(value, _fake_tensor.FakeTensor)), None)
-    patched = config.patch({"triton.cudagraphs": False, **settings})
-    with patched, tracing(TracingContext(mode)), torch.no_grad(), _torchs_own_warnings_ignored():
-        compiled: Any = compile_fx_inner(gm, inputs, is_inference=True)
+    with _torchs_own_warnings_ignored():
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        with config.patch({"triton.cudagraphs": False, **settings}), tracing(TracingContext(mode)), torch.no_grad():
+            compiled: Any = compile_fx_inner(gm, inputs, is_inference=True)
     return compiled  # type: ignore[no-any-return]
+
+
+def min_cut(joint: fx.GraphModule, forward_outputs: int, inputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's choice of what to keep for the backward and what to compute again. The joint graph has `inputs`
+    placeholders called primals_*, then tangents_*; its first outputs are the forward's. Tried on 2.11 and 2.13."""
+    with _torchs_own_warnings_ignored():
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        forward, backward = min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=list(range(inputs))
+        )
+    return forward, backward
 
 
 is_profiling = torch._C._autograd._profiler_enabled

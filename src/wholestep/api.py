@@ -75,7 +75,8 @@ class CompiledStep(Generic[P, R]):
         self._warned = False
         plan = options.parallel
         self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
-        self._lowering = Lowering(options.lower_options) if options.lower == "inductor" else None
+        compiles = options.lower == "inductor"
+        self._lowering = Lowering(options.lower_options, compiles=compiles, cuda_graph=options.cuda_graph)
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)

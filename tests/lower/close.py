@@ -1,4 +1,4 @@
-"""Parity of lowered steps: every number that the user can reach is eager's within rounding, everything else is equal."""
+"""Parity of lowered steps: every number that the user can reach is eager's within rounding, all else is equal."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def agreeing(want: Frame, got: Frame) -> Frame:
     seen = dict(got.seen)
     for path, value in got.seen.items():
         expected = want.seen.get(path)
-        if (isinstance(value, Bits) and isinstance(expected, Bits) and is_close(expected, value)) or (
-            _is_float(expected) and _is_float(value) and abs(float(expected[1]) - float(value[1])) <= 2e-3
-        ):
+        if isinstance(value, Bits) and isinstance(expected, Bits):
+            same = is_close(expected, value)
+        else:
+            same = _is_float(expected) and _is_float(value) and abs(float(expected[1]) - float(value[1])) <= 2e-3
+        if same:
             seen[path] = expected
     return dataclasses.replace(got, seen=seen)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from wholestep._torch_compat import lazy_graph_module
 from wholestep.ir.effects import may_write, writes
 from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
 from wholestep.lower.groups import epilogue_of
 from wholestep.lower.inductor import RegionCache
 from wholestep.lower.partial_lower import LowerOptions, partial_lower
@@ -21,9 +23,21 @@ log = logging.getLogger("wholestep.lower")
 class Lowering:
     """How the graphs of one compiled step are lowered; regions that are the same share what was compiled."""
 
-    def __init__(self, options: LowerOptions) -> None:
+    def __init__(self, options: LowerOptions, *, compiles: bool, cuda_graph: bool | str) -> None:
         self._options = options
+        self.compiles = compiles
+        """Whether regions are compiled; if not, only the recording of kernels is left."""
+        self._cuda_graph = cuda_graph
         self._cache = RegionCache()
+        self._pool = GraphPool()
+
+    def replayed(
+        self, gm: fx.GraphModule, batch: Sequence[int], make_program: Callable[[fx.GraphModule], Program]
+    ) -> Program | None:
+        """The executable graph as one CUDA graph; None where that is not wanted or not possible."""
+        if self._cuda_graph is False or (self._cuda_graph == "auto" and not self.compiles):
+            return None
+        return cuda_graph_step(gm, batch, self._pool, make_program, must=self._cuda_graph is True)
 
     def step(self, step_graph: StepGraph) -> fx.GraphModule:
         """A lowered copy of a graph in normal form, which stays as it is. Write-backs outside of regions remain."""

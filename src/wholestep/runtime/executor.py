@@ -7,7 +7,7 @@ one left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,7 @@ class Entry:
         self._written: tuple[int, ...] = ()
         """Places of the inputs that compiled regions update without telling autograd."""
         self.executable = self._make_executable(lowering)
-        self._forward = program(self.executable) if self.iterations is None else None
+        self._forward = self._make_forward(lowering)
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._results = captured.result_leaves
@@ -61,15 +61,25 @@ class Entry:
         if _runs_once(self.captured):
             lowering = None
         if self.iterations is not None:
-            if lowering is not None:
+            if lowering is not None and lowering.compiles:
                 self.iterations.lower(lowering)
             return self.iterations.main
-        if lowering is None:
+        if lowering is None or not lowering.compiles:
             return reinplaced(self.step_graph)
         gm = lowering.step(self.step_graph)
         self._written = lowering.written(self.step_graph, gm)
         reinplace(gm.graph)
         return gm
+
+    def _make_forward(self, lowering: Lowering | None) -> Callable[..., Any] | None:
+        if self.iterations is not None:
+            return None
+        if lowering is not None and not _runs_once(self.captured):
+            batch = [i for i, spec in enumerate(self.step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
+            replayed = lowering.replayed(self.executable, batch, program)
+            if replayed is not None:
+                return replayed
+        return program(self.executable)
 
     def run(self, inputs: list[Any], leaves: list[Any], pending: Pending | None = None) -> Any:
         """Run the graph on gathered inputs and apply what it changes. `pending`: what the last run left."""

@@ -1,0 +1,201 @@
+"""A whole step lowered by wholestep beside torch.compile of the model with the same optimizer, in turns in one run.
+
+    python benchmarks/whole_step.py [--device cpu] [--shapes small large] [--optimizer fused] [--json FILE]
+
+A GPT with causal attention, cross entropy and AdamW. CPU: float32, 6 layers, d 128, batch 4x64 (small) and d 512, batch
+8x256 (large). CUDA: bf16 autocast, 6 layers, d 256, batch 8x256 (small) and GPT-2 124M, batch 16x1024 (large), where
+torch.compile also runs with mode="reduce-overhead" and the best mode counts. Prints the median, the quartiles of the
+ratio over rounds, peak memory on CUDA, and the difference of the losses after the same number of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wholestep as ws
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    length: int
+    words: int
+
+
+SHAPES = {
+    ("cpu", "small"): Shape(6, 128, 4, 4, 64, 512),
+    ("cpu", "large"): Shape(6, 512, 8, 8, 256, 512),
+    ("cuda", "small"): Shape(6, 256, 8, 8, 256, 1024),
+    ("cuda", "large"): Shape(12, 768, 12, 16, 1024, 50304),
+}
+
+
+class Block(nn.Module):
+    """Attention and two matrices, with norms before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = (batch, length, self.heads, width // self.heads)
+        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Words and places in, words out; the two tables of words are one."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.words = nn.Embedding(shape.words, shape.width)
+        self.places = nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.words, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        return self.head(self.norm(self.blocks(self.words(ids) + self.places(places))))
+
+
+def train_step(forward: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
+        logits = forward(ids)
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Way:
+    """One way to train a fresh copy of a model."""
+
+    def __init__(self, name: str, model: nn.Module, settings: dict[str, Any], step: Callable[..., Tensor]) -> None:
+        self.name = name
+        self.model = copy.deepcopy(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **settings)
+        self.step = step
+        self.forward: Any = self.model
+        self.seconds: list[float] = []
+        self.first = 0.0
+        self.peak = 0.0
+        self.loss = 0.0
+
+    def run(self, batch: tuple[Tensor, Tensor], times: int, *, timed: bool) -> None:
+        started = time.perf_counter()
+        for _ in range(times):
+            loss = self.step(self.forward, self.optimizer, *batch)
+        _wait(batch[0])
+        if timed:
+            self.seconds.append((time.perf_counter() - started) / times)
+        self.loss = float(loss.detach())
+
+    def warm(self, batch: tuple[Tensor, Tensor]) -> None:
+        started = time.perf_counter()
+        self.run(batch, 4, timed=False)
+        self.first = time.perf_counter() - started
+        if batch[0].is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.run(batch, 2, timed=False)
+            self.peak = torch.cuda.max_memory_allocated() / 2**30
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, Any]:
+    """All ways on one shape."""
+    shape = SHAPES[device, name]
+    torch.manual_seed(0)
+    model = GPT(shape).to(device)
+    settings: dict[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[
+        optimizer
+    ]
+    ids = torch.randint(0, shape.words, (shape.batch, shape.length), device=device)
+    batch = (ids, ids.roll(-1, 1))
+    ours = Way("wholestep", model, settings, ws.compile(train_step, lower="inductor"))
+    ways = [ours]
+    for mode in ("default", "reduce-overhead") if device == "cuda" else ("default",):
+        way = Way(f"torch.compile {mode}", model, settings, train_step)
+        way.forward = torch.compile(way.model, mode=mode)
+        ways.append(way)
+    ways.append(Way("eager", model, settings, train_step))
+    alone: dict[str, float] = {}
+    for way in ways:
+        before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
+        way.warm(batch)
+        # Other ways hold their own parameters and state: not this one's memory.
+        alone[way.name] = way.peak - before
+    times = 20 if (device == "cuda" and name == "small") else (5 if name == "small" or device == "cuda" else 2)
+    for _ in range(rounds):
+        for way in ways:
+            way.run(batch, times, timed=True)
+    best = min((way for way in ways if way.name.startswith("torch")), key=lambda way: statistics.median(way.seconds))
+    ratios = [b / a for a, b in zip(ours.seconds, best.seconds, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "shape": name,
+        "optimizer": optimizer,
+        "ms": {way.name: round(1e3 * statistics.median(way.seconds), 3) for way in ways},
+        "first_calls_s": {way.name: round(way.first, 1) for way in ways},
+        "best_peer": best.name,
+        "times_faster": round(statistics.median(ratios), 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "loss": {way.name: way.loss for way in ways},
+    }
+    if device == "cuda":
+        found["peak_gib"] = {name: round(value, 2) for name, value in alone.items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", default=["small", "large"])
+    parser.add_argument("--optimizer", default="fused")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", default="")
+    options = parser.parse_args()
+    rows = []
+    for name in options.shapes:
+        rows.append(measure(options.device, name, options.optimizer, options.rounds))
+        print(json.dumps(rows[-1], indent=2), flush=True)
+        torch.compiler.reset()
+        gc.collect()
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
