@@ -672,6 +672,15 @@ def _global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
 GLOBAL_PRE_HOOKS = _global_pre_hooks()
 """The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
 
+WATCHED_METHODS: tuple[tuple[type, str], ...] = (
+    (torch.nn.Module, "_apply"),
+    (torch.nn.Module, "_named_members"),
+    (torch.nn.Module, "train"),
+    (torch.optim.Optimizer, "__getstate__"),
+)
+"""What casts and moves go through (`half`, `to`), `parameters` and `buffers`, `eval`, and a copy of an optimizer.
+2.11, 2.13."""
+
 no_torch_function = torch._C._disabled_torch_function_impl
 """For tensor classes that only want `__torch_dispatch__`. 2.11, 2.13."""
 

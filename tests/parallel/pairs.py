@@ -77,14 +77,18 @@ class Side:
 
     def run(self, i: int, *batch: Any) -> Frame:
         """One step; all that can be seen after it."""
+        frame = look(self.model, self.optimizer, f"call {i + 1}", self.call(i, *batch))
+        self.case.after(i, self.optimizer)
+        return frame
+
+    def call(self, i: int, *batch: Any) -> Any:
+        """One step, and nobody looks: whoever does completes what it left pending."""
         torch.manual_seed(SEED + i)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
             result = self.step(self.through, self.optimizer, *(batch or self.case.batch(i, dist.get_rank())))
         self.results.append(result)
-        frame = look(self.model, self.optimizer, f"call {i + 1}", result)
-        self.case.after(i, self.optimizer)
-        return frame
+        return result
 
     def run_all(self) -> list[Frame]:
         return [self.run(i) for i in range(self.case.steps)]

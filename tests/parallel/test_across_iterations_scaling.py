@@ -76,8 +76,8 @@ def scaler_of(side: Side) -> torch.amp.GradScaler:
 
 
 def run_both(torchs: Side, ours: Side, i: int) -> list[str]:
-    torchs.run(i)
-    ours.run(i)
+    torchs.call(i)
+    ours.call(i)
     want, got = torchs.results[-1].detach(), ours.results[-1].detach()
     return [] if torch.equal(want.nan_to_num(), got.nan_to_num()) else [f"loss {i}: {want} and {got}"]
 

@@ -47,6 +47,8 @@ class Training:
         self.fn = fn
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         self.optimizer = SGD(self.model.parameters(), lr=0.5)
+        self.parameters = list(self.model.parameters())
+        """Asking the model for them completes what is pending."""
         self.eager = copy.deepcopy(self.model)
         self.eager_optimizer = SGD(self.eager.parameters(), lr=0.5)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -61,7 +63,7 @@ class Training:
             self.step(self.model, self.optimizer, x, **last)
 
     def is_stale(self) -> bool:
-        return not all(map(torch.allclose, self.model.parameters(), self.eager.parameters()))
+        return not all(map(torch.allclose, self.parameters, self.eager.parameters()))
 
     def check_complete(self) -> None:
         assert not self.step.has_pending
@@ -333,15 +335,25 @@ def a_write_after_a_flush_is_fine(rank: int) -> None:
 def a_gradient_that_somebody_looks_at_is_there(rank: int) -> None:
     training = Training(keeps_grads)
     assert training.step.has_pending
-    grads = [p.grad for p in training.model.parameters()]
-    assert [g.shape for g in grads if g is not None] == [p.shape for p in training.model.parameters()]
+    grads = [p.grad for p in training.parameters]
+    assert [g.shape for g in grads if g is not None] == [p.shape for p in training.parameters]
     assert training.step.has_pending, "shapes are known without waiting"
     for mine, theirs in zip(grads, training.eager.parameters(), strict=True):
         assert mine is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine + 0, theirs.grad)
     training.check_complete()
-    assert all(type(p.grad) is Tensor for p in training.model.parameters())
+    assert all(type(p.grad) is Tensor for p in training.parameters)
+
+
+@check
+def a_gradient_that_was_dropped_or_replaced_before_the_update_does_not_come_back(rank: int) -> None:
+    training = Training(keeps_grads)
+    training.optimizer.zero_grad(set_to_none=True)
+    mine = training.parameters[0].grad = torch.ones_like(training.parameters[0])
+    training.step.flush()
+    assert training.parameters[0].grad is mine
+    assert all(p.grad is None for p in training.parameters[1:])
 
 
 @check

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
-from wholestep._torch_compat import below_autograd, dtensor_over, mark_stepped
+from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.ir.signature import ChangeKind, InputKind
@@ -26,6 +26,7 @@ from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards
 from wholestep.runtime.iterations import Iterations, Pending, iterations_of
+from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program
 
 log = logging.getLogger("wholestep")
@@ -111,8 +112,8 @@ class Entry:
         with self._without_autocast() if self._autocast else below_autograd():
             pending.complete()
         for change in self._late if current else ():
-            if change.output in pending.late:
-                change.slot.set(pending.late[change.output])
+            if change.output in pending.late and isinstance(local_of(change.slot.get()), LateTensor):
+                change.slot.set(pending.late[change.output])  # the user has not put something else there, or None
 
     def _outputs(self, inputs: list[Any], pending: Pending | None) -> tuple[Any, ...]:
         if self.iterations is None:

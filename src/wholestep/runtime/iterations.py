@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import version_of
+from wholestep._torch_compat import local_of, storage_of, version_of
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
 from wholestep.ir.iter_derived import flush_graph, setup_graph
@@ -124,12 +124,12 @@ class Pending:
         self.inputs = [value if i in places else None for i, value in enumerate(self.inputs)]
         self.left = list(range(len(self.iterations.pieces)))
         self.state: list[Tensor] = [self.inputs[i] for i in self.iterations.state]
-        self._versions = list(map(version_of, self.state))
+        self._versions = list(map(_identity, self.state))
 
     def keep_all_but(self, pieces: list[int]) -> None:
         """Some pieces ran, and wrote what they had to; the others are still to be done."""
         self.left = [i for i in self.left if i not in pieces]
-        self._versions = list(map(version_of, self.state))
+        self._versions = list(map(_identity, self.state))
 
     def goes_on(self, inputs: list[Any]) -> bool:
         """Whether an iteration with these inputs may do it: they are the same tensors, and complete."""
@@ -139,7 +139,7 @@ class Pending:
 
     def check_unchanged(self, path: Callable[[int], str]) -> None:
         """Raise PendingError, once, if someone wrote to state whose update is pending."""
-        before, self._versions = self._versions, list(map(version_of, self.state))
+        before, self._versions = self._versions, list(map(_identity, self.state))
         for i, then, now in zip(self.iterations.state, before, self._versions, strict=True):
             if then != now:
                 raise PendingError(
@@ -176,6 +176,11 @@ class Pending:
     def is_looked_at(self) -> bool:
         """Whether somebody still holds a stand-in, and may look at it when the next iteration is over."""
         return any(each() is not None for each in self.waiting)
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Another one after every write that torch counts, and in another memory (`p.data = ...`, a cast)."""
+    return version_of(tensor), storage_of(local_of(tensor))
 
 
 def iterations_of(step_graph: StepGraph) -> Iterations | None:

@@ -5,10 +5,11 @@
     model(x)                      also before an eager forward, an optimizer's own step, another compiled step
     scaler.get_scale()            a GradScaler has no hooks: tensors that complete the step lie in the place of its own
     model.weight.grad.norm()      neither has a gradient that zero_grad(set_to_none=False) keeps
+    model.parameters()            torch's other ways to all parameters are watched (`watching.py`)
     model.weight.sum()            sees the parameter without the update: torch tells nobody. step.flush() comes before
 
-The two hooks of the process (before every forward, before every optimizer step) and the stand-ins are there only while
-something is pending and no compiled step runs, so that no capture and no guard ever meets them.
+The two hooks of the process (before every forward, before every optimizer step), what is watched and the stand-ins are
+there only while something is pending and no compiled step runs, so that no capture and no guard ever meets them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import GLOBAL_PRE_HOOKS, dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.capture.slots import Slot
 from wholestep.runtime.late_tensor import LateTensor
+from wholestep.runtime.watching import unwatch, watch
 
 log = logging.getLogger("wholestep")
 
@@ -224,6 +226,7 @@ def suspend() -> None:
     if forwards or steps:
         forwards.pop(_KEY, None)
         steps.pop(_KEY, None)
+    unwatch()
 
 
 def resume() -> None:
@@ -234,6 +237,7 @@ def resume() -> None:
         forwards, steps = GLOBAL_PRE_HOOKS
         forwards[_KEY] = _before_forward
         steps[_KEY] = _before_optimizer
+        watch(_flush_for, _flush_for_optimizer)
 
 
 def finally_flush(work: PendingWork) -> None:
@@ -245,12 +249,20 @@ def finally_flush(work: PendingWork) -> None:
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
+    _flush_for(module)
+
+
+def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _flush_for_optimizer(optimizer)
+
+
+def _flush_for(module: nn.Module) -> None:
     for work in list(_all):
         if work.concerns(module):
             work.flush()
 
 
-def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _flush_for_optimizer(optimizer: Optimizer) -> None:
     for work in list(_all):
         if work.holds(p for group in optimizer.param_groups for p in group["params"]):
             work.flush()
