@@ -24,7 +24,7 @@ from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import Dump
-from wholestep.passes.iter_move import LATE
+from wholestep.passes.iter_move import CREATES, LATE
 from wholestep.passes.manager import run_passes
 from wholestep.runtime import pending
 from wholestep.runtime.executor import Entry, late_outputs_of
@@ -349,6 +349,7 @@ def _trace(
     drop_dead_collectives(captured.step_graph.gm)
     verify(captured.step_graph, min(options.verify, 2))
     captured.step_graph.gm.meta[LATE] = late_outputs_of(captured)
+    captured.step_graph.gm.meta[CREATES] = captured.step_graph.signature.creates_optimizer_state
     dump = None if options.dump_passes is None else Dump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured

@@ -125,12 +125,21 @@ def test_a_node_that_is_only_called_like_a_collective_is_none() -> None:
 def test_a_collective_without_a_wait_raises_and_says_which() -> None:
     build = Build()
     started = build.reduce(build.input("x", 4))
-    gm = build.finish(started).gm
+    gm = build.finish(build.call(aten.neg.default, started)).gm
     with pytest.raises(RuntimeError, match=f"{started.name} has no wait") as raised:
         get_all_comm_blocks(gm, "all_reduce")
     assert isinstance(raised.value, WholestepError)
     with pytest.raises(RuntimeError, match="is not a collective"):
         get_comm_block(started.args[0])  # type: ignore[arg-type]
+
+
+def test_a_collective_that_leaves_the_graph_under_way_has_no_block_and_the_others_have() -> None:
+    build = Build()
+    leaves, stays = build.reduce(build.input("x", 4)), build.reduce(build.input("y", 4))
+    gm = build.finish(leaves, build.wait(stays)).gm
+    assert [block.comm_node for block in get_all_comm_blocks(gm, "all_reduce")] == [stays]
+    with pytest.raises(RuntimeError, match=f"{leaves.name} has no wait"):
+        get_comm_block(leaves)
 
 
 def test_shapes_may_be_symbolic_or_unknown() -> None:

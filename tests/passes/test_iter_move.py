@@ -263,6 +263,24 @@ def test_order_rules_are_those_of_the_old_api() -> None:
         schedule_comm_wait(graph)
 
 
+def test_in_a_compiled_step_the_graph_that_creates_optimizer_state_lets_it_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reduction = first_reduction(captured().gm.graph)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("fake_dp",))
+    passes = [remove_copy_from_optimizer, iter_move_grads_and_optimizers(reduction, "t_default")]
+    step = ws.compile(train_step, parallel=ws.Replicate(mesh), passes=passes)
+    optimizer = adamw(model)
+    with caplog.at_level(logging.INFO, "wholestep.passes"):
+        step(model, optimizer, torch.randn(5, 3))
+    assert not step.has_pending
+    assert "creates optimizer state stay in it" in caplog.text
+    step(model, optimizer, torch.randn(5, 3))
+    assert step.has_pending
+    assert [len(moved(graph)) for graph in step.graphs] == [0, 1]
+
+
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_an_iter_graph_module_moves_at_once(bucketed: bool) -> None:
     graph = captured(optimizer=lambda model: AdamW(model.parameters(), lr=0.1, fused=True))

@@ -16,6 +16,7 @@ operators of forward and backward stay.  Cost: two walks over the graph, and the
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,9 +31,11 @@ _COPY = torch.ops.aten.copy_.default
 _NOTHING: frozenset[fx.Node] = frozenset()
 
 
-def functionalize(graph: fx.Graph) -> int:
-    """Rewrite the in-place updates behind all communication; returns how many operators that were."""
-    chosen = plan_updates(graph)
+def functionalize(graph: fx.Graph, besides: Collection[fx.Node] = ()) -> int:
+    """Rewrite the in-place updates behind all communication, but for some; returns how many operators that were."""
+    if not any(map(writes_in_place, graph.nodes)):
+        return 0
+    chosen = {node: variant for node, variant in plan_updates(graph).items() if node not in besides}
     if chosen:
         _Rewriter(graph, chosen).run()
     return len(chosen)

@@ -312,9 +312,12 @@ class IterGraph(NodeEdits, fx.Graph):
         """Take `node_add_user` back; a user that reads the node stays one."""
         self._never_dead.discard(node)
 
-    def functionalize_optim(self) -> None:
-        """Turn optimizers that write in place into operators that give new values, and a `copy_` for each."""
-        functionalize(self)
+    def functionalize_optim(self) -> int:
+        """Turn optimizers that write in place into operators that give new values, and a `copy_` for each.
+
+        What has moved already stays as it is. Returns how many operators that were.
+        """
+        return functionalize(self, self._numbers)
 
     def defunctionalize_optim(self) -> None:
         """Nothing: PyTorch's removed the users that it had made up, and ours makes up none."""

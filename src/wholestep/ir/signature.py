@@ -141,6 +141,14 @@ class Signature:
     groups: tuple[GroupSpec, ...] = ()
     """Names differ from rank to rank; axis and size say which group is meant (`ir.groups`)."""
 
+    @property
+    def creates_optimizer_state(self) -> bool:
+        """Whether this is a first step: its graph gives state that an optimizer did not have."""
+        return any(
+            change.kind is ChangeKind.CREATED and change.slot is InputKind.OPTIMIZER_STATE
+            for change in self.state_changes
+        )
+
     def of_kind(self, kind: InputKind) -> Iterator[InputSpec]:
         """The inputs of one kind, in order."""
         return (spec for spec in self.inputs if spec.kind is kind)

@@ -9,6 +9,7 @@ from wholestep.passes.contract import BoundPass, Contract, GraphPass, applied_pa
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
+from wholestep.passes.functionalize_optimizer import functionalize_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.manager import run_passes
@@ -46,6 +47,7 @@ __all__ = [
     "drop_dead_collectives",
     "enable_graph_optimization_dump",
     "find_all_descendants",
+    "functionalize_optimizer",
     "get_all_comm_blocks",
     "get_all_fused_optimizer_blocks",
     "get_comm_block",

@@ -73,9 +73,19 @@ def get_comm_block(comm_node: fx.Node) -> CommBlock:
 
 
 def get_all_comm_blocks(gm: fx.GraphModule, comm_ops: CommOp | Iterable[CommOp]) -> list[CommBlock]:
-    """The blocks of all collectives of some kinds, in the order in which the graph starts them."""
+    """The blocks of all collectives of some kinds, in the order in which the graph starts them.
+
+    A collective that leaves the graph under way, to be waited for in the next iteration, has no block here.
+    """
     matches = _Matcher([comm_ops] if isinstance(comm_ops, CommOp) else list(comm_ops))
-    return [get_comm_block(node) for node in gm.graph.nodes if is_collective(node.target) and matches(node.target)]
+    found = (node for node in gm.graph.nodes if is_collective(node.target) and matches(node.target))
+    return [get_comm_block(node) for node in found if not _leaves(node)]
+
+
+def _leaves(collective: fx.Node) -> bool:
+    """Whether somebody else waits for a result: the next iteration, or who called the graph."""
+    found = comm_block(collective)
+    return not found.waits and any(user.op == "output" for user in found.misused)
 
 
 class _Matcher:

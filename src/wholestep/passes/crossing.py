@@ -7,8 +7,9 @@
     copy_(m, m1); copy_(p, p1)              no other node reads these results
 
 A wait does not cross if something needs its result now: the user's result, a gradient that stays in `.grad`, another
-collective, a random draw. What the moved nodes compute from state and numbers alone (decay of a parameter, the count of
-steps) goes with them; all other values are carried to the next iteration. Updates that share a node go together.
+collective, a random draw. A `copy_` among the outputs is no such need: it gives the state itself, whatever it holds.
+What the moved nodes compute from state and numbers alone (decay of a parameter, the count of steps) goes with them; all
+other values are carried to the next iteration. Updates that share a node go together.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class _Finder:
             self._blocked[node] = (reason, None)
             return
         for user in node.users:
-            if user in self._blocked and (user.op != "output" or node in self._needed):
+            if user.op == "output" and (node not in self._needed or _gives_state(node, user)):
+                continue  # it may come later
+            if user in self._blocked:
                 self._blocked[node] = ("", user)
                 return
 
@@ -122,7 +125,7 @@ class _Finder:
             if target in self._needed:
                 return f"the step returns {target}"
             return ""
-        return f"{node.name} writes in place" if writes(node) else ""
+        return f"{node.name} writes in place, and is no update of state that could move" if writes(node) else ""
 
     def why_not(self, wait: fx.Node) -> str:
         """Why a wait cannot cross; empty if it can."""
@@ -173,7 +176,7 @@ class _Finder:
             if node not in free or node in member:
                 continue
             copies = [user for user in node.users if _is_write_back(user) and user not in member]
-            users = [user for user in node.users if user not in copies]
+            users = [user for user in node.users if user not in copies and not _gives_state(node, user)]
             if not users or any(user not in member for user in users):
                 continue
             groups = {self._find(user) for user in users}
@@ -210,6 +213,11 @@ def _is_write_back(node: fx.Node) -> bool:
         return False
     target = node.args[0]
     return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
+def _gives_state(node: fx.Node, user: fx.Node) -> bool:
+    """Whether the output has a write-back, as in graphs of PyTorch's `_spmd`: the user gets the state, a tensor."""
+    return user.op == "output" and _is_write_back(node)
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from wholestep.errors import IterMoveError
@@ -34,13 +35,19 @@ from wholestep.ir.iter_moves import first_readers, move_of, plan_moves
 from wholestep.ir.meta import update_node_meta
 from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.crossing import name_of, plan_crossing, waits_behind
-from wholestep.passes.optimizer_blocks import get_all_fused_optimizer_blocks
+from wholestep.passes.functionalize_optimizer import functionalized
+from wholestep.passes.optimizer_blocks import all_blocks
+from wholestep.passes.remove_copy_from_optimizer import apply_removal, plan_orphans
 from wholestep.passes.split_optimizer import split_optimizer
 
 log = logging.getLogger("wholestep.passes")
 
+_COPY = torch.ops.aten.copy_.default
+
 LATE = "wholestep_late_outputs"
 """In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
+CREATES = "wholestep_creates_state"
+"""In the `meta` of a graph module: whether its step is one that creates the state of its optimizer."""
 STAYS = "wholestep_stays"
 """In the `meta` of a graph module: name of a wait that did not cross, to the reason."""
 
@@ -51,6 +58,9 @@ STAYS = "wholestep_stays"
 def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_node: str) -> None:
     """Run the wait of one collective, and the optimizer of what it reduces, in the next iteration before a node."""
     graph: fx.Graph = gm.graph
+    if gm_meta(gm).get(CREATES, False):
+        log.info("%s: all updates of a step that creates optimizer state stay in it", target_comm_node)
+        return
     by_name = {node.name: node for node in graph.nodes}
     started, target = by_name.get(target_comm_node), by_name.get(target_dest_node)
     if started is None or not is_collective(started.target):
@@ -62,10 +72,15 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
     if target is None:
         raise IterMoveError(f"Cannot find the destination {target_dest_node}.", fix="name a node of the graph.")
     waits = list(comm_block(started).waits)
+    _prepare(gm)
     _split_optimizers(gm, waits)
     crossing = plan_crossing(graph, waits, late_outputs(gm))
     for wait, why in crossing.stays.items():
-        raise IterMoveError(f"{target_comm_node} cannot be completed in the next iteration: {why}.", node=wait.name)
+        raise IterMoveError(
+            f"{target_comm_node} cannot be completed in the next iteration: {why}.",
+            fix="name a collective whose result only updates state; overlap_optimizer_with_next_forward finds those.",
+            node=wait.name,
+        )
     if not all(move_of(group, set()).state for group in crossing.groups):
         raise IterMoveError(
             f"{target_comm_node} is not used by any optimizer.",
@@ -78,6 +93,7 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
 def overlap_optimizer_with_next_forward(gm: Any) -> None:
     """Let every update that can cross run in the next iteration, right before the first use of what it writes."""
     graph: fx.Graph = gm.graph
+    _prepare(gm)
     crossing = plan_crossing(graph, late_outputs=late_outputs(gm))
     if crossing.groups:
         _split_optimizers(gm, [node for group in crossing.groups for node in group if is_wait(node.target)])
@@ -103,9 +119,21 @@ def late_outputs(gm: Any) -> tuple[int, ...]:
     return found
 
 
+def _prepare(gm: Any) -> None:
+    """Graphs of others have optimizers that write in place, and copies of results that nobody reads."""
+    graph = gm.graph
+    functionalized(graph)
+    if any(node.target is _COPY and _is_made_here(node.args[0]) for node in graph.nodes):
+        apply_removal(graph, plan_orphans(graph))
+
+
+def _is_made_here(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op != "placeholder"
+
+
 def _split_optimizers(gm: Any, waits: Sequence[fx.Node]) -> None:
     """Optimizers of many parameters become one per wait, and one for the parameters of other waits."""
-    for block in get_all_fused_optimizer_blocks(gm):
+    for block in all_blocks(gm.graph):
         behind = waits_behind(block.grads, waits)
         parts: dict[frozenset[fx.Node], list[fx.Node]] = {}
         for grad in block.grads:

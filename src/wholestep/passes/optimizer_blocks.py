@@ -23,6 +23,8 @@ from torch import fx
 from wholestep._torch_compat import OpOverload, OpOverloadPacket
 from wholestep.errors import OptionError
 from wholestep.ir.effects import keeps_elements
+from wholestep.ir.functionalize import writes_in_place
+from wholestep.ir.iter_moves import written_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.passes.list_lanes import (
@@ -141,6 +143,8 @@ class FusedOptimizerBlock:
 
 def get_fused_optimizer_block(optim_node: fx.Node) -> FusedOptimizerBlock:
     """The block that a list operator belongs to. Costs a walk over the graph: for many, use `get_all_...`."""
+    if _updates_in_place(optim_node):
+        raise _in_place_error(optim_node)
     if is_list_op(optim_node):
         for block in _blocks(optim_node.graph):
             if optim_node in block.lanes:
@@ -158,7 +162,31 @@ def get_all_fused_optimizer_blocks(
 ) -> list[FusedOptimizerBlock]:
     """The optimizers with one of these operators among theirs, in graph order. By default all of them."""
     wanted = [optim_ops] if isinstance(optim_ops, OptimOp) else list(optim_ops)
+    for node in gm.graph.nodes:
+        if _updates_in_place(node) and _is_one_of(node, wanted):
+            raise _in_place_error(node)
     return [block for block in _blocks(gm.graph) if any(_is_one_of(op, wanted) for op in block.ops)]
+
+
+def all_blocks(graph: fx.Graph) -> list[FusedOptimizerBlock]:
+    """The optimizers that can be found; those that write in place are not looked for."""
+    return list(_blocks(graph))
+
+
+def _updates_in_place(node: fx.Node) -> bool:
+    """Whether a list operator writes into inputs of the graph."""
+    if not writes_in_place(node) or not base_name(node).startswith(("_fused_", "_foreach_")):
+        return False
+    return any(written.op == "placeholder" for written in written_inputs(node))
+
+
+def _in_place_error(node: fx.Node) -> NoOptimizerError:
+    return NoOptimizerError(
+        f"{node.name} updates its parameters in place: what depends on what is not to be seen in the graph.",
+        fix="run ws.passes.functionalize_optimizer(gm) first; the passes that move optimizers do that themselves.",
+        node=format_node(node),
+        location=node_meta(node).location,
+    )
 
 
 def find_all_descendants(gm: fx.GraphModule, parent_nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -16,6 +16,7 @@ from wholestep.errors import OptionError
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.contract import BoundPass, GraphPass
+from wholestep.passes.functionalize_optimizer import functionalize_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
@@ -33,6 +34,7 @@ DEFAULT: tuple[GraphPass, ...] = (
 
 _BY_NAME: tuple[GraphPass, ...] = (
     *DEFAULT,
+    functionalize_optimizer,
     remove_copy_from_optimizer,
     merge_common_subexpressions,
     remove_duplicate_collectives,
@@ -97,6 +99,12 @@ def _named(name: str) -> GraphPass | BoundPass:
         return _loaded(name, others[name])
     if name in ours:
         return ours[name]
+    if name == iter_move_grads_and_optimizers.name:
+        raise OptionError(
+            f"passes: {name} has to know what to move, and where to.",
+            fix=f'give ws.passes.{name}("all_reduce_default", "mm_default") with names of nodes of the graph; or use '
+            f"{overlap_optimizer_with_next_forward.name}, which finds both by itself.",
+        )
     near = get_close_matches(name, [*ours, *others], 1)
     raise OptionError(
         f"passes: there is no pass {name!r}.",
