@@ -15,6 +15,8 @@ import copy
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,13 +99,14 @@ class Way:
 
     def __init__(self, name: str, model: nn.Module, settings: dict[str, Any], step: Callable[..., Tensor]) -> None:
         self.name = name
-        self.model = copy.deepcopy(model)
+        self.model = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **settings)
         self.step = step
         self.forward: Any = self.model
         self.seconds: list[float] = []
         self.first = 0.0
         self.peak = 0.0
+        self.first_peak = 0.0
         self.loss = 0.0
 
     def run(self, batch: tuple[Tensor, Tensor], times: int, *, timed: bool) -> None:
@@ -117,13 +120,14 @@ class Way:
 
     def warm(self, batch: tuple[Tensor, Tensor]) -> None:
         started = time.perf_counter()
-        self.run(batch, 4, timed=False)
+        self.run(batch, 1, timed=False)
+        if batch[0].is_cuda:
+            self.first_peak = torch.cuda.max_memory_allocated() / 2**30
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+        self.run(batch, 4, timed=False)  # recordings are made here, and need the memory that replays use
         self.first = time.perf_counter() - started
         if batch[0].is_cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            self.run(batch, 2, timed=False)
             self.peak = torch.cuda.max_memory_allocated() / 2**30
 
 
@@ -132,29 +136,47 @@ def _wait(tensor: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, Any]:
-    """All ways on one shape."""
+def ways_of(device: str, name: str, optimizer: str, only: str) -> tuple[list[Way], tuple[Tensor, Tensor]]:
+    """All ways on one shape (or one of them), and the batch."""
     shape = SHAPES[device, name]
     torch.manual_seed(0)
-    model = GPT(shape).to(device)
-    settings: dict[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[
-        optimizer
-    ]
-    ids = torch.randint(0, shape.words, (shape.batch, shape.length), device=device)
-    batch = (ids, ids.roll(-1, 1))
-    ours = Way("wholestep", model, settings, ws.compile(train_step, lower="inductor"))
-    ways = [ours]
-    for mode in ("default", "reduce-overhead") if device == "cuda" else ("default",):
-        way = Way(f"torch.compile {mode}", model, settings, train_step)
-        way.forward = torch.compile(way.model, mode=mode)
+    model = GPT(shape)
+    settings = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[optimizer]
+    ids = torch.randint(0, shape.words, (shape.batch, shape.length)).to(device)
+    ways = []
+    for each in NAMES[device]:
+        if only not in ("", each):
+            continue
+        step = ws.compile(train_step, lower="inductor") if each == "wholestep" else train_step
+        way = Way(each, copy.deepcopy(model).to(device), settings, step)
+        if each.startswith("torch.compile"):
+            way.forward = torch.compile(way.model, mode=each.split()[1])
         ways.append(way)
-    ways.append(Way("eager", model, settings, train_step))
-    alone: dict[str, float] = {}
+    return ways, (ids, ids.roll(-1, 1))
+
+
+NAMES = {
+    "cpu": ("wholestep", "torch.compile default", "eager"),
+    "cuda": ("wholestep", "torch.compile default", "torch.compile reduce-overhead", "eager"),
+}
+
+
+def memory_alone(name: str, optimizer: str) -> dict[str, list[float]]:
+    """Peak GiB of each way in a process of its own: [from the second call on, in the first call]."""
+    found = {}
+    for each in NAMES["cuda"]:
+        command = [sys.executable, __file__, "--shapes", name, "--optimizer", optimizer, "--memory-of", each]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        found[each] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found
+
+
+def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, Any]:
+    """All ways on one shape."""
+    ways, batch = ways_of(device, name, optimizer, "")
+    ours = ways[0]
     for way in ways:
-        before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
         way.warm(batch)
-        # Other ways hold their own parameters and state: not this one's memory.
-        alone[way.name] = way.peak - before
     times = 20 if (device == "cuda" and name == "small") else (5 if name == "small" or device == "cuda" else 2)
     for _ in range(rounds):
         for way in ways:
@@ -162,7 +184,7 @@ def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, An
     best = min((way for way in ways if way.name.startswith("torch")), key=lambda way: statistics.median(way.seconds))
     ratios = [b / a for a, b in zip(ours.seconds, best.seconds, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
-    found: dict[str, Any] = {
+    return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "shape": name,
         "optimizer": optimizer,
@@ -173,9 +195,6 @@ def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, An
         "quartiles": [round(low, 3), round(high, 3)],
         "loss": {way.name: way.loss for way in ways},
     }
-    if device == "cuda":
-        found["peak_gib"] = {name: round(value, 2) for name, value in alone.items()}
-    return found
 
 
 def main() -> None:
@@ -185,10 +204,19 @@ def main() -> None:
     parser.add_argument("--optimizer", default="fused")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", default="")
+    parser.add_argument("--memory", action="store_true", help="CUDA: also peak memory, each way in its own process")
+    parser.add_argument("--memory-of", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory_of:
+        ways, batch = ways_of("cuda", options.shapes[0], options.optimizer, options.memory_of)
+        ways[0].warm(batch)
+        print(json.dumps([round(ways[0].peak, 2), round(ways[0].first_peak, 2)]))
+        return
     rows = []
     for name in options.shapes:
         rows.append(measure(options.device, name, options.optimizer, options.rounds))
+        if options.memory and options.device == "cuda":
+            rows[-1]["peak_gib"] = memory_alone(name, options.optimizer)
         print(json.dumps(rows[-1], indent=2), flush=True)
         torch.compiler.reset()
         gc.collect()

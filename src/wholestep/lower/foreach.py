@@ -48,6 +48,15 @@ def call_elementwise(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return results
 
 
+def unscaled(gradients: Any, found_inf: Tensor, inverse: Tensor) -> tuple[Any, Tensor]:
+    """What a GradScaler's unscaling returns: the gradients unscaled, and whether any of them is not finite."""
+    bad = found_inf != 0
+    for gradient in gradients:
+        bad = bad | gradient.isfinite().logical_not().any().reshape(bad.shape)
+    values = [gradient * inverse.to(gradient.dtype) for gradient in gradients]
+    return values, torch.where(bad, torch.ones_like(found_inf), found_inf)
+
+
 def _one(packet: Any, base: str, values: list[Any], own: dict[str, Any]) -> Any:
     if base == "norm":
         order = own.get("ord", 2)

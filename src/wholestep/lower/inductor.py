@@ -4,7 +4,7 @@ processes Inductor's own cache on disk knows them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,14 @@ from wholestep.lower.retrace import Retraced
 log = logging.getLogger("wholestep.lower")
 
 
+CompileRegion = Callable[[Retraced, Mapping[str, Any]], Compiled]
+
+
+def compile_whole(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
+    """A region as one call."""
+    return compile_inductor(retraced.gm, retraced.inputs, dict(config))
+
+
 @dataclass
 class RegionCache:
     """Compiled regions by what they compute."""
@@ -25,14 +33,15 @@ class RegionCache:
     _known: dict[Any, Compiled] = field(default_factory=dict)
     hits: int = 0
 
-    def compile(self, retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
-        """The compiled form of a region, or of one that is the same."""
-        key = (*region_key(retraced), tuple(sorted((name, repr(value)) for name, value in config.items())))
+    def compile(self, retraced: Retraced, config: Mapping[str, Any], how: CompileRegion) -> Compiled:
+        """The compiled form of a region, or of one that is the same and was compiled the same way."""
+        settings = tuple(sorted((name, repr(value)) for name, value in config.items()))
+        key = (how, *region_key(retraced), settings)
         found = self._known.get(key)
         if found is not None:
             self.hits += 1
             return found
-        compiled = compile_inductor(retraced.gm, retraced.inputs, dict(config))
+        compiled = how(retraced, config)
         self._known[key] = compiled
         return compiled
 

@@ -13,7 +13,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,17 @@ from wholestep._torch_compat import copy_codegen
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.compiled import CompiledRegion
-from wholestep.lower.inductor import RegionCache, default_config
+from wholestep.lower.inductor import RegionCache, compile_whole, default_config
 from wholestep.lower.regions import MIN_ATEN_OPS, Plan, Region, SubgraphPredicate, is_free, plan_regions
+from wholestep.lower.remat import compile_in_two, find_seed
 from wholestep.lower.report import Lowering, RegionReport, note_lowering
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
 from wholestep.lower.support import NodePredicate
 
 log = logging.getLogger("wholestep.lower")
+
+aten = torch.ops.aten
 
 Dumper = Callable[[str], str]
 
@@ -43,6 +46,8 @@ class LowerOptions:
     """Fewer operators than this are not worth a compiled call."""
     strict: bool = False
     """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
+    remat: bool = True
+    """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of Inductor for all regions (`torch._inductor.config` names)."""
     region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -84,6 +89,10 @@ def _log_breaks(plan: Plan) -> None:
         if not isinstance(group, Region):
             for node in group.nodes:
                 log.info("%s stays outside: %s", node.name, plan.reasons.get(node, ""))
+
+
+def _placement(like: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": like.dtype, "device": like.device}
 
 
 class _Rewriter:
@@ -133,13 +142,14 @@ class _Rewriter:
         """The compiled region, or why there is none."""
         tag = self._tag(region)
         try:
-            retraced = retrace(region, same_random_numbers=self._same_random(region))
+            seed = find_seed(region) if self._options.remat else None
+            retraced = retrace(region, same_random_numbers=self._same_random(region), seed=seed)
             config = {
                 **default_config(retraced.device),
                 **self._options.config,
                 **self._options.region_config.get(region.number, {}),
             }
-            compiled = self._cache.compile(retraced, config)
+            compiled = self._cache.compile(retraced, config, compile_whole if seed is None else compile_in_two)
         except Exception as error:
             return self._failed(region, error)
         return CompiledRegion(compiled, tag, region.operators), retraced
@@ -217,13 +227,18 @@ class _Rewriter:
         for dtype in retraced.packs:
             pack = self._graph.call_function(pack_numbers, (numbers, dtype, retraced.device))
             arguments.append(pack)
+        if retraced.seed is not None:
+            like = retraced.seed.meta["val"]
+            ones = self._graph.call_function(aten.ones.default, (list(like.shape),), _placement(like))
+            ones.meta["val"] = like
+            arguments.append(ones)
         call = self._graph.create_node("call_module", name, tuple(arguments), {"tag": module.tag})
         call.meta["val"] = tuple(node.meta.get("val") for node in region.outputs)
-        set_node_meta(call, node_meta(region.nodes[0]))
+        set_node_meta(call, replace(node_meta(region.nodes[0]), in_place=None))
         for i, node in enumerate(region.outputs):
             part = self._graph.create_node("call_function", operator.getitem, (call, i), name=node.name)
             part.meta = {**node.meta}
-            set_node_meta(part, node_meta(node))
+            set_node_meta(part, replace(node_meta(node), in_place=None))
             self._env[node] = part
         places = [node_meta(node) for node in region.nodes]
         self._report.regions.append(

@@ -15,9 +15,12 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, decomposed
 from wholestep.ir.effects import may_write, writes
-from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach
+from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.scalars import Number, call
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class Retraced:
     packs: tuple[torch.dtype, ...]
     """The dtypes in which the numbers of the region follow its tensors."""
     device: torch.device
+    seed: fx.Node | None = None
+    """The node that the last input stands for."""
 
 
-def retrace(region: Region, *, same_random_numbers: bool) -> Retraced:
-    """Trace a region on fake copies of its inputs."""
+def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None = None) -> Retraced:
+    """Trace a region on fake copies of its inputs. `seed`: a node that becomes one more input, the last."""
     tensors = [node.meta["val"] for node in region.inputs]
     mode = next((val.fake_mode for val in _fakes(region, tensors)), None)
     assert mode is not None, "a region has values"
@@ -42,20 +47,37 @@ def retrace(region: Region, *, same_random_numbers: bool) -> Retraced:
     inputs = [_fresh(val, mode) for val in tensors]
     with mode:
         inputs += [torch.empty(len(region.numbers), dtype=dtype, device=device) for dtype in packs]
-    order = order_of(region)
+    if seed is not None:
+        inputs.append(_fresh(seed.meta["val"], mode))
+    order = [node for node in order_of(region) if node is not seed]
     mutates = any(may_write(n.target) and writes(n) and n.args[0] not in region.inputs for n in order)
 
     def run(*flat: Any) -> tuple[Any, ...]:
-        return _run(region, order, packs, flat)
+        given = {} if seed is None else {seed: flat[-1]}
+        return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
     traced = decomposed(run, inputs, mode, same_random_numbers=same_random_numbers, functionalize=mutates)
-    return Retraced(traced, inputs, packs, device)
+    _keep_strides(traced, region)
+    return Retraced(traced, inputs, packs, device, seed)
+
+
+def _keep_strides(gm: fx.GraphModule, region: Region) -> None:
+    """Results have the strides that their nodes say, whatever decompositions made of them: Inductor obeys `val`."""
+    results: Any = gm.graph.output_node().args[0]
+    for node, traced in zip(region.outputs, results, strict=True):
+        val, found = node.meta.get("val"), traced.meta.get("val") if isinstance(traced, fx.Node) else None
+        if isinstance(val, Tensor) and isinstance(found, Tensor) and _strides(val) != _strides(found):
+            traced.meta["val"] = _fresh(val, val.fake_mode)  # type: ignore[attr-defined]
+
+
+def _strides(val: Tensor) -> list[str]:
+    return [str(step) for step, size in zip(val.stride(), val.shape, strict=True) if str(size) != "1"]
 
 
 def _run(
-    region: Region, order: Sequence[fx.Node], packs: Sequence[torch.dtype], flat: Sequence[Any]
+    region: Region, order: Sequence[fx.Node], packs: Sequence[torch.dtype], flat: Sequence[Any], env: dict[fx.Node, Any]
 ) -> tuple[Any, ...]:
-    env: dict[fx.Node, Any] = dict(zip(region.inputs, flat, strict=False))
+    env.update(zip(region.inputs, flat, strict=False))
     given = dict(zip(packs, flat[len(region.inputs) :], strict=True))
     for i, node in enumerate(region.numbers):
         single, double = (given[dtype][i] if dtype in given else None for dtype in (torch.float32, torch.float64))
@@ -70,6 +92,11 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return target(*args, **kwargs)
+    if target in _VIEWS:
+        # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
+        return aten.reshape.default(*args, **kwargs)
+    if target is aten._amp_foreach_non_finite_check_and_unscale.default:
+        return unscaled(*args)
     if is_foreach(target) and element_operator(target) is not None:
         return call_elementwise(target, args, kwargs)
     return call(target, args, kwargs)

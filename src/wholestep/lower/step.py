@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from wholestep._torch_compat import lazy_graph_module
+from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.ir.effects import may_write, writes
+from wholestep.ir.meta import node_meta
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
 from wholestep.lower.groups import epilogue_of
@@ -39,15 +40,21 @@ class Lowering:
             return None
         return cuda_graph_step(gm, batch, self._pool, make_program, must=self._cuda_graph is True)
 
-    def step(self, step_graph: StepGraph) -> fx.GraphModule:
-        """A lowered copy of a graph in normal form, which stays as it is. Write-backs outside of regions remain."""
+    def step(self, step_graph: StepGraph, *, runs_once: bool = False) -> fx.GraphModule | None:
+        """A lowered copy of a graph in normal form, which stays as it is. Write-backs outside of regions remain.
+
+        A graph that runs once is lowered only if its regions are those of the graph that follows: the optimizer, which
+        makes its state here, has to be outside in both. None if not.
+        """
+        if runs_once and not _has_fused_optimizer(step_graph.gm.graph):
+            return None
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         graph.output(graph.graph_copy(step_graph.gm.graph, env))
         for old, new in env.items():
             new.meta = dict(old.meta)
         gm = lazy_graph_module(step_graph.gm, graph, "WholeStepLowered")
-        return _timed(gm, self._options, self._cache, None)
+        return _timed(gm, self._options, self._cache, _is_no_update if runs_once else None)
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Lower a graph that already updates in place: what writes stays outside."""
@@ -59,6 +66,14 @@ class Lowering:
         left = {str(node.args[0]) for node in epilogue_of(lowered.graph)}
         written = {write.target for write in step_graph.signature.write_backs} - left
         return tuple(i for i, spec in enumerate(step_graph.signature.inputs) if spec.name in written)
+
+
+def _has_fused_optimizer(graph: fx.Graph) -> bool:
+    return any(isinstance(n.target, OpOverload) and op_name(n.target).startswith("aten::_fused_") for n in graph.nodes)
+
+
+def _is_no_update(node: fx.Node) -> bool:
+    return node_meta(node).phase != "optimizer"
 
 
 def _timed(gm: fx.GraphModule, options: LowerOptions, cache: RegionCache, predicate: object) -> fx.GraphModule:

@@ -60,6 +60,8 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "communicates between ranks"
     if name.startswith("aten::_fused_"):
         return "a fused optimizer: one call for all parameters already"
+    if name == "aten::_amp_update_scale":
+        return "one number: a call is cheaper than a kernel"
     if is_data_dependent(target):
         return "its result depends on the contents of a tensor"
     if target.namespace not in ("aten", "prims"):

@@ -59,18 +59,18 @@ class Entry:
         self._changes = [c for c in self._changes if c.output not in late or c.output is None]
 
     def _make_executable(self, lowering: Lowering | None) -> fx.GraphModule:
-        if _runs_once(self.captured):
-            lowering = None
+        compiles = lowering is not None and lowering.compiles
+        runs_once = _runs_once(self.captured)
         if self.iterations is not None:
-            if lowering is not None and lowering.compiles:
+            if lowering is not None and compiles and not runs_once:
                 self.iterations.lower(lowering)
             return self.iterations.main
-        if lowering is None or not lowering.compiles:
+        lowered = lowering.step(self.step_graph, runs_once=runs_once) if lowering is not None and compiles else None
+        if lowering is None or lowered is None:
             return reinplaced(self.step_graph)
-        gm = lowering.step(self.step_graph)
-        self._written = lowering.written(self.step_graph, gm)
-        reinplace(gm.graph)
-        return gm
+        self._written = lowering.written(self.step_graph, lowered)
+        reinplace(lowered.graph)
+        return lowered
 
     def _make_forward(self, lowering: Lowering | None) -> Callable[..., Any] | None:
         if self.iterations is not None:

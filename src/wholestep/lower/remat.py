@@ -1,0 +1,168 @@
+"""A region with a forward and a backward as two compiled calls, with little kept in between.
+
+    one call      forward, backward: whatever the backward reads lives until then
+    two calls     forward -> kept values -> backward, which computes again what is cheap (torch's min cut chooses)
+
+Cut where the gradient of the loss begins: `ones_like(loss)` becomes an input of the second call. Regions with several
+backwards stay whole: their forwards would all have to come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import compile_inductor, min_cut
+from wholestep.ir.meta import node_meta
+from wholestep.lower.compiled import Compiled
+from wholestep.lower.regions import Region
+from wholestep.lower.retrace import Retraced
+
+aten = torch.ops.aten
+_SEEDS = (aten.ones_like.default,)
+
+
+def find_seed(region: Region) -> fx.Node | None:
+    """The node where the only backward of a region begins."""
+    found = [node for node in region.nodes if node.target in _SEEDS and _begins_backward(node)]
+    return found[0] if len(found) == 1 else None
+
+
+def _begins_backward(node: fx.Node) -> bool:
+    source = node.all_input_nodes[0]
+    if node_meta(source).phase != "forward" or not node.users:
+        return False
+    return all(node_meta(user).phase == "backward" for user in node.users)
+
+
+def compile_in_two(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
+    """Compile a region whose last input stands for the seed of its backward."""
+    return _Cut(retraced).compile(config)
+
+
+class _Cut:
+    def __init__(self, retraced: Retraced) -> None:
+        self._inputs = retraced.inputs
+        self._gm = retraced.gm
+        self._graph = retraced.gm.graph
+        self._places: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
+        self._rename()
+        self._copies = self._take_copies()
+        self._backward = self._depending_on(self._places[-1])
+
+    def compile(self, config: Mapping[str, Any]) -> Compiled:
+        output = self._graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        first = [i for i, value in enumerate(results) if value not in self._backward]
+        second = [i for i, value in enumerate(results) if value in self._backward]
+        early = [(place, value) for place, value in self._copies if value not in self._backward]
+        late = [(place, value) for place, value in self._copies if value in self._backward]
+        ordered = [results[i] for i in first] + [value for _, value in early]
+        outputs = [*ordered, *(results[i] for i in second), *(value for _, value in late)]
+        output.args = (tuple(outputs),)
+        self._gm.recompile()
+        forward, backward = min_cut(self._gm, len(ordered), len(self._places) - 1)
+        kept = _results(forward)[len(ordered) :]
+        names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+        sources = [_source(name, kept, self._places) for name in names]
+        _write_at_end(forward, [place for place, _ in early], len(first), len(ordered))
+        sources += _write_at_end(backward, [place for place, _ in late], len(second), len(second) + len(late))
+        run_forward = compile_inductor(forward, self._inputs[:-1], dict(config))
+        run_backward = compile_inductor(backward, _examples(backward), dict(config))
+        return ForwardBackward(run_forward, run_backward, sources, first, second)
+
+    def _rename(self) -> None:
+        """The names by which torch's partitioner tells inputs from gradients."""
+        for i, node in enumerate(self._places):
+            name = "tangents_1" if i == len(self._places) - 1 else f"primals_{i + 1}"
+            node.name = node.target = name
+
+    def _take_copies(self) -> list[tuple[int, fx.Node]]:
+        """Remove the writes into inputs: (input, value)."""
+        place = {node: i for i, node in enumerate(self._places)}
+        found = []
+        for node in list(self._graph.find_nodes(op="call_function", target=aten.copy_.default)):
+            target, value = node.args[0], node.args[1]
+            if isinstance(target, fx.Node) and target in place and isinstance(value, fx.Node) and not node.users:
+                found.append((place[target], value))
+                self._graph.erase_node(node)
+        return found
+
+    def _depending_on(self, seed: fx.Node) -> set[fx.Node]:
+        found = {seed}
+        for node in self._graph.nodes:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _source(name: str, kept: Sequence[Any], places: Sequence[fx.Node]) -> tuple[str, int]:
+    """Where the second call gets an input from: ("kept", i), ("input", i) or ("seed", 0)."""
+    if name.startswith("tangents"):
+        return ("seed", 0)
+    inputs = {node.name: i for i, node in enumerate(places)}
+    if name in inputs:
+        return ("input", inputs[name])
+    return ("kept", next(i for i, value in enumerate(kept) if isinstance(value, fx.Node) and value.name == name))
+
+
+def _write_at_end(gm: fx.GraphModule, places: list[int], start: int, stop: int) -> list[tuple[str, int]]:
+    """Turn the outputs from `start` to `stop` into writes into inputs; returns the inputs that had to be added."""
+    graph = gm.graph
+    output = graph.output_node()
+    results = _results(gm)
+    known = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    added: list[tuple[str, int]] = []
+    for place, value in zip(places, results[start:stop], strict=True):
+        name = f"primals_{place + 1}"
+        if name not in known:
+            last = list(known.values())[-1]
+            with graph.inserting_after(last):
+                known[name] = graph.placeholder(name)
+            known[name].meta["val"] = value.meta["val"]
+            added.append(("input", place))
+        with graph.inserting_before(output):
+            graph.call_function(aten.copy_.default, (known[name], value)).meta["val"] = value.meta["val"]
+    output.args = (tuple(results[:start] + results[stop:]),)
+    gm.recompile()
+    return added
+
+
+def _examples(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+class ForwardBackward:
+    """Two compiled calls in a row. Takes one list, which it empties."""
+
+    def __init__(
+        self, forward: Compiled, backward: Compiled, sources: list[tuple[str, int]], first: list[int], second: list[int]
+    ) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._sources = sources
+        self._first = first
+        self._second = second
+
+    def __call__(self, tensors: list[Any]) -> tuple[Any, ...]:
+        seed = tensors.pop()
+        later = [tensors[place] if kind == "input" else None for kind, place in self._sources]
+        made = list(self._forward(tensors))
+        results: list[Any] = [None] * (len(self._first) + len(self._second))
+        kept = made[len(self._first) :]
+        for place, value in zip(self._first, made, strict=False):
+            results[place] = value
+        for i, (kind, place) in enumerate(self._sources):
+            if kind != "input":
+                later[i] = seed if kind == "seed" else kept[place]
+        del made, kept, seed
+        for place, value in zip(self._second, self._backward(later), strict=True):
+            results[place] = value
+        return tuple(results)
