@@ -26,6 +26,7 @@ from wholestep.passes import (
     bucket_all_gather,
     bucket_reduce_scatter,
     comm_fusion_with_concat,
+    functionalize_optimizer,
     graph_optimization_pass,
     iter_move_grads_and_optimizers,
     merge_common_subexpressions,
@@ -47,6 +48,7 @@ BUCKETING = (comm_fusion_with_concat, bucket_reduce_scatter, bucket_all_gather)
 PASSES: tuple[GraphPass, ...] = (
     *BUCKETING,
     schedule_comm_wait,
+    functionalize_optimizer,
     remove_copy_from_optimizer,
     merge_common_subexpressions,
     remove_duplicate_collectives,
