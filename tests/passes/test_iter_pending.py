@@ -148,17 +148,20 @@ def test_names_of_the_old_api_are_there() -> None:
     module = IterGraphModule(two_parameters())
     moving = nodes(module.graph, "step_p", "new_p", "write_p")
     assert "write_p" in {n.name for n in module.graph.setup_graph.nodes}
+    module.setup(3)
     module.graph.functionalize_optim()
     module.graph.move_to_next_iter_before(moving, nodes(module.graph, "scaled")[0])
     module.graph.defunctionalize_optim()
     assert "write_p" not in {n.name for n in module.graph.setup_graph.nodes}
     assert [n.target for n in module.graph.cleanup_graph.nodes].count(aten.copy_.default) == 3
-    module.setup(3)
+    module.freeze_cross_iter_movement()
     sides = Sides(module)
     for left in (True, True, False):
         sides.call()
         assert module.has_pending == left
     sides.assert_same()
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        module.setup()
 
 
 def test_a_user_that_is_added_keeps_a_node_alive_until_it_is_removed() -> None:

@@ -139,10 +139,15 @@ class IterGraphModule(nn.Module):
         ]
         return code
 
-    def setup(self, max_iters: int = -1) -> None:
-        """`finalize_setup` with another number of iterations, as the first versions of PyTorch's had it."""
+    def setup(self, max_iters: int = 0) -> None:
+        """Say how many iterations there will be, as the first versions of PyTorch's had it; moves may follow."""
+        if max_iters <= 0:
+            raise OptionError(
+                f"max_iters={max_iters} must be greater than 0.", fix="leave setup() out if it is unknown."
+            )
+        self.flush()
         self._max_iters = max_iters
-        self.finalize_setup()
+        self._iter = 0
 
     def finalize_setup(self) -> None:
         """Refuse further moves and begin with a first iteration; what is pending is completed."""

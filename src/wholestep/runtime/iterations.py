@@ -268,8 +268,10 @@ def _main(setup: fx.Graph, pieces: list[Piece], destinations: list[str], ran: Ca
     inputs = [node for node in nodes if node.op == "placeholder"]
     copy_nodes(inputs, graph, env)
     output = find_output(setup)
-    count = len(output.args[0][1])  # type: ignore[index,arg-type]
-    crosses = [graph.placeholder(f"{CROSS}_{i}") for i in range(count)]
+    carried: Any = output.args[0][1]  # type: ignore[index]
+    crosses = [graph.placeholder(f"{CROSS}_{i}") for i in range(len(carried))]
+    for cross, value in zip(crosses, carried, strict=True):
+        cross.meta = dict(value.meta)
     due = _due(nodes, inputs, pieces, destinations)
     for node in nodes:
         for number in due.get(node, ()):
