@@ -109,13 +109,14 @@ def _feeding_numbers(reasons: dict[fx.Node, str]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(reasons):
         if node in found or is_changing(node) or (reasons[node] and is_tiny(node)):
-            found.update(s for s in node.all_input_nodes if s.op == "call_function" and _is_single(s))
+            found.update(s for s in node.all_input_nodes if _is_single(s))
     return found
 
 
 def _is_single(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return isinstance(val, Tensor) and val.dim() == 0
+    computed = node.op == "call_function" and node.target is not operator.getitem
+    return computed and isinstance(val, Tensor) and val.dim() == 0
 
 
 def _is_used_whole(node: fx.Node) -> bool:

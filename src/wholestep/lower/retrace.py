@@ -57,21 +57,24 @@ def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None =
         return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
     traced = decomposed(run, inputs, mode, same_random_numbers=same_random_numbers, functionalize=mutates)
-    _keep_strides(traced, region)
     return Retraced(traced, inputs, packs, device, seed)
 
 
-def _keep_strides(gm: fx.GraphModule, region: Region) -> None:
-    """Results have the strides that their nodes say, whatever decompositions made of them: Inductor obeys `val`."""
-    results: Any = gm.graph.output_node().args[0]
-    for node, traced in zip(region.outputs, results, strict=True):
-        val, found = node.meta.get("val"), traced.meta.get("val") if isinstance(traced, fx.Node) else None
-        if isinstance(val, Tensor) and isinstance(found, Tensor) and _strides(val) != _strides(found):
-            traced.meta["val"] = _fresh(val, val.fake_mode)  # type: ignore[attr-defined]
+def _laid_out(value: Any, val: Any) -> Any:
+    """A result with the strides that its node says, whatever decompositions made of it."""
+    if not isinstance(value, Tensor) or not isinstance(val, Tensor) or _strides(value) == _strides(val):
+        return value
+    order = sorted(range(val.dim()), key=lambda d: (-_hint(val.stride(d)), d))
+    back = [order.index(d) for d in range(val.dim())]
+    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def _strides(val: Tensor) -> list[str]:
     return [str(step) for step, size in zip(val.stride(), val.shape, strict=True) if str(size) != "1"]
+
+
+def _hint(size: Any) -> int:
+    return size if type(size) is int else int(size.node.hint or 0)
 
 
 def _run(
@@ -85,7 +88,7 @@ def _run(
     for node in order:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = _call(node, tuple(args), dict(kwargs))
-    return tuple(env[node] for node in region.outputs)
+    return tuple(_laid_out(env[node], node.meta.get("val")) for node in region.outputs)
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
