@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Words and places in, words out; the two tables of words are one."""
+    """Words and places in, the loss out (so that torch.compile has it too); the two tables of words are one."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -79,15 +79,15 @@ class GPT(nn.Module):
         self.head.weight = self.words.weight
         nn.init.normal_(self.words.weight, std=0.02)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        return self.head(self.norm(self.blocks(self.words(ids) + self.places(places))))
+        logits = self.head(self.norm(self.blocks(self.words(ids) + self.places(places))))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def train_step(forward: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> Tensor:
+def train_step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
-        logits = forward(ids)
-        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        loss = model(ids, labels)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

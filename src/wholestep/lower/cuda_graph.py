@@ -50,6 +50,8 @@ class _Recording:
     addresses: list[int]
     """Of the inputs that are not copied."""
     outputs: tuple[Any, ...]
+    is_new: list[bool]
+    """Whether an output is memory of the recording; the others are parameters, or views of them."""
 
 
 def cuda_graph_step(
@@ -110,17 +112,17 @@ class CudaGraphStep:
         self._copied = [i for i, place in enumerate(split.device_inputs) if place in batch]
         """Positions among the device inputs of tensors that are copied into buffers."""
         self._kept = [i for i, place in enumerate(split.device_inputs) if place not in batch]
+        self._copied += range(len(split.device_inputs), len(split.device_inputs) + split.uploads)
         self._buffers: list[Tensor] = []
         self._packs: list[Tensor] = []
-        self._staging: list[Tensor] = []
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._warmed = False
         self._given_up = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         split = self._split
-        lists, numbers, from_host = self._host(*(inputs[i] for i in split.host_inputs))
-        tensors = [inputs[i] for i in split.device_inputs]
+        lists, numbers, uploads, from_host = self._host(*(inputs[i] for i in split.host_inputs))
+        tensors = [*(inputs[i] for i in split.device_inputs), *uploads]
         from_device = self._run(tensors, lists, numbers)
         found: dict[str, Sequence[Any]] = {"host": from_host, "device": from_device, "input": inputs}
         return tuple(value if kind == "value" else found[kind][value] for kind, value in split.outputs)
@@ -143,7 +145,10 @@ class CudaGraphStep:
                 return self._run(tensors, lists, numbers)
             recording = made
         recording.graph.replay()
-        return tuple(value.clone() if isinstance(value, Tensor) else value for value in recording.outputs)
+        return tuple(
+            value.clone() if is_new else value
+            for value, is_new in zip(recording.outputs, recording.is_new, strict=True)
+        )
 
     def _fill(self, tensors: list[Any], lists: Sequence[list[float]]) -> None:
         """Put the batch and the numbers where the recording reads them."""
@@ -174,7 +179,9 @@ class CudaGraphStep:
         except RuntimeError as error:
             self._give_up(str(error).strip().splitlines()[0])
             return None
-        recording = _Recording(graph, addresses, outputs)
+        state = {tensors[i].untyped_storage().data_ptr() for i in self._kept}
+        is_new = [isinstance(v, Tensor) and v.untyped_storage().data_ptr() not in state for v in outputs]
+        recording = _Recording(graph, addresses, outputs, is_new)
         self._recordings[numbers] = recording
         log.info("recorded a CUDA graph (%d so far)", len(self._recordings))
         return recording

@@ -1,6 +1,7 @@
 """A lowered graph as two: what runs on the host first, and what only launches work on the GPU.
 
-    host      step counts on the CPU, numbers computed from them and from lr; the numbers of each region as one list
+    host      step counts on the CPU, numbers computed from them and from lr; the numbers of each region as one list;
+              copies of CPU tensors to the GPU (`batch.to("cuda")` inside of the step)
     device    everything else: it sees tensors, and numbers that are constants as long as they do not change
 
 Only the second can be recorded. What would need the host in the middle is named instead.
@@ -44,13 +45,16 @@ class Split:
     """The two graphs and how values go from one to the other."""
 
     host: fx.GraphModule
-    """Takes `host_inputs`; returns (packs as lists of numbers, numbers, its part of the step's outputs)."""
+    """Takes `host_inputs`; returns (packs as lists of numbers, numbers, what it copied to the GPU, its part of the
+    step's outputs)."""
     device: fx.GraphModule
-    """Takes `device_inputs`, then one tensor per pack, then the numbers; returns its part of the outputs."""
+    """Takes `device_inputs`, what the host copied, one tensor per pack, then the numbers; returns its outputs."""
     host_inputs: tuple[int, ...]
     device_inputs: tuple[int, ...]
     packs: tuple[tuple[torch.dtype, torch.device, int], ...]
     """dtype, device and length of each."""
+    uploads: int
+    """How many tensors the host copies to the GPU."""
     numbers: tuple[str, ...]
     """Names of the numbers that a recording has as constants."""
     outputs: tuple[tuple[str, Any], ...]
@@ -90,11 +94,15 @@ class _Splitter:
         self._nodes = list(gm.graph.nodes)
         self._on_device: set[fx.Node] = set()
         self._packs: list[fx.Node] = []
+        self._uploads: list[fx.Node] = []
+        """Copies of host tensors to the GPU: made on the host, inputs of the device part."""
 
     def run(self) -> Split:
         for node in self._nodes:
             if node.target is pack_numbers:
                 self._packs.append(node)
+            elif self._is_upload(node):
+                self._uploads.append(node)
             elif node.op != "output" and self._is_device(node):
                 self._on_device.add(node)
         if not self._on_device:
@@ -112,14 +120,23 @@ class _Splitter:
             tuple(i for i, node in enumerate(inputs) if node not in self._on_device),
             tuple(i for i, node in enumerate(inputs) if node in self._on_device),
             tuple((n.args[1], n.args[2], len(n.args[0])) for n in self._packs),  # type: ignore[arg-type, misc]
+            len(self._uploads),
             tuple(node.name for node in numbers),
             tuple(outputs),
         )
 
+    def _is_upload(self, node: fx.Node) -> bool:
+        if node.target is not torch.ops.aten._to_copy.default or not _on_gpu(node):
+            return False
+        return not any(source in self._on_device or _on_gpu(source) for source in node.all_input_nodes)
+
     def _is_device(self, node: fx.Node) -> bool:
-        if any(source in self._on_device or source in self._packs for source in node.all_input_nodes):
+        if any(source in self._on_device or self._is_handed_over(source) for source in node.all_input_nodes):
             return True
-        return any(val.is_cuda for val in _tensors(node.meta.get("val")))
+        return _on_gpu(node)
+
+    def _is_handed_over(self, node: fx.Node) -> bool:
+        return node in self._packs or node in self._uploads
 
     def _check_edges(self) -> list[fx.Node]:
         """The numbers that the device part takes as constants; raises where more than numbers would cross."""
@@ -130,12 +147,12 @@ class _Splitter:
             if node in self._on_device:
                 _check_device(node)
                 for source in node.all_input_nodes:
-                    if source in self._on_device or source in self._packs:
+                    if source in self._on_device or self._is_handed_over(source):
                         continue
                     if _tensors(source.meta.get("val")):
                         raise NotRecordableError(f"{node.name} reads {source.name}, which is on the CPU", node)
                     numbers[source] = None
-            elif any(source in self._on_device for source in node.all_input_nodes):
+            elif any(source in self._on_device or source in self._uploads for source in node.all_input_nodes):
                 raise NotRecordableError(f"{node.name} is computed on the host from a value on the GPU", node)
         return list(numbers)
 
@@ -151,7 +168,7 @@ class _Splitter:
                 outputs.append(("value", value))
             elif value in place:
                 outputs.append(("input", place[value]))
-            elif value in self._on_device:
+            elif value in self._on_device or value in self._uploads:
                 outputs.append(("device", len(from_device)))
                 from_device.append(value)
             else:
@@ -165,7 +182,8 @@ class _Splitter:
             if node.op != "output" and node not in self._on_device and node not in self._packs:
                 env[node] = _copied(graph, node, env)
         lists = [[env.get(n, n) if isinstance(n, fx.Node) else n for n in p.args[0]] for p in self._packs]  # type: ignore[union-attr]
-        graph.output((tuple(lists), tuple(env[n] for n in numbers), tuple(env[n] for n in results)))
+        parts = (numbers, self._uploads, results)
+        graph.output((tuple(lists), *(tuple(env[n] for n in part) for part in parts)))
         return graph
 
     def _device_graph(self, inputs: list[fx.Node], numbers: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
@@ -173,6 +191,8 @@ class _Splitter:
         for node in inputs:
             if node in self._on_device:
                 env[node] = _copied(graph, node, env)
+        for node in self._uploads:
+            env[node] = graph.placeholder(node.name)
         for number, node in enumerate(self._packs):
             env[node] = graph.placeholder(f"numbers_{number}")
         for node in numbers:
@@ -199,6 +219,10 @@ def _check_device(node: fx.Node) -> None:
         raise NotRecordableError(f"the shape of {node.name} depends on data", node)
     if node.op == "call_function" and not _tensors(node.meta.get("val")) and _is_read(node):
         raise NotRecordableError(f"{node.name} reads a number from the GPU", node)
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    return any(val.is_cuda for val in _tensors(node.meta.get("val")))
 
 
 def _is_read(node: fx.Node) -> bool:

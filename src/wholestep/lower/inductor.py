@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import compile_inductor
+from wholestep._torch_compat import compile_inductor, improve_joint
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.retrace import Retraced
 
@@ -23,7 +23,8 @@ CompileRegion = Callable[[Retraced, Mapping[str, Any]], Compiled]
 
 def compile_whole(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
     """A region as one call."""
-    return compile_inductor(retraced.gm, retraced.inputs, dict(config))
+    improved = improve_joint(retraced.gm, retraced.inputs, dict(config))
+    return compile_inductor(improved, retraced.inputs, dict(config))
 
 
 @dataclass

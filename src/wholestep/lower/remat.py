@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import compile_inductor, min_cut
+from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
 from wholestep.ir.meta import node_meta
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.regions import Region
@@ -64,7 +64,8 @@ class _Cut:
         outputs = [*ordered, *(results[i] for i in second), *(value for _, value in late)]
         output.args = (tuple(outputs),)
         self._gm.recompile()
-        forward, backward = min_cut(self._gm, len(ordered), len(self._places) - 1)
+        joint = improve_joint(self._gm, self._inputs, dict(config))
+        forward, backward = min_cut(joint, len(ordered), len(self._places) - 1)
         kept = _results(forward)[len(ordered) :]
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
         sources = [_source(name, kept, self._places) for name in names]
