@@ -10,6 +10,7 @@ from wholestep.environment import default_lower
 from wholestep.errors import OptionError
 from wholestep.lower.partial_lower import LowerOptions
 from wholestep.parallel.plan import Plan
+from wholestep.passes.contract import check_list
 from wholestep.passes.registry import resolve
 
 
@@ -36,7 +37,7 @@ class Options:
     cuda_graph: bool | str = "auto"
     """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
     passes: Any = None
-    """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names."""
+    """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names, "default" among them."""
     disable_passes: Sequence[str] = ()
     """Names of passes that do not run."""
     dump_passes: str | None = None
@@ -60,6 +61,7 @@ class Options:
         if self.cuda_graph not in (True, False, "auto"):
             raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')
         object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
+        check_list(self.passes)
         if self.parallel is not None and not isinstance(self.parallel, Plan):
             raise OptionError(
                 f"parallel={self.parallel!r} is no plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."

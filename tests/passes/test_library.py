@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import wholestep as ws
 from ir.collectives import Build, comm
 from ir.step_graphs import aten
 from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run
 from passes.test_optimizer_blocks import the_block
-from wholestep.errors import WholestepError
+from wholestep.errors import OptionError, WholestepError
 from wholestep.passes.contract import applied_passes, graph_optimization_pass
+from wholestep.passes.in_place_twins import in_place_twin
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.replay import Replay
 
@@ -45,10 +49,62 @@ def test_the_tail_becomes_in_place_in_a_graph_module(name: str, options: dict[st
 def test_a_step_graph_stays_in_normal_form() -> None:
     step = optimizer_step("SGD", {"foreach": True})
     code = step.gm.code
-    with pytest.raises(WholestepError, match="reinplace_tail"):
+    with pytest.raises(OptionError, match="reinplace_tail ends the normal form of a StepGraph") as info:
         reinplace_tail(step)
+    assert "ws.compile updates in place by itself" in info.value.fix
+    with pytest.raises(OptionError, match="reinplace_tail ends the normal form"):
+        ws.compile(lambda x: x, passes=["reinplace_tail"])
     step.gm.recompile()
     assert step.gm.code == code
+
+
+def sgd_with_momentum(p: Tensor, m: Tensor, g: Tensor) -> Tensor:
+    new = m * 0.9 + g
+    loss = (p * g).sum()
+    updated = torch.add(p, new, alpha=-0.1)
+    m.copy_(new)
+    p.copy_(updated)
+    return loss
+
+
+def lists(p: Tensor, m: Tensor, g: Tensor) -> Tensor:
+    new = torch._foreach_add([p, m], [g, g], alpha=0.5)
+    result = g.exp()
+    p.copy_(new[0])
+    m.copy_(new[1])
+    return result
+
+
+def old_values_are_returned(p: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    new = p + g
+    p.copy_(new)
+    return new, m
+
+
+def cast_on_the_way(p: Tensor, m: Tensor, g: Tensor) -> Tensor:
+    p.copy_((p.double() + g).float())
+    return g.sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "left"), [(sgd_with_momentum, 0), (lists, 0), (old_values_are_returned, 1), (cast_on_the_way, 1)]
+)
+def test_updates_of_graphs_from_elsewhere_become_in_place(step: Callable[..., Any], left: int) -> None:
+    given = [torch.randn(3) for _ in range(3)]
+    gm = make_fx(step, tracing_mode="fake")(*given)
+    expected = [each.clone() for each in given]
+    results = gm(*expected)
+    reinplace_tail(gm, verify=3)
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.copy_.default)) == left
+    torch.testing.assert_close(gm(*given), results, rtol=0, atol=0)
+    assert all(map(torch.equal, given, expected))
+
+
+def test_an_operator_has_a_twin_that_takes_the_same_arguments() -> None:
+    assert in_place_twin(aten.add.Tensor) is aten.add_.Tensor
+    assert in_place_twin(aten._foreach_mul.Scalar) is aten._foreach_mul_.Scalar
+    assert in_place_twin(aten.mm.default) is None
+    assert in_place_twin(aten.add_.Tensor) is None
 
 
 def test_a_graph_that_writes_in_the_middle_is_left_alone() -> None:
@@ -65,7 +121,7 @@ def test_a_graph_that_writes_in_the_middle_is_left_alone() -> None:
 def test_an_optimizer_of_a_bad_pass_is_not_the_same() -> None:
     """The replay that these tests rely on sees two exchanged lanes."""
 
-    @graph_optimization_pass()
+    @graph_optimization_pass(numerics="changes")
     def exchange(gm: fx.GraphModule) -> None:
         first, second = (gm.graph.find_nodes(op="call_function", target=aten.copy_.default)[i] for i in (0, 2))
         first.args, second.args = (first.args[0], second.args[1]), (second.args[0], first.args[1])

@@ -15,11 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from ir.collectives import comm
-from wholestep.errors import PassError
+from wholestep.errors import PassError, VerifyError
 from wholestep.passes import GraphPass, graph_optimization_pass, merge_common_subexpressions
 from wholestep.passes.contract import Numerics
 from wholestep.passes.manager import apply_pass
 from wholestep.passes.pretend_ranks import collective
+from wholestep.passes.replay import Replay
 
 aten = torch.ops.aten
 
@@ -102,7 +103,10 @@ def test_another_root_is_seen() -> None:
     gm = traced(lambda x: comm.wait_tensor(comm.broadcast(x * 2, 0, "0")) + 0, torch.ones(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wholestep.passes.pretend_ranks.group_size", lambda node: 2)
-        refuses(with_argument(comm.broadcast.default, 1, 1), gm)
+        before = Replay(gm)
+        gm.graph.find_nodes(op="call_function", target=comm.broadcast.default)[0].update_arg(1, 1)
+        with pytest.raises(VerifyError, match="output 0 has other values"):
+            before.compare(gm, "exact")
 
 
 def test_a_result_that_has_become_an_input_is_seen() -> None:

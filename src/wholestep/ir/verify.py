@@ -24,6 +24,7 @@ from wholestep.errors import VerifyError
 from wholestep.ir.effects import (
     is_collective,
     is_communication,
+    is_measure,
     is_wait,
     may_share,
     may_write,
@@ -285,16 +286,27 @@ def collectives_waited(graph: _Graph) -> None:
             source = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
             if graph.is_bare and isinstance(source, fx.Node) and is_wait(source.target):
                 continue  # to wait again for what has arrived is nothing, and `make_fx` writes it
+            if graph.is_bare and _comes_from_outside(source):
+                continue  # a backward that waits for what the forward started
             if not (isinstance(source, fx.Node) and source in pending):
                 graph.fail(
                     node,
                     f"{node.name} waits on {source}, which no collective made.",
                     fix=f"use {source} itself, or wait on the result of the collective.",
                 )
-            open_.pop(pending[source], None)
+            key = pending[source]
+            open_.pop(key if key in open_ else (key[0], None), None)  # to wait for a part of a tensor is to wait for it
         elif not pending.keys().isdisjoint(sources):
+            if is_measure(node.target):
+                continue
+            if graph.is_bare and node.op == "output":
+                for source in pending.keys() & sources.keys():  # somebody else waits
+                    open_.pop(pending[source], None)
+                    open_.pop((pending[source][0], None), None)
+                continue
             shared = [source for source in shared_inputs(node) if source in pending]
-            if shared and node.op == "call_function" and len(sources) == 1:
+            # Sizes may be read too, but nothing else that is under way.
+            if shared and node.op == "call_function" and len(shared) == len(pending.keys() & sources.keys()):
                 root = pending[shared[0]]
                 is_part = node.target is operator.getitem and root[1] is None and type(node.args[1]) is int
                 pending[node] = (root[0], node.args[1]) if is_part else root  # type: ignore[assignment]
@@ -344,6 +356,13 @@ def _written(node: fx.Node) -> fx.Node:
     target = node.args[0]
     assert isinstance(target, fx.Node)
     return target
+
+
+def _comes_from_outside(source: Any) -> bool:
+    """Whether a value is an input, or a view of one."""
+    while isinstance(source, fx.Node) and source.op != "placeholder":
+        source = next(iter(shared_inputs(source)), None)
+    return isinstance(source, fx.Node)
 
 
 def _forbid_pending(graph: _Graph, node: fx.Node, pending: dict[fx.Node, tuple[fx.Node, int | None]]) -> None:

@@ -44,22 +44,27 @@ comm = torch.ops._c10d_functional
 DEFAULT_BUCKET_MB = 25.0
 
 
-@graph_optimization_pass(numerics="reassociates")
+def _check(bucket_size_mb: float) -> None:
+    given: Any = bucket_size_mb
+    if not isinstance(given, int | float) or not given > 0:
+        raise OptionError(f"bucket_size_mb={bucket_size_mb!r}", fix="use a number of MiB above 0; fractions are fine.")
+
+
+@graph_optimization_pass(numerics="reassociates", check=_check)
 def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-reduces of a graph."""
     _reductions(gm, comm.all_reduce.default, bucket_size_mb, fuse_all_reduce)
 
 
-@graph_optimization_pass(numerics="reassociates")
+@graph_optimization_pass(numerics="reassociates", check=_check)
 def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the reduce-scatters of a graph."""
     _reductions(gm, comm.reduce_scatter_tensor.default, bucket_size_mb, fuse_reduce_scatter)
 
 
-@graph_optimization_pass(numerics="exact")
+@graph_optimization_pass(numerics="exact", check=_check)
 def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-gathers of a graph."""
-    _check(bucket_size_mb)
     _make_plain(gm.graph, comm.all_gather_into_tensor.default)
     positions = Positions(gm.graph)
     members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
@@ -82,7 +87,6 @@ def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Mem
 
 
 def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -> None:
-    _check(bucket_size_mb)
     _make_plain(gm.graph, op)
     seen: set[fx.Node] = set()
     while True:
@@ -142,9 +146,3 @@ def _hoist(member: Member, positions: Positions) -> None:
         for node in (*member.prelude, member.node):
             place.append(node)
             place = node
-
-
-def _check(bucket_size_mb: float) -> None:
-    given: Any = bucket_size_mb
-    if not isinstance(given, int | float) or not given > 0:
-        raise OptionError(f"bucket_size_mb={bucket_size_mb!r}", fix="use a number of MiB above 0; fractions are fine.")

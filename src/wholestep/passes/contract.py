@@ -12,9 +12,10 @@ Which passes ran is kept on each graph (`applied_passes`), never in the process:
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import fx, nn
 
@@ -37,15 +38,21 @@ class Contract:
     numerics: Numerics = "exact"
     """`exact`: the same bits; `reassociates`: the same sums in another order; `changes`: anything else."""
     allow_rerun: bool = False
+    ends_normal_form: bool = False
+    """Writes where a StepGraph may not: for graph modules only, after all other passes."""
 
 
 class GraphPass:
     """A function on graphs with its contract."""
 
-    def __init__(self, function: Callable[..., Any], contract: Contract) -> None:
+    def __init__(
+        self, function: Callable[..., Any], contract: Contract, check: Callable[..., None] | None = None
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.contract = contract
+        self._signature = inspect.signature(function)
+        self._check = check
 
     @property
     def name(self) -> str:
@@ -53,14 +60,36 @@ class GraphPass:
         return self.contract.name
 
     def __call__(self, *args: Any, allow_rerun: bool = False, **options: Any) -> Any:
-        """With a graph first: run. Otherwise: the pass with its options bound."""
+        """With a graph first: run, verified at level `verify` (1). Otherwise: the pass with its options bound."""
         from wholestep.passes.manager import apply_pass, is_graph
 
+        level = None if "verify" in self._signature.parameters else options.pop("verify", None)
+        first = next(iter(self._signature.parameters), "")
+        if not args and is_graph(options.get(first)):
+            args = (options.pop(first),)
         if args and is_graph(args[0]):
-            return apply_pass(self, args[0], args[1:], options, allow_rerun=allow_rerun)
-        if args and isinstance(args[0], fx.Graph | nn.Module):
-            raise self._no_graph(args[0])  # binding it as an option would do nothing, and say nothing
-        return BoundPass(self, args, options, allow_rerun)
+            self.check_options(args[1:], options, whole=True)
+            level = 1 if level is None else level
+            return apply_pass(self, args[0], args[1:], options, allow_rerun=allow_rerun, level=level)
+        for given in (*args[:1], options.get(first)):
+            if isinstance(given, fx.Graph | nn.Module):
+                raise self._no_graph(given)  # binding it as an option would do nothing, and say nothing
+        self.check_options(args, options)
+        return BoundPass(self, args, options, allow_rerun, level)
+
+    def check_options(self, args: tuple[Any, ...], options: dict[str, Any], *, whole: bool = False) -> None:
+        """Raise OptionError if the pass does not take these, or (`whole`) needs more."""
+        _, *names = self._signature.parameters
+        bind = self._signature.bind if whole else self._signature.bind_partial
+        try:
+            given = bind(None, *args, **options)
+        except TypeError as error:
+            raise OptionError(
+                f"{self.name}: {error}.", fix=f"its options are {', '.join(names)}." if names else "it has no options."
+            ) from error
+        if self._check is not None:
+            given.apply_defaults()
+            self._check(*given.args[1:], **given.kwargs)
 
     def _no_graph(self, given: Any) -> OptionError:
         return OptionError(
@@ -80,6 +109,12 @@ class BoundPass:
     args: tuple[Any, ...] = ()
     options: Any = None
     allow_rerun: bool = False
+    verify: int | None = None
+    """Level at which it is verified; None: that of the other passes."""
+
+    def check(self) -> None:
+        """Raise OptionError if an option is missing or wrong."""
+        self.graph_pass.check_options(self.args, self.options or {}, whole=True)
 
     @property
     def name(self) -> str:
@@ -92,30 +127,58 @@ class BoundPass:
 
         if not is_graph(gm):
             raise self.graph_pass._no_graph(gm)
-        return self.graph_pass(gm, *self.args, allow_rerun=self.allow_rerun, **(self.options or {}))
+        level = {} if self.verify is None else {"verify": self.verify}
+        return self.graph_pass(gm, *self.args, allow_rerun=self.allow_rerun, **level, **(self.options or {}))
 
     def __repr__(self) -> str:
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in (self.options or {}).items())]
         return f"{self.name}({', '.join(given)})"
 
 
+@overload
+def graph_optimization_pass(prerequisites: Callable[..., Any], /) -> GraphPass: ...
+
+
+@overload
 def graph_optimization_pass(
-    prerequisites: Iterable[Any] = (),
-    apply_after: Iterable[Any] = (),
+    prerequisites: Iterable[Any] | str = (),
+    apply_after: Iterable[Any] | str = (),
     *,
     numerics: Numerics = "exact",
     allow_rerun: bool = False,
-) -> Callable[[Callable[..., Any]], GraphPass]:
-    """Declare a pass. Prerequisites and `apply_after` are passes or their names."""
+    ends_normal_form: bool = False,
+    check: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., Any]], GraphPass]: ...
+
+
+def graph_optimization_pass(
+    prerequisites: Any = (),
+    apply_after: Iterable[Any] | str = (),
+    *,
+    numerics: Numerics = "exact",
+    allow_rerun: bool = False,
+    ends_normal_form: bool = False,
+    check: Callable[..., None] | None = None,
+) -> Any:
+    """Declare a pass. Prerequisites and `apply_after` are passes or their names, one or several.
+
+    `check` takes the options and raises if one of them is wrong, as soon as they are given.
+    """
     if numerics not in _NUMERICS:
         raise OptionError(f"numerics={numerics!r}", fix=f"use one of {', '.join(_NUMERICS)}.")
-    before, after = tuple(map(_name, prerequisites)), tuple(map(_name, apply_after))
+    if inspect.isfunction(prerequisites):
+        return graph_optimization_pass()(prerequisites)  # written without ()
+    before, after = _names(prerequisites), _names(apply_after)
 
     def declare(function: Callable[..., Any]) -> GraphPass:
         name = getattr(function, "__name__", type(function).__name__)
-        return GraphPass(function, Contract(name, before, after, numerics, allow_rerun))
+        return GraphPass(function, Contract(name, before, after, numerics, allow_rerun, ends_normal_form), check)
 
     return declare
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    return (_name(given),) if isinstance(given, str | GraphPass) else tuple(map(_name, given))
 
 
 def _name(given: Any) -> str:
@@ -157,4 +220,23 @@ def check_order(contract: Contract, history: tuple[Contract, ...], *, allow_reru
     if name in applied and not (contract.allow_rerun or allow_rerun):
         raise PassOrderError(
             f"{name} already ran on this graph.", fix=f"leave it out, or say {name}(gm, ..., allow_rerun=True)."
+        )
+
+
+def check_list(passes: Iterable[BoundPass]) -> None:
+    """Raise what a new graph would raise: wrong options, or an order that cannot be."""
+    history: tuple[Contract, ...] = ()
+    for bound in passes:
+        bound.check()
+        check_order(bound.graph_pass.contract, history, allow_rerun=bound.allow_rerun)
+        check_normal_form(bound.graph_pass.contract)
+        history = (*history, bound.graph_pass.contract)
+
+
+def check_normal_form(contract: Contract) -> None:
+    """Raise OptionError if a pass is not for StepGraphs."""
+    if contract.ends_normal_form:
+        raise OptionError(
+            f"{contract.name} ends the normal form of a StepGraph, which everything after the passes relies on.",
+            fix=f"leave it out: ws.compile updates in place by itself. For the graph alone: {contract.name}(step.gm).",
         )

@@ -16,6 +16,7 @@ from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.in_place_twins import note_updates
 from wholestep.passes.reinplace import reinplace
 
 
@@ -31,12 +32,13 @@ def remove_dead_collectives(gm: fx.GraphModule) -> None:
     drop_dead_collectives(gm)
 
 
-@graph_optimization_pass(numerics="exact")
+@graph_optimization_pass(numerics="exact", ends_normal_form=True)
 def reinplace_tail(gm: fx.GraphModule) -> None:
-    """Turn updates back into in-place operators. For graph modules: the verifier refuses it on a StepGraph.
+    """Turn updates back into in-place operators. For graph modules: a StepGraph stays in its normal form.
 
-    A graph that writes outside of its epilogue is left alone.
+    A graph that writes outside of its epilogue is left alone. Inputs must not share memory.
     """
     last = epilogue(gm.graph)
     if not any(writes(node) and node not in last for node in gm.graph.nodes):
+        note_updates(gm.graph, last)
         reinplace(gm.graph)

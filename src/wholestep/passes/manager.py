@@ -28,8 +28,17 @@ from wholestep.ir.propagate import fill_values
 from wholestep.ir.signature import Signature, WriteBack
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify, verify_bare
-from wholestep.passes.contract import BoundPass, GraphPass, applied_contracts, check_order, note_applied
+from wholestep.passes.contract import (
+    BoundPass,
+    GraphPass,
+    applied_contracts,
+    check_normal_form,
+    check_order,
+    note_applied,
+)
 from wholestep.passes.dump import Dump, current_dump
+from wholestep.passes.module_state import ModuleState, adopt
+from wholestep.passes.promises import Promises
 from wholestep.passes.replay import Replay
 
 log = logging.getLogger("wholestep.passes")
@@ -51,14 +60,21 @@ def _iterates(value: Any) -> bool:
 
 
 def run_passes(
-    step_graph: StepGraph, passes: Iterable[GraphPass | BoundPass], *, level: int = 1, dump: Dump | None = None
+    step_graph: StepGraph | fx.GraphModule,
+    passes: str | Iterable[GraphPass | BoundPass | str],
+    *,
+    level: int = 1,
+    dump: Dump | None = None,
 ) -> None:
-    """Run passes in order on a StepGraph, each verified at a level."""
+    """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
+    from wholestep.passes.registry import resolve  # that knows our passes, and they know us
+
     dump = current_dump() if dump is None else dump
     saved: _Saved | None = None
-    for each in passes:
-        bound = each if isinstance(each, BoundPass) else BoundPass(each)
-        application = _Application(bound.graph_pass, step_graph, level, dump, saved)
+    for bound in resolve(passes):
+        bound.check()
+        own = level if bound.verify is None else bound.verify
+        application = _Application(bound.graph_pass, step_graph, own, dump, saved)
         application.run(bound.args, bound.options or {}, bound.allow_rerun)
         saved = application.still_true
 
@@ -100,6 +116,8 @@ class _Application:
     def _run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
         name, gm = self._pass.name, self._gm
         check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
+        if self._step_graph is not None:
+            check_normal_form(self._pass.contract)
         started = time.perf_counter()
         saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
@@ -110,6 +128,7 @@ class _Application:
             if isinstance(result, fx.GraphModule) and result is not gm:
                 if self._iterates:
                     raise VerifyError("the pass returned another graph module.", fix="edit an IterGraphModule itself.")
+                adopt(gm, result)
                 gm.graph = result.graph
                 result = gm
             self.still_true = saved if saved.is_current() else None
@@ -117,6 +136,8 @@ class _Application:
                 self.still_true = None
                 try:
                     self._tidy(gm)
+                    if self._level >= 1 and not self._iterates:
+                        saved.promises().check(gm, self._pass.contract.numerics)
                     self._check()
                 except IterMoveError as error:  # a fault of the pass, not of what it was asked for
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
@@ -128,8 +149,9 @@ class _Application:
             saved.restore()
             if self._iterates:
                 self._given.recompile()
-            foreign = isinstance(error, ValueError | TypeError) and not isinstance(error, WholestepError)
-            if foreign or isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
+            if isinstance(error, VerifyError) and self._step_graph is None:
+                self._check_before(error)
+            if isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
                 raise  # bad arguments, a graph that it cannot work on, or another pass inside: its own words
             raise self._error(error) from error
         note_applied(gm, self._pass.contract)
@@ -169,6 +191,17 @@ class _Application:
             self._gm.graph.check_moves()
         verify_bare(self._whole(), self._level)
 
+    def _check_before(self, error: VerifyError) -> None:
+        """A graph from elsewhere may have been wrong before: then the pass is not to blame."""
+        try:
+            verify_bare(self._whole(), min(self._level, 2))
+        except VerifyError as earlier:
+            what = f"before {self._pass.name} ran, the graph broke a rule already: {earlier.what}"
+            location = earlier.location
+            raise VerifyError(
+                what, fix=earlier.fix, node=earlier.node, location=location, around=earlier.around
+            ) from error
+
     def _error(self, error: Exception) -> PassError:
         name = self._pass.name
         if isinstance(error, WholestepError):
@@ -200,6 +233,11 @@ class _Saved:
         self._nodes: list[fx.Node] = list(gm.graph.nodes)
         self._parts: list[tuple[Any, ...]] = list(map(NODE_PARTS, self._nodes))
         self._known = [list(each) for each in _known(self._nodes)]
+        self._attributes = ModuleState(gm)
+
+    def promises(self) -> Promises:
+        """What was true of the graph and stays true."""
+        return Promises(self._nodes, self._parts, self._signature)
 
     def follow_meta(self) -> None:
         """The passes noted on the graph module are more than they were; all else is the same."""
@@ -232,6 +270,7 @@ class _Saved:
         return graph if self._moved is None else IterGraph.of_copies(graph, self._moved, made)
 
     def restore(self) -> None:
+        self._attributes.restore()
         self._gm.graph = self._graph()
         self._gm.meta = self._meta
         if self._step_graph is not None and self._signature is not None:

@@ -2,6 +2,7 @@
 
 ws.compile(step, passes="default")
 ws.compile(step, passes=[ws.passes.comm_fusion_with_concat(bucket_size_mb=25), "my_pass"])
+ws.compile(step, passes=["default", "overlap_optimizer_with_next_forward"])
 ws.compile(step, passes="default", disable_passes=["schedule_comm_wait"])
 """
 
@@ -40,8 +41,9 @@ _BY_NAME: tuple[GraphPass, ...] = (
     remove_duplicate_collectives,
     remove_dead_collectives,
     overlap_optimizer_with_next_forward,
+    reinplace_tail,
 )
-_TAKEN = {each.name: each for each in (*_BY_NAME, iter_move_grads_and_optimizers, reinplace_tail)}
+_TAKEN = {each.name: each for each in (*_BY_NAME, iter_move_grads_and_optimizers)}
 """Names that no other package may use."""
 
 
@@ -56,13 +58,17 @@ def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
         chosen: Iterable[Any] = ()
     elif isinstance(passes, str):
         if passes != "default":
-            raise OptionError(f"passes={passes!r}", fix='use "default", None, or a list of passes and names.')
+            raise OptionError(
+                f"passes={passes!r}", fix='use "default", None, or a list of passes and names, "default" among them.'
+            )
         chosen = DEFAULT
     elif isinstance(passes, Iterable):
         chosen = passes
     else:
-        raise OptionError(f"passes={passes!r}", fix='use "default", None, or a list of passes and names.')
-    given = list(chosen)
+        raise OptionError(
+            f"passes={passes!r}", fix='use "default", None, or a list of passes and names, "default" among them.'
+        )
+    given = [part for each in chosen for part in (DEFAULT if each == "default" else (each,))]
     found = [_bound(each) for each in given]
     names = [
         {bound.name, each} if isinstance(each, str) else {bound.name} for each, bound in zip(given, found, strict=True)

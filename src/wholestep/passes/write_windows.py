@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
 from torch import fx
@@ -29,8 +31,11 @@ class WriteWindows:
         """`end`: position of the first write-back; what comes from there on is not looked at."""
         self._memory: dict[fx.Node, fx.Node] = {}
         self._writes: dict[fx.Node, list[int]] = {}
-        pure = {id(target) for target in {node.target for node in nodes} if _cannot_write(target)}
-        writers = [i for i, node in enumerate(nodes[:end]) if id(node.target) not in pure and writes(node)]
+        targets = list(map(attrgetter("target"), nodes[:end]))
+        by_id = dict(zip(map(id, targets), targets, strict=True))
+        pure = {key for key, target in by_id.items() if _cannot_write(target)}
+        suspects = compress(range(end), map(not_, map(pure.__contains__, map(id, targets))))  # no Python code per node
+        writers = [i for i in suspects if writes(nodes[i])]
         if not writers:
             return
         for node in nodes:
