@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
+from wholestep.ir.effects import shared_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.regions import Region
@@ -69,11 +70,11 @@ class _Cut:
         kept = _results(forward)[len(ordered) :]
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
         sources = [_source(name, kept, self._places) for name in names]
-        _write_at_end(forward, [place for place, _ in early], len(first), len(ordered))
-        sources += _write_at_end(backward, [place for place, _ in late], len(second), len(second) + len(late))
+        sources += _write_at_end(backward, [place for place, _ in late], self._inputs, len(second))
+        writes = _write_early(forward, backward, [place for place, _ in early], self._inputs, len(first))
         run_forward = compile_inductor(forward, self._inputs[:-1], dict(config))
         run_backward = compile_inductor(backward, _examples(backward), dict(config))
-        return ForwardBackward(run_forward, run_backward, sources, first, second)
+        return ForwardBackward(run_forward, run_backward, sources, first, second, writes)
 
     def _rename(self) -> None:
         """The names by which torch's partitioner tells inputs from gradients."""
@@ -114,26 +115,57 @@ def _source(name: str, kept: Sequence[Any], places: Sequence[fx.Node]) -> tuple[
     return ("kept", next(i for i, value in enumerate(kept) if isinstance(value, fx.Node) and value.name == name))
 
 
-def _write_at_end(gm: fx.GraphModule, places: list[int], start: int, stop: int) -> list[tuple[str, int]]:
-    """Turn the outputs from `start` to `stop` into writes into inputs; returns the inputs that had to be added."""
+def _write_at_end(gm: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int) -> list[tuple[str, int]]:
+    """Turn as many outputs from `start` into writes into inputs; returns the inputs that had to be added."""
     graph = gm.graph
     output = graph.output_node()
     results = _results(gm)
+    stop = start + len(places)
     known = {node.name: node for node in graph.find_nodes(op="placeholder")}
     added: list[tuple[str, int]] = []
     for place, value in zip(places, results[start:stop], strict=True):
         name = f"primals_{place + 1}"
         if name not in known:
-            last = list(known.values())[-1]
-            with graph.inserting_after(last):
+            with graph.inserting_after(list(known.values())[-1]):
                 known[name] = graph.placeholder(name)
-            known[name].meta["val"] = value.meta["val"]
+            known[name].meta["val"] = inputs[place]
             added.append(("input", place))
         with graph.inserting_before(output):
             graph.call_function(aten.copy_.default, (known[name], value)).meta["val"] = value.meta["val"]
     output.args = (tuple(results[:start] + results[stop:]),)
     gm.recompile()
     return added
+
+
+def _write_early(
+    forward: fx.GraphModule, backward: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int
+) -> list[tuple[int, int]]:
+    """Turn outputs of the forward from `start` into writes into inputs, unless the backward reads what those held
+    before. Such a value is kept to be written in the end: (input, which of the kept values)."""
+    results = _results(forward)
+    stop = start + len(places)
+    values = dict(zip(places, results[start:stop], strict=True))
+    kept = results[stop:]
+    read = _shared_with([*backward.graph.find_nodes(op="placeholder"), *kept])
+    later = [place for place in places if f"primals_{place + 1}" in read]
+    now = [place for place in places if place not in later]
+    ordered = [*(values[place] for place in now), *kept, *(values[place] for place in later)]
+    forward.graph.output_node().args = ((*results[:start], *ordered),)
+    _write_at_end(forward, now, inputs, start)
+    return [(place, len(kept) + i) for i, place in enumerate(later)]
+
+
+def _shared_with(values: Sequence[Any]) -> set[str]:
+    """Names of the inputs whose memory values are views of."""
+    found = set()
+    stack = [value for value in values if isinstance(value, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            found.add(node.name)
+        elif node.op == "call_function":
+            stack += shared_inputs(node)
+    return found
 
 
 def _examples(gm: fx.GraphModule) -> list[Any]:
@@ -144,17 +176,25 @@ class ForwardBackward:
     """Two compiled calls in a row. Takes one list, which it empties."""
 
     def __init__(
-        self, forward: Compiled, backward: Compiled, sources: list[tuple[str, int]], first: list[int], second: list[int]
+        self,
+        forward: Compiled,
+        backward: Compiled,
+        sources: list[tuple[str, int]],
+        first: list[int],
+        second: list[int],
+        writes: list[tuple[int, int]],
     ) -> None:
         self._forward = forward
         self._backward = backward
         self._sources = sources
         self._first = first
         self._second = second
+        self._writes = writes
 
     def __call__(self, tensors: list[Any]) -> tuple[Any, ...]:
         seed = tensors.pop()
         later = [tensors[place] if kind == "input" else None for kind, place in self._sources]
+        targets = [tensors[place] for place, _ in self._writes]
         made = list(self._forward(tensors))
         results: list[Any] = [None] * (len(self._first) + len(self._second))
         kept = made[len(self._first) :]
@@ -163,7 +203,10 @@ class ForwardBackward:
         for i, (kind, place) in enumerate(self._sources):
             if kind != "input":
                 later[i] = seed if kind == "seed" else kept[place]
+        values = [kept[i] for _, i in self._writes]
         del made, kept, seed
         for place, value in zip(self._second, self._backward(later), strict=True):
             results[place] = value
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
         return tuple(results)
