@@ -137,7 +137,7 @@ class _Application:
                 try:
                     self._tidy(gm)
                     if self._level >= 1 and not self._iterates:
-                        saved.promises().check(gm, self._pass.contract.numerics)
+                        saved.promises.check(gm, self._pass.contract.numerics)
                     self._check()
                 except IterMoveError as error:  # a fault of the pass, not of what it was asked for
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
@@ -234,10 +234,7 @@ class _Saved:
         self._parts: list[tuple[Any, ...]] = list(map(NODE_PARTS, self._nodes))
         self._known = [list(each) for each in _known(self._nodes)]
         self._attributes = ModuleState(gm)
-
-    def promises(self) -> Promises:
-        """What was true of the graph and stays true."""
-        return Promises(self._nodes, self._parts, self._signature)
+        self.promises = Promises(gm.graph, self._nodes, self._parts, self._signature)
 
     def follow_meta(self) -> None:
         """The passes noted on the graph module are more than they were; all else is the same."""

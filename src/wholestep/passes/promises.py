@@ -12,10 +12,10 @@ Cost: the nodes that changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import compress
-from operator import attrgetter, is_not, itemgetter
+from operator import is_not, itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +23,9 @@ from torch import fx
 
 from wholestep._torch_compat import (
     NODE_ARGUMENTS,
-    NODE_PARTS,
     NODE_SOURCES,
     OpOverload,
+    call_targets,
     op_name,
     process_group_size,
     schema_of,
@@ -36,6 +36,7 @@ from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import Signature
+from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position
 
@@ -50,31 +51,28 @@ Turned = dict[fx.Node, tuple[fx.Node, fx.Node]]
 class Promises:
     """A graph before a pass, as nodes and what they were."""
 
-    def __init__(self, nodes: Sequence[fx.Node], parts: Sequence[Parts], signature: Signature | None) -> None:
+    def __init__(
+        self, graph: fx.Graph, nodes: Sequence[fx.Node], parts: Sequence[Parts], signature: Signature | None
+    ) -> None:
         self._nodes, self._parts, self._signature = nodes, parts, signature
+        self._before = _collectives(graph)
 
     @cached_property
     def _was(self) -> dict[fx.Node, Parts]:
         return dict(zip(self._nodes, self._parts, strict=True))
 
-    @cached_property
-    def _before(self) -> dict[fx.Node, Key]:
-        """The collectives of the graph before."""
-        return _collectives(self._nodes, map(itemgetter(1), self._parts), self._was.__getitem__)
-
     def check(self, gm: fx.GraphModule, numerics: Numerics) -> None:
         """Raise VerifyError about the first thing that no such pass does."""
-        now: list[fx.Node] = list(gm.graph.nodes)
-        found = _collectives(now, map(attrgetter("target"), now), NODE_PARTS)
+        found = _collectives(gm.graph)
         self._groups_exist(found)
-        self._writes_are_known(now)
+        self._writes_are_known(gm.graph)
         if numerics == "changes":
             return
         self._collectives_are_the_same(found)
         changed = list(self._changed())
         if not changed:
             return
-        stay = set(now)
+        stay = set(gm.graph.nodes)
         changed = [node for node in changed if node in stay and not is_collective(node.target)]
         turned = _turned(changed, self._was, stay)
         self._waits_are_read(turned)
@@ -115,11 +113,11 @@ class Promises:
 
     # Edges.
 
-    def _writes_are_known(self, now: list[fx.Node]) -> None:
+    def _writes_are_known(self, graph: fx.Graph) -> None:
         if self._signature is None:
             return
         known = {write.target for write in self._signature.write_backs}
-        for node in _write_backs(now):
+        for node in epilogue(graph):
             if str(node.args[0]) not in known:
                 _fail(node, f"{node.args[0]} is written now, and the step does not write it.")
 
@@ -213,23 +211,18 @@ def _form(parts: Parts) -> str:
     return str(fx.map_arg((parts[2], parts[3]), lambda node: None))
 
 
-def _collectives(
-    nodes: Sequence[fx.Node], targets: Iterable[Any], parts: Callable[[fx.Node], Parts]
-) -> dict[fx.Node, Key]:
-    """For each collective: operator, first scalar, group, and its other scalars. Other nodes cost next to nothing."""
-    kinds = list(map(id, targets := list(targets)))
-    wanted = {key for key, target in dict(zip(kinds, targets, strict=True)).items() if is_collective(target)}
-    known: dict[Any, Key] = {}
+def _collectives(graph: fx.Graph) -> dict[fx.Node, Key]:
+    """For each collective: operator, first scalar, group, and its other scalars. Other nodes cost nothing."""
     found: dict[fx.Node, Key] = {}
-    for node in compress(nodes, map(wanted.__contains__, kinds)) if wanted else ():
-        _, target, args, kwargs, *_ = parts(node)
-        plain = not kwargs and not any(isinstance(arg, list) for arg in args[1:])
-        same = (target, args[1:]) if plain else node
-        key = known.get(same)
-        if key is None:
-            key = known[same] = _key(target, args, dict(kwargs))
-        if key[2]:
-            found[node] = key
+    for target in filter(is_collective, call_targets(graph)):
+        known: dict[Any, Key] = {}
+        for node in graph.find_nodes(op="call_function", target=target, sort=False):
+            args, kwargs = node.args, node.kwargs
+            same = args[1:] if not kwargs and not any(isinstance(arg, list) for arg in args[1:]) else node
+            if same not in known:
+                known[same] = _key(target, args, dict(kwargs))
+            if known[same][2]:
+                found[node] = known[same]
     return found
 
 
@@ -253,14 +246,6 @@ def _is_average(one: Key, other: Key) -> bool:
 
 def _said(key: Key) -> str:
     return f"{key[0].split('::')[-1]}({', '.join(filter(None, (key[1], key[3], f'group {key[2]}')))})"
-
-
-def _write_backs(nodes: list[fx.Node]) -> Iterable[fx.Node]:
-    for node in reversed(nodes[:-1]):
-        target = node.args[0] if node.target is _COPY else None
-        if not isinstance(target, fx.Node) or target.op != "placeholder":
-            return
-        yield node
 
 
 def _fail(node: fx.Node, what: str) -> NoReturn:
