@@ -9,10 +9,11 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import sympy
@@ -900,8 +901,14 @@ def decomposed(
     return found
 
 
-def compile_inductor(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    """Compile a decomposed graph of tensors; the result takes one list, which it empties. Tried on 2.11 and 2.13."""
+def compile_inductor(
+    gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any], part: str = "", given_away: Sequence[int] = ()
+) -> Callable[[list[Any]], Any]:
+    """Compile a decomposed graph of tensors; the result takes one list, which it empties. Tried on 2.11 and 2.13.
+
+    `part`: "forward" or "backward" of a training step. `given_away`: inputs of a backward whose memory it may use
+    (torch calls them donated; Inductor finds them in the tracing context).
+    """
     output = next(iter(reversed(gm.graph.nodes)))
     # Strides of results are those that the trace says: others rely on them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -911,8 +918,11 @@ def compile_inductor(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, 
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
 
-        with config.patch({"triton.cudagraphs": False, **settings}), tracing(TracingContext(mode)), torch.no_grad():
-            compiled: Any = compile_fx_inner(gm, inputs, is_inference=True)
+        context: Any = TracingContext(mode)
+        if given_away:
+            context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(given_away), static_input_indices=[])
+        with config.patch({"triton.cudagraphs": False, **settings}), tracing(context), torch.no_grad():
+            compiled: Any = compile_fx_inner(gm, inputs, is_inference=not part, is_backward=part == "backward")
     return compiled  # type: ignore[no-any-return]
 
 
@@ -945,3 +955,52 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int, inputs: int) -> tuple[f
 
 is_profiling = torch._C._autograd._profiler_enabled
 """Whether a profiler is recording: then calls are worth a name."""
+
+
+@lru_cache(maxsize=4096)
+def may_copy(op: OpOverload) -> bool:
+    """Whether the result of an operator that is said to share memory can be a copy: those that are made of others
+    (`reshape`, `contiguous`, `to`). `OpOverload._can_decompose` looks at the same key. 2.11, 2.13."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "CompositeImplicitAutograd"))
+
+
+def shares_storage(a: Any, b: Any) -> bool:
+    """Whether two tensors, which may be fake, are views of the same memory. 2.11, 2.13."""
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return both and bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def symbol_in(size: Any) -> Any:
+    """The symbol that a size is, if it is nothing but a symbol; None otherwise (`SymInt.node`). 2.11, 2.13."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expression if getattr(expression, "is_Symbol", False) else None
+
+
+def symbols_in(val: Any) -> set[Any]:
+    """The symbols in a size, or in the sizes and strides of a tensor. 2.11, 2.13."""
+    if isinstance(val, torch.Tensor):
+        items: list[Any] = [*val.shape, *(val.stride() if val.layout is torch.strided else ())]
+    else:
+        items = [val]
+    sizes = [item for item in items if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return set().union(*(getattr(size.node.expr, "free_symbols", ()) for size in sizes))
+
+
+def shape_env_of(val: Any) -> ShapeEnv | None:
+    """The environment that the symbols of a fake value belong to. 2.11, 2.13."""
+    if isinstance(val, torch.SymInt):
+        found: ShapeEnv | None = val.node.shape_env
+        return found
+    return val.fake_mode.shape_env if isinstance(val, _fake_tensor.FakeTensor) else None
+
+
+def unknown_inductor_settings(settings: Iterable[Any]) -> list[Any]:
+    """The names that `torch._inductor.config` does not have. Imports Inductor only if there are any. 2.11, 2.13."""
+    names = list(settings)
+    if not names:
+        return []
+    with _torchs_own_warnings_ignored():
+        from torch._inductor import config
+
+        known = config.get_config_copy()
+    return [name for name in names if name not in known]

@@ -8,17 +8,34 @@ Write-backs join the region that computes the new value if nothing later reads t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from wholestep._torch_compat import may_copy, shares_storage
 from wholestep.ir.comm_block import comm_block
-from wholestep.ir.effects import is_collective, is_communication, shared_inputs
+from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
 from wholestep.lower.groups import Group, epilogue_of, form_groups
-from wholestep.lower.support import NodePredicate, is_changing, is_number, is_size, is_tiny, operators_of, why_not
-
-SubgraphPredicate = Callable[[list[fx.Node]], bool]
+from wholestep.lower.predicates import (
+    NodePredicate,
+    SubgraphPredicate,
+    accepts_node,
+    accepts_subgraph,
+    any_node,
+    any_subgraph,
+)
+from wholestep.lower.sizes import missing_places, symbol_places
+from wholestep.lower.support import (
+    is_changing,
+    is_number,
+    is_on_gpu,
+    is_size,
+    is_tiny,
+    operators_of,
+    touches_cpu,
+    why_not,
+)
 
 MIN_ATEN_OPS = 10
 
@@ -61,40 +78,53 @@ class Plan:
 
 def plan_regions(
     graph: fx.Graph,
-    node_predicate: NodePredicate | None = None,
-    subgraph_predicate: SubgraphPredicate | None = None,
+    node_predicate: NodePredicate = any_node,
+    subgraph_predicate: SubgraphPredicate = any_subgraph,
     min_aten_ops: int = MIN_ATEN_OPS,
+    *,
+    may_alias: bool = True,
 ) -> Plan:
-    """Which nodes are compiled together, in which order everything runs, and why the rest stays outside."""
+    """Which nodes are compiled together, in which order everything runs, and why the rest stays outside.
+
+    `may_alias`: two inputs may be given the same memory, so that no write moves before a read of any other input.
+    """
     reasons = _reasons(graph, node_predicate)
     epilogue = epilogue_of(graph)
     groups: list[Group | Region] = []
+    count = 0
     for group in form_groups(graph, reasons, set(epilogue)):
         refused = _why_not_group(group, subgraph_predicate, min_aten_ops) if group.compiled else ""
         if group.compiled and not refused:
-            groups.append(Region(sum(isinstance(g, Region) for g in groups), group.nodes))
+            groups.append(Region(count, group.nodes))
+            count += 1
             continue
         for node in group.nodes:
             reasons[node] = reasons[node] or refused
         groups.append(group)
     plan = Plan(groups, {node: reason for node, reason in reasons.items() if reason}, [])
-    plan.tail = _join_write_backs(graph, plan, epilogue)
+    plan.tail = _join_write_backs(graph, plan, epilogue, may_alias)
     _find_edges(graph, plan)
+    places = symbol_places(graph)
+    for region in plan.regions if places else ():
+        region.inputs += missing_places(region.inputs, [*region.borrowed, *region.nodes], places)
     return plan
 
 
-def _reasons(graph: fx.Graph, node_predicate: NodePredicate | None) -> dict[fx.Node, str]:
+def _reasons(graph: fx.Graph, node_predicate: NodePredicate) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             found[node] = why_not(node)
+    gpu = any(is_on_gpu(node) for node in graph.nodes)
     feeding = _feeding_numbers(found)
     for node, reason in found.items():
         if not reason and node in feeding:
             reason = "single numbers outside are computed from it"
+        if not reason and gpu and touches_cpu(node):
+            reason = "works on the CPU, in a step on the GPU"
         if not reason and _is_used_whole(node):
             reason = "its results are used as one object"
-        if not reason and node_predicate is not None and not node_predicate(node):
+        if not reason and not accepts_node(node_predicate, node):
             reason = "refused by node_predicate"
         found[node] = reason
     for node in found:  # elements stay with what they are elements of
@@ -125,29 +155,36 @@ def _is_used_whole(node: fx.Node) -> bool:
     return isinstance(val, list | tuple) and any(user.target is not operator.getitem for user in node.users)
 
 
-def _why_not_group(group: Group, predicate: SubgraphPredicate | None, min_aten_ops: int) -> str:
+def _why_not_group(group: Group, predicate: SubgraphPredicate, min_aten_ops: int) -> str:
     count = sum(map(operators_of, group.nodes))
     if count < min_aten_ops:
         return f"{count} operators between others that stay outside; a region has at least {min_aten_ops}"
-    if predicate is not None and not predicate(list(group.nodes)):
+    if not accepts_subgraph(predicate, group.nodes):
         return "refused by subgraph_predicate"
     return ""
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at one tensor in another form."""
-    if node.op != "call_function" or node.target is operator.getitem or is_communication(node.target):
+    """Whether a node only looks at one tensor in another form, or at several parts of it."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.target is not operator.getitem and is_view(source)
+    if is_communication(node.target) or may_write(node.target):
         return False
     tensors = [source for source in node.all_input_nodes if not is_number(source)]
-    return len(tensors) == 1 and shared_inputs(node) == tensors and isinstance(node.meta.get("val"), Tensor)
+    if len(tensors) != 1 or shared_inputs(node) != tensors:
+        return False
+    return not may_copy(node.target) or shares_storage(node.meta.get("val"), tensors[0].meta.get("val"))
 
 
 def is_free(node: fx.Node) -> bool:
     """Whether a node is made again wherever it is used: views and sizes."""
-    return is_view(node) or (is_size(node) and node.op == "call_function")
+    return (is_size(node) and node.op == "call_function") or is_view(node)
 
 
-def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node]) -> list[fx.Node]:
+def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node], may_alias: bool) -> list[fx.Node]:
     """Put write-backs into the regions that compute their values; returns those that stay."""
     position: dict[fx.Node, int] = {}
     region_of: dict[fx.Node, Region] = {}
@@ -157,14 +194,18 @@ def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node]) -> l
             if isinstance(group, Region):
                 region_of[node] = group
     last_read = _last_reads(graph, position, set(epilogue))
+    of_any = max(last_read.values(), default=-1)
+    written = -1
     tail: list[fx.Node] = []
     for node in epilogue:
         target, value = node.args[0], node.args[1]
         assert isinstance(target, fx.Node)
         region = region_of.get(value) if isinstance(value, fx.Node) else None
-        if region is None or last_read.get(target, -1) > position[region.nodes[0]]:
+        read = max(of_any, written) if may_alias else last_read.get(target, -1)
+        if region is None or (may_alias and tail) or read > position[region.nodes[0]]:
             tail.append(node)
         else:
+            written = position[region.nodes[0]]
             region.nodes.append(node)
     return tail
 

@@ -70,10 +70,12 @@ class _Cut:
         kept = _results(forward)[len(ordered) :]
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
         sources = [_source(name, kept, self._places) for name in names]
+        own = _owning(_results(forward), len(ordered))
+        given_away = [i for i, (kind, place) in enumerate(sources) if kind == "kept" and own[place]]
         sources += _write_at_end(backward, [place for place, _ in late], self._inputs, len(second))
         writes = _write_early(forward, backward, [place for place, _ in early], self._inputs, len(first))
-        run_forward = compile_inductor(forward, self._inputs[:-1], dict(config))
-        run_backward = compile_inductor(backward, _examples(backward), dict(config))
+        run_forward = compile_inductor(forward, self._inputs[:-1], dict(config), "forward")
+        run_backward = compile_inductor(backward, _examples(backward), dict(config), "backward", given_away)
         return ForwardBackward(run_forward, run_backward, sources, first, second, writes)
 
     def _rename(self) -> None:
@@ -113,6 +115,23 @@ def _source(name: str, kept: Sequence[Any], places: Sequence[fx.Node]) -> tuple[
     if name in inputs:
         return ("input", inputs[name])
     return ("kept", next(i for i, value in enumerate(kept) if isinstance(value, fx.Node) and value.name == name))
+
+
+def _owning(results: Sequence[Any], start: int) -> list[bool]:
+    """Of each kept value (from `start` on): whether its memory is nobody else's, so that the backward may use it."""
+    roots = [_root(value) if isinstance(value, fx.Node) else None for value in results]
+    return [root is not None and root.op == "call_function" and roots.count(root) == 1 for root in roots[start:]]
+
+
+def _root(node: fx.Node) -> fx.Node | None:
+    """The node whose memory a value shares; None if it may be that of several."""
+    while True:
+        shared = shared_inputs(node)
+        if not shared:
+            return node
+        if len(shared) > 1:
+            return None
+        node = shared[0]
 
 
 def _write_at_end(gm: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int) -> list[tuple[str, int]]:

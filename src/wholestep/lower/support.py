@@ -6,18 +6,16 @@ A reason is for the person who reads `ws.lower.explain`: it says what the node d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, op_name
-from wholestep.ir.effects import is_communication, is_data_dependent
+from wholestep.ir.effects import is_communication, is_data_dependent, may_write
 from wholestep.lower.foreach import is_foreach
+from wholestep.lower.in_place import changes_memory
 from wholestep.lower.scalars import can_take_numbers
-
-NodePredicate = Callable[[fx.Node], bool]
 
 _PLAIN_LAYOUT = torch.strided
 
@@ -50,7 +48,7 @@ def why_not(node: fx.Node) -> str:
     if target is operator.getitem:
         return _why_not_part(node)
     if not isinstance(target, OpOverload):
-        return f"{getattr(target, '__name__', target)} is a Python function"
+        return f"{getattr(target, '__name__', target)} is a Python function; make_fx shows its operators"
     return _why_not_operator(node, target)
 
 
@@ -62,6 +60,8 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "a fused optimizer: one call for all parameters already"
     if name == "aten::_amp_update_scale":
         return "one number: a call is cheaper than a kernel"
+    if may_write(target) and changes_memory(target):
+        return changes_memory(target)
     if is_data_dependent(target):
         return "its result depends on the contents of a tensor"
     if target.namespace not in ("aten", "prims"):
@@ -106,6 +106,23 @@ def is_tiny(node: fx.Node) -> bool:
     """Whether a node reads tensors, all of a single element."""
     vals = [val for source in node.all_input_nodes if isinstance(val := source.meta.get("val"), Tensor)]
     return bool(vals) and all(val.dim() == 0 for val in vals)
+
+
+def is_on_gpu(node: fx.Node) -> bool:
+    """Whether a node makes a tensor that is not on the CPU."""
+    return any(val.device.type not in ("cpu", "meta") for val in _tensors(node.meta.get("val")))
+
+
+def touches_cpu(node: fx.Node) -> bool:
+    """Whether a node reads or makes tensors on the CPU (single elements, which kernels take as numbers, aside)."""
+    read = [val for source in node.all_input_nodes for val in _tensors(source.meta.get("val")) if val.dim() > 0]
+    return any(val.device.type == "cpu" for val in (*read, *_tensors(node.meta.get("val"))))
+
+
+def _tensors(val: Any) -> list[Tensor]:
+    if isinstance(val, list | tuple):
+        return [tensor for item in val for tensor in _tensors(item)]
+    return [val] if isinstance(val, Tensor) else []
 
 
 def operators_of(node: fx.Node) -> int:
