@@ -169,7 +169,7 @@ def test_a_save_a_resume_into_a_fresh_model_and_an_eval_in_the_middle(tmp_path: 
             folder = tmp_path / f"{given.name}, {kind}"
             for i in range(STEPS):
                 torchs.run(i)
-                ours.run(i)
+                ours.call(i)
                 if i in (8, 11) and not ours.step.has_pending:
                     lines.append(f"{kind}: nothing is pending after call {i}")
                 if i == 8:
@@ -183,7 +183,7 @@ def test_a_save_a_resume_into_a_fresh_model_and_an_eval_in_the_middle(tmp_path: 
                     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
                     ours = pair(given, kind)[1]
                     if kind == "shard":
-                        ours.run(90)  # places the shards, and leaves something pending
+                        ours.call(90)  # places the shards, and leaves something pending
                     model, optimizer = get_state_dict(ours.model, ours.optimizer)
                     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
                     set_state_dict(ours.model, ours.optimizer, model_state_dict=model, optim_state_dict=optimizer)
