@@ -8,7 +8,7 @@ from typing import Any
 
 from wholestep.environment import default_lower
 from wholestep.errors import OptionError
-from wholestep.lower.partial_lower import LowerOptions
+from wholestep.lower.options import LowerOptions
 from wholestep.parallel.plan import Plan
 from wholestep.passes.contract import check_list
 from wholestep.passes.registry import resolve

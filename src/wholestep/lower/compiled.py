@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from wholestep._torch_compat import is_profiling
+from wholestep.lower.assumptions import Assumptions
 
 Compiled = Callable[[list[Any]], Any]
 
@@ -25,8 +26,18 @@ class CompiledRegion(nn.Module):
     def __init__(self, compiled: Compiled, tag: str, operators: int) -> None:
         super().__init__()
         self._compiled = compiled
+        self._assumptions: Assumptions | None = None
         self.tag = tag
         self.operators = operators
+
+    def assume(self, assumptions: Assumptions) -> None:
+        """Look at the arguments before each call."""
+        self._assumptions = assumptions
+
+    @property
+    def added(self) -> list[fx.Node]:
+        """Inputs of the graph that are looked at, which follow the region's own."""
+        return self._assumptions.added if self._assumptions is not None else []
 
     def forward(self, *tensors: Any, tag: str = "") -> tuple[Any, ...]:
         return self.call_boxed(list(tensors))
@@ -35,7 +46,14 @@ class CompiledRegion(nn.Module):
         """The same with a list that is emptied."""
         if is_profiling():
             with torch.profiler.record_function(self.tag):
-                return tuple(self._compiled(tensors))
+                return tuple(self._run(tensors))
+        return self._run(tensors)
+
+    def _run(self, tensors: list[Any]) -> tuple[Any, ...]:
+        if self._assumptions is not None:
+            added = self._assumptions.take(tensors)
+            if not self._assumptions.hold(tensors, added):
+                return self._assumptions.run(tensors)
         return self._compiled(tensors)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,14 +22,18 @@ from torch import fx
 from wholestep._torch_compat import copy_codegen
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.meta import node_meta, set_node_meta
+from wholestep.lower.assumptions import Assumptions
 from wholestep.lower.compiled import CompiledRegion
+from wholestep.lower.in_place import name_what_was_written, written_inputs
 from wholestep.lower.inductor import RegionCache, compile_whole, default_config
-from wholestep.lower.regions import MIN_ATEN_OPS, Plan, Region, SubgraphPredicate, is_free, plan_regions
+from wholestep.lower.options import LowerOptions
+from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
+from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
 from wholestep.lower.remat import compile_in_two, find_seed
 from wholestep.lower.report import Lowering, RegionReport, note_lowering
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
-from wholestep.lower.support import NodePredicate
+from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of
 
 log = logging.getLogger("wholestep.lower")
 
@@ -38,43 +42,46 @@ aten = torch.ops.aten
 Dumper = Callable[[str], str]
 
 
-@dataclass(frozen=True)
-class LowerOptions:
-    """How regions are formed and compiled."""
-
-    min_aten_ops: int = MIN_ATEN_OPS
-    """Fewer operators than this are not worth a compiled call."""
-    strict: bool = False
-    """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
-    remat: bool = True
-    """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of Inductor for all regions (`torch._inductor.config` names)."""
-    region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings for single regions, by number."""
-
-
 def partial_lower(
     gm: fx.GraphModule,
-    node_predicate: NodePredicate | None = None,
-    subgraph_predicate: SubgraphPredicate | None = None,
+    node_predicate: NodePredicate = any_node,
+    subgraph_predicate: SubgraphPredicate = any_subgraph,
     dumper: Dumper | None = None,
     *,
     options: LowerOptions | None = None,
     cache: RegionCache | None = None,
+    may_alias: bool = True,
 ) -> fx.GraphModule:
-    """Replace runs of nodes of a graph by calls of what Inductor makes of them; returns the same graph module."""
+    """Replace runs of nodes of a graph by calls of what Inductor makes of them; returns the same graph module.
+
+    `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False. `dumper` gets the text of a
+    region and returns its tag: the keyword of its call, which profilers show. `cache`: what was compiled for other
+    graphs. `may_alias`: two inputs may be the same memory; regions that write look before each call.
+    """
     options = options or LowerOptions()
-    _check_metadata(gm)
-    plan = plan_regions(gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops)
+    check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)
+    check_callable(**({} if dumper is None else {"dumper": dumper}))
+    _check_graph(gm)
+    name_what_was_written(gm.graph)
+    plan = plan_regions(gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias)
     _log_breaks(plan)
-    rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache())
+    rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)
     lowering = rewriter.run()
     note_lowering(gm, lowering)
     return gm
 
 
-def _check_metadata(gm: fx.GraphModule) -> None:
+def _check_graph(gm: fx.GraphModule) -> None:
+    if not isinstance(gm, fx.GraphModule):
+        raise LowerError(
+            f"a {type(gm).__name__} is no graph module.", fix="trace it: make_fx(f, tracing_mode='fake')(*inputs)."
+        )
+    try:
+        gm.graph.lint()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise LowerError(
+            f"the graph is not valid: {error}", fix="call gm.graph.lint() after the rewrite that made it."
+        ) from error
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.users and "val" not in node.meta:
             raise LowerError(
@@ -97,19 +104,28 @@ def _placement(like: torch.Tensor) -> dict[str, Any]:
 
 class _Rewriter:
     def __init__(
-        self, gm: fx.GraphModule, plan: Plan, options: LowerOptions, dumper: Dumper | None, cache: RegionCache
+        self,
+        gm: fx.GraphModule,
+        plan: Plan,
+        options: LowerOptions,
+        dumper: Dumper | None,
+        cache: RegionCache,
+        may_alias: bool,
     ) -> None:
         self._gm = gm
         self._plan = plan
         self._options = options
         self._dumper = dumper
         self._cache = cache
+        self._may_alias = may_alias
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._report = Lowering()
 
     def run(self) -> Lowering:
+        sizes = WatchedSizes(self._gm.graph)
         compiled = [self._compile(region) for region in self._plan.regions]
+        conditions = sizes.conditions()
         for node in self._gm.graph.find_nodes(op="placeholder"):
             self._copy(node)
         attached: dict[str, CompiledRegion] = {}
@@ -124,6 +140,7 @@ class _Rewriter:
                     self._outside(node, found)
             else:
                 module, retraced = found
+                self._assume(group, module, conditions)
                 name = self._free_name(f"subgraph_{group.number}", attached)
                 attached[name] = module
                 self._call(group, name, module, retraced)
@@ -154,6 +171,13 @@ class _Rewriter:
             return self._failed(region, error)
         return CompiledRegion(compiled, tag, region.operators), retraced
 
+    def _assume(self, region: Region, module: CompiledRegion, conditions: SizeConditions) -> None:
+        written = written_inputs(order_of(region), region.inputs) if self._may_alias else []
+        if not symbols_of([*region.inputs, *region.nodes]):
+            conditions = SizeConditions([], {})
+        if written or conditions:
+            module.assume(Assumptions(region, self._gm, written, conditions))
+
     def _same_random(self, region: Region) -> bool:
         given = {**self._options.config, **self._options.region_config.get(region.number, {})}
         if "fallback_random" in given:
@@ -182,9 +206,17 @@ class _Rewriter:
         return f"region {region.number} did not compile: {text}"
 
     def _tag(self, region: Region) -> str:
-        if self._dumper is not None:
-            return str(self._dumper("\n".join(str(node.format_node()) for node in region.nodes)))
-        return f"wholestep region {region.number}"
+        if self._dumper is None:
+            return f"wholestep region {region.number}"
+        text = "\n".join(str(node.format_node()) for node in region.nodes)
+        try:
+            return str(self._dumper(text))
+        except Exception as error:
+            raise LowerError(
+                f"dumper raised {type(error).__name__} for region {region.number}: {error}",
+                fix="let it return a name or a path for the text that it is given.",
+                node=str(region.nodes[0].format_node()),
+            ) from error
 
     def _free_name(self, name: str, attached: Mapping[str, Any]) -> str:
         while hasattr(self._gm, name) or name in attached:
@@ -232,6 +264,7 @@ class _Rewriter:
             ones = self._graph.call_function(aten.ones.default, (list(like.shape),), _placement(like))
             ones.meta["val"] = like
             arguments.append(ones)
+        arguments += [self._value(node) for node in module.added]
         call = self._graph.create_node("call_module", name, tuple(arguments), {"tag": module.tag})
         call.meta["val"] = tuple(node.meta.get("val") for node in region.outputs)
         set_node_meta(call, replace(node_meta(region.nodes[0]), in_place=None))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, decomposed
-from wholestep.ir.effects import may_write, writes
+from wholestep.ir.effects import write_condition, writes, written_positions
 from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
+from wholestep.lower.in_place import only_writes_back
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.scalars import Number, call
 
@@ -50,7 +51,7 @@ def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None =
     if seed is not None:
         inputs.append(_fresh(seed.meta["val"], mode))
     order = [node for node in order_of(region) if node is not seed]
-    mutates = any(may_write(n.target) and writes(n) and n.args[0] not in region.inputs for n in order)
+    mutates = not only_writes_back(order, region.inputs)
 
     def run(*flat: Any) -> tuple[Any, ...]:
         given = {} if seed is None else {seed: flat[-1]}
@@ -98,11 +99,22 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target in _VIEWS:
         # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
         return aten.reshape.default(*args, **kwargs)
+    if write_condition(target) and writes(node):
+        return _call_hidden_writer(target, args, kwargs)
     if target is aten._amp_foreach_non_finite_check_and_unscale.default:
         return unscaled(*args)
     if is_foreach(target) and element_operator(target) is not None:
         return call_elementwise(target, args, kwargs)
     return call(target, args, kwargs)
+
+
+def _call_hidden_writer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch norm updates its statistics without saying so: let it update copies, and say it."""
+    copies = {i: args[i].clone() for i in written_positions(op)}
+    result = op(*(copies.get(i, value) for i, value in enumerate(args)), **kwargs)
+    for i, value in copies.items():
+        args[i].copy_(value)
+    return result
 
 
 def _fakes(region: Region, tensors: list[Any]) -> list[FakeTensor]:

@@ -15,7 +15,9 @@ from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
 from wholestep.lower.groups import epilogue_of
 from wholestep.lower.inductor import RegionCache
-from wholestep.lower.partial_lower import LowerOptions, partial_lower
+from wholestep.lower.options import LowerOptions
+from wholestep.lower.partial_lower import partial_lower
+from wholestep.lower.predicates import NodePredicate, any_node
 from wholestep.lower.report import lowering_of
 
 log = logging.getLogger("wholestep.lower")
@@ -54,7 +56,7 @@ class Lowering:
         for old, new in env.items():
             new.meta = dict(old.meta)
         gm = lazy_graph_module(step_graph.gm, graph, "WholeStepLowered")
-        return _timed(gm, self._options, self._cache, _is_no_update if runs_once else None)
+        return _timed(gm, self._options, self._cache, _is_no_update if runs_once else any_node)
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Lower a graph that already updates in place: what writes stays outside."""
@@ -76,9 +78,10 @@ def _is_no_update(node: fx.Node) -> bool:
     return node_meta(node).phase != "optimizer"
 
 
-def _timed(gm: fx.GraphModule, options: LowerOptions, cache: RegionCache, predicate: object) -> fx.GraphModule:
+def _timed(gm: fx.GraphModule, options: LowerOptions, cache: RegionCache, predicate: NodePredicate) -> fx.GraphModule:
     started = time.perf_counter()
-    partial_lower(gm, predicate, options=options, cache=cache)  # type: ignore[arg-type]
+    # Capture guards that inputs are apart, or knows which are not.
+    partial_lower(gm, predicate, options=options, cache=cache, may_alias=False)
     found = lowering_of(gm)
     log.info("%s", found)
     log.info("lowered in %.1f s: %d regions", time.perf_counter() - started, len(found.regions))

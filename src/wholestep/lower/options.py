@@ -1,0 +1,52 @@
+"""How regions are formed and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wholestep._torch_compat import unknown_inductor_settings
+from wholestep.errors import OptionError
+from wholestep.lower.regions import MIN_ATEN_OPS
+
+
+@dataclass(frozen=True)
+class LowerOptions:
+    """Checked when they are given."""
+
+    min_aten_ops: int = MIN_ATEN_OPS
+    """Fewer operators than this are not worth a compiled call."""
+    strict: bool = False
+    """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
+    remat: bool = True
+    """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of Inductor for all regions (`torch._inductor.config` names)."""
+    region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings for single regions, by number."""
+
+    def __post_init__(self) -> None:
+        if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
+            raise OptionError(f"min_aten_ops={self.min_aten_ops!r}", fix="use a whole number, 0 or more.")
+        for name in ("strict", "remat"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r}", fix="use True or False.")
+        _check_settings("config", self.config)
+        if not isinstance(self.region_config, Mapping):
+            raise OptionError(f"region_config={self.region_config!r}", fix='use {0: {"max_autotune": True}}.')
+        for number, settings in self.region_config.items():
+            if type(number) is not int or number < 0:
+                raise OptionError(f"region_config has {number!r}.", fix="use the numbers of regions: 0, 1, ...")
+            _check_settings(f"region_config[{number}]", settings)
+
+
+def _check_settings(name: str, settings: Any) -> None:
+    if not isinstance(settings, Mapping):
+        raise OptionError(f"{name}={settings!r}", fix='use a dict of Inductor settings: {"max_autotune": True}.')
+    unknown = unknown_inductor_settings(settings)
+    if unknown:
+        raise OptionError(
+            f"{name} has {', '.join(map(repr, unknown))}, which Inductor does not know.",
+            fix='use names of torch._inductor.config, such as "max_autotune" or "cpp.simdlen".',
+        )
