@@ -47,7 +47,11 @@ def main() -> None:
     runs: dict[str, tuple[Any, nn.Module, torch.optim.Optimizer]] = {}
     for name, plan in plans.items():
         model = Transformer(options.layers, 64)
-        runs[name] = (ws.compile(train_step, parallel=plan), model, torch.optim.AdamW(model.parameters(), 0.1))
+        runs[name] = (
+            ws.compile(train_step, parallel=plan, lower="eager"),
+            model,
+            torch.optim.AdamW(model.parameters(), 0.1),
+        )
     found: dict[str, Any] = {"ranks": options.ranks, "torch": torch.__version__}
     for name, (step, model, optimizer) in runs.items():
         found[f"{name}_nodes"] = ws.capture(step, model, optimizer, x).num_nodes

@@ -107,7 +107,7 @@ def per_call(device: str) -> dict[str, float]:
 def _per_call(name: str, model: nn.Module, device: str) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(4, 8, device=device)
-    step = ws.compile(train_step)
+    step = ws.compile(train_step, lower="eager")
     for _ in range(3):
         step(model, optimizer, x)
     entry = step._last
@@ -201,7 +201,7 @@ def peak_memory(device: str) -> dict[str, float]:
         model = (Narrow(6, 512) if wide else Transformer(4, 128)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
         x = torch.randn(4, 512, device=device) if wide else torch.randn(8, 64, 128, device=device)
-        step = ws.compile(train_step) if compiled else train_step
+        step = ws.compile(train_step, lower="eager") if compiled else train_step
         for _ in range(3):
             step(model, optimizer, x)
         return _peak_bytes(lambda: step(model, optimizer, x), device)

@@ -101,12 +101,13 @@ def replicated(config: Config, mesh: DeviceMesh) -> Iterator[Way]:
     yield way("DDP eager", train_step, DistributedDataParallel(fresh(config)))
     if not no_compiler():
         yield way("torch.compile + DDP", train_step, torch.compile(DistributedDataParallel(fresh(config))))
-    for name, passes in (
-        ("ws.Replicate, no passes", None),
-        ('ws.Replicate, "default"', "default"),
-        ("ws.Replicate, default + overlap", overlapped),
+    for name, passes, lower in (
+        ("ws.Replicate, no passes, eager", None, "eager"),
+        ('ws.Replicate, "default", eager', "default", "eager"),
+        ("ws.Replicate, + overlap, eager", overlapped, "eager"),
+        ('ws.Replicate, "default"', "default", "inductor"),
     ):
-        yield way(name, ws.compile(train_step, parallel=plan, passes=passes), fresh(config))
+        yield way(name, ws.compile(train_step, parallel=plan, passes=passes, lower=lower), fresh(config))
 
 
 def sharded(config: Config, mesh: DeviceMesh) -> Iterator[Way]:
@@ -115,8 +116,13 @@ def sharded(config: Config, mesh: DeviceMesh) -> Iterator[Way]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     yield way("fully_shard eager", train_step, fully_shard(model, mesh=mesh))
-    for name, passes in (("ws.FullyShard, no passes", None), ('ws.FullyShard, "default"', "default")):
-        yield way(name, ws.compile(train_step, parallel=ws.FullyShard(mesh), passes=passes), fresh(config))
+    plan = ws.FullyShard(mesh)
+    for name, passes, lower in (
+        ("ws.FullyShard, no passes, eager", None, "eager"),
+        ('ws.FullyShard, "default", eager', "default", "eager"),
+        ('ws.FullyShard, "default"', "default", "inductor"),
+    ):
+        yield way(name, ws.compile(train_step, parallel=plan, passes=passes, lower=lower), fresh(config))
 
 
 def fresh(config: Config) -> TinyGPT:

@@ -54,7 +54,7 @@ def clip_by_largest(model: nn.Module, optimizer: torch.optim.Optimizer, batch: B
 def replicate(mesh: DeviceMesh, corpus: Corpus, args: argparse.Namespace, console: Console) -> bool:
     """DistributedDataParallel beside ws.Replicate; whether they agree to the last bit on every rank."""
     config, rank = corpus.config(args), mesh.get_rank()
-    step = ws.compile(train_step, parallel=ws.Replicate(mesh), passes="default")
+    step = ws.compile(train_step, parallel=ws.Replicate(mesh), passes="default", lower="eager")
     torchs = make_run("DDP", train_step, config, args, DistributedDataParallel, rank)
     ours = make_run("ws.Replicate", step, config, args, rank=rank)
     train(torchs, ours, corpus.batches(args, rank), args.steps, console)
@@ -68,7 +68,7 @@ def replicate(mesh: DeviceMesh, corpus: Corpus, args: argparse.Namespace, consol
 def shard(mesh: DeviceMesh, corpus: Corpus, args: argparse.Namespace, console: Console) -> bool:
     """torch's fully_shard beside ws.FullyShard; whether they agree to the last bit on every rank."""
     config, rank = corpus.config(args), mesh.get_rank()
-    step = ws.compile(clip_by_largest, parallel=ws.FullyShard(mesh), passes="default")
+    step = ws.compile(clip_by_largest, parallel=ws.FullyShard(mesh), passes="default", lower="eager")
     torchs = make_run("fully_shard", clip_by_largest, config, args, lambda model: shard_blocks(model, mesh), rank)
     ours = make_run("ws.FullyShard", step, config, args, rank=rank)
     whole = bytes_held(ours) * 3  # parameters and, once AdamW has run, its two moments

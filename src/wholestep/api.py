@@ -19,6 +19,7 @@ from wholestep.capture.tree import leaves_of
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
+from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.step import Lowering
 from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
@@ -99,6 +100,11 @@ class CompiledStep(Generic[P, R]):
     def executable(self) -> fx.GraphModule | None:
         """What ran last: the graph with its compiled regions, updating in place."""
         return self._last.executable if self._last is not None else None
+
+    @property
+    def lowering(self) -> LoweringReport | None:
+        """What was compiled of the graph that ran last, and why the rest was not; None where nothing was."""
+        return None if self._last is None else self._last.lowering
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self._run(self._fn, args, kwargs)

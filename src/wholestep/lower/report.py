@@ -60,6 +60,12 @@ def note_lowering(gm: fx.GraphModule, lowering: Lowering) -> None:
     gm.meta[_KEY] = lowering
 
 
+def found_lowering(gm: fx.GraphModule) -> Lowering | None:
+    """The report of a graph module, if it was lowered."""
+    found = gm.meta.get(_KEY)
+    return found if isinstance(found, Lowering) else None
+
+
 def lowering_of(gm: Any) -> Lowering:
     """The report of a lowered graph module, or of a compiled step's last graph."""
     given = gm

@@ -20,6 +20,8 @@ from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.lower.report import Lowering as LoweringReport
+from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
 from wholestep.passes.reinplace import reinplace, reinplaced
 from wholestep.runtime.attached import attach
@@ -128,6 +130,11 @@ class Entry:
     def _without_autocast(self) -> Iterator[None]:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), below_autograd():
             yield
+
+    @property
+    def lowering(self) -> LoweringReport | None:
+        """What was compiled, and why the rest was not."""
+        return found_lowering(self.executable)
 
     @cached_property
     def _values(self) -> list[Any]:
