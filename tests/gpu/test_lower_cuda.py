@@ -108,6 +108,15 @@ def test_two_shapes_share_the_memory_of_their_recordings() -> None:
     assert pair.replays
 
 
+def test_dynamic_sizes_have_a_recording_each() -> None:
+    pair = Pair(dynamic={"x": {0: ws.Dim(min=2, max=64)}})
+    for i in range(9):
+        pair.run(batch(i, (8, 12, 20)[i % 3]).cuda())
+    pair.check()
+    assert len(pair.step.graphs) <= 2
+    assert len(pair.step._last._forward._recordings) == 3
+
+
 def test_results_stay_what_they_were_and_moved_state_is_recorded_again() -> None:
     pair = Pair()
     losses = []

@@ -92,6 +92,10 @@ def _error(problem: NotRecordableError) -> CudaGraphError:
     )
 
 
+def _buffer_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 class CudaGraphStep:
     """Runs a step whose device part is recorded."""
 
@@ -113,16 +117,18 @@ class CudaGraphStep:
         """Positions among the device inputs of tensors that are copied into buffers."""
         self._kept = [i for i, place in enumerate(split.device_inputs) if place not in batch]
         self._copied += range(len(split.device_inputs), len(split.device_inputs) + split.uploads)
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[Any, list[Tensor]] = {}
+        """By the shapes of the batch: a step with dynamic sizes has a recording for each."""
         self._packs: list[Tensor] = []
-        self._recordings: dict[tuple[Any, ...], _Recording] = {}
+        self._recordings: dict[tuple[Any, Any], _Recording] = {}
+        """By the numbers that are constants of a recording, and the shapes of the batch."""
         self._warmed = False
         self._given_up = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         split = self._split
-        lists, numbers, uploads, from_host = self._host(*(inputs[i] for i in split.host_inputs))
-        tensors = [*(inputs[i] for i in split.device_inputs), *uploads]
+        lists, numbers, uploads, from_host = self._host(*map(inputs.__getitem__, split.host_inputs))
+        tensors = [*map(inputs.__getitem__, split.device_inputs), *uploads]
         from_device = self._run(tensors, lists, numbers)
         found: dict[str, Sequence[Any]] = {"host": from_host, "device": from_device, "input": inputs}
         return tuple(value if kind == "value" else found[kind][value] for kind, value in split.outputs)
@@ -136,11 +142,13 @@ class CudaGraphStep:
             ]
             found: tuple[Any, ...] = self._device(*tensors, *packs, *numbers)
             return found
-        self._fill(tensors, lists)
-        addresses = [tensors[i].data_ptr() for i in self._kept]
-        recording = self._recordings.get(numbers)
+        shapes = tuple((tensors[i].shape, tensors[i].stride()) for i in self._copied)
+        buffers = self._fill(tensors, shapes, lists)
+        addresses = list(map(Tensor.data_ptr, map(tensors.__getitem__, self._kept)))
+        key = (numbers, shapes)
+        recording = self._recordings.get(key)
         if recording is None or recording.addresses != addresses:
-            made = self._record(tensors, numbers, addresses)
+            made = self._record(tensors, buffers, key, addresses)
             if made is None:
                 return self._run(tensors, lists, numbers)
             recording = made
@@ -150,28 +158,34 @@ class CudaGraphStep:
             for value, is_new in zip(recording.outputs, recording.is_new, strict=True)
         )
 
-    def _fill(self, tensors: list[Any], lists: Sequence[list[float]]) -> None:
-        """Put the batch and the numbers where the recording reads them."""
-        if not self._buffers and self._copied:
-            self._buffers = [torch.empty_like(tensors[i]) for i in self._copied]
-        for buffer, i in zip(self._buffers, self._copied, strict=True):
+    def _fill(self, tensors: list[Any], shapes: tuple[Any, ...], lists: Sequence[list[float]]) -> list[Tensor]:
+        """Put the batch and the numbers where the recording reads them; returns the buffers of the batch."""
+        buffers = self._buffers.get(shapes)
+        if buffers is None:
+            buffers = self._buffers[shapes] = [_buffer_like(tensors[i]) for i in self._copied]
+        for buffer, i in zip(buffers, self._copied, strict=True):
             buffer.copy_(tensors[i], non_blocking=True)
         if not self._packs and self._split.packs:
             self._packs = [torch.empty(n, dtype=dtype, device=device) for dtype, device, n in self._split.packs]
         for pack, values in zip(self._packs, lists, strict=True):
-            # A new page-locked tensor each time: the copy from the last one may still be under way.
-            pack.copy_(torch.tensor(values, dtype=pack.dtype).pin_memory(), non_blocking=True)
+            # Ordinary memory: CUDA takes a few bytes of it along at once, so it may go while the copy is under way.
+            pack.copy_(torch.tensor(values, dtype=pack.dtype), non_blocking=True)
+        return buffers
 
-    def _record(self, tensors: list[Any], numbers: tuple[Any, ...], addresses: list[int]) -> _Recording | None:
-        if len(self._recordings) >= _MOST_RECORDINGS and numbers not in self._recordings:
+    def _record(
+        self, tensors: list[Any], buffers: list[Tensor], key: tuple[Any, Any], addresses: list[int]
+    ) -> _Recording | None:
+        numbers = key[0]
+        if len(self._recordings) >= _MOST_RECORDINGS and key not in self._recordings:
             names = ", ".join(self._split.numbers)
-            self._give_up(f"one of its numbers ({names}) changes again and again")
+            what = f"one of its numbers ({names})" if names else "the shape of its batch"
+            self._give_up(f"{what} changes again and again")
             return None
         inputs = list(tensors)
-        for buffer, i in zip(self._buffers, self._copied, strict=True):
+        for buffer, i in zip(buffers, self._copied, strict=True):
             inputs[i] = buffer
         graph = torch.cuda.CUDAGraph()
-        self._recordings.pop(numbers, None)
+        self._recordings.pop(key, None)
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
@@ -182,13 +196,14 @@ class CudaGraphStep:
         state = {tensors[i].untyped_storage().data_ptr() for i in self._kept}
         is_new = [isinstance(v, Tensor) and v.untyped_storage().data_ptr() not in state for v in outputs]
         recording = _Recording(graph, addresses, outputs, is_new)
-        self._recordings[numbers] = recording
+        self._recordings[key] = recording
         log.info("recorded a CUDA graph (%d so far)", len(self._recordings))
         return recording
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self._recordings.clear()
+        self._buffers.clear()
         if self._must:
             raise _error(NotRecordableError(reason))
         warnings.warn(CudaGraphWarning(f"this step goes on without a CUDA graph: {reason}."), stacklevel=2)

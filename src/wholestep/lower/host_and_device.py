@@ -215,6 +215,8 @@ def _check_device(node: fx.Node) -> None:
         raise NotRecordableError(f"{node.name} handles the state of a random generator", node)
     if is_communication(node.target):
         raise NotRecordableError(f"{node.name} communicates between ranks", node)
+    if node.op == "call_function" and any(val.device.type == "cpu" for val in _tensors(node.meta.get("val"))):
+        raise NotRecordableError(f"{node.name} brings a value of the GPU to the CPU", node)
     if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
         raise NotRecordableError(f"the shape of {node.name} depends on data", node)
     if node.op == "call_function" and not _tensors(node.meta.get("val")) and _is_read(node):

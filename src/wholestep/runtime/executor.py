@@ -81,6 +81,9 @@ class Entry:
             batch = [i for i, spec in enumerate(self.step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
             replayed = lowering.replayed(self.executable, batch, program)
             if replayed is not None:
+                written = {write.target for write in self.step_graph.signature.write_backs}
+                inputs = self.step_graph.signature.inputs
+                self._written = tuple(i for i, spec in enumerate(inputs) if spec.name in written)
                 return replayed
         return program(self.executable)
 
