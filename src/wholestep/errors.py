@@ -296,6 +296,19 @@ class CudaGraphError(WholestepError, RuntimeError):
     code = "WS-CUDAGRAPH"
 
 
+class DebugError(WholestepError, RuntimeError):
+    """A value is not what its node's metadata says. `mismatches` has all that were found."""
+
+    code = "WS-DEBUG"
+    mismatches: tuple[object, ...] = ()
+
+
+class DumpError(WholestepError):
+    """A file of a dump that is damaged, hostile or of another version."""
+
+    code = "WS-DUMP"
+
+
 class LowerWarning(UserWarning):
     """A region did not compile and runs operator by operator."""
 
