@@ -40,7 +40,8 @@ def call_elementwise(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     count = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
     names = [argument.name for argument in schema_of(op).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    lists = {a.name for a in schema_of(op).arguments if str(a.type).startswith("List[")}
+    # `scalars` may also be a tensor with a number for each element.
+    lists = {a.name for a in schema_of(op).arguments if str(a.type).startswith("List[") or a.name == "scalars"}
     results = []
     for i in range(count):
         own = {key: value[i] if key in lists and value is not None else value for key, value in given.items()}
@@ -62,7 +63,9 @@ def _one(packet: Any, base: str, values: list[Any], own: dict[str, Any]) -> Any:
         order = own.get("ord", 2)
         return aten.linalg_vector_norm.default(own["self"], order, dtype=own.get("dtype"))
     if base in ("addcmul", "addcdiv"):
-        value = own.get("value", own.get("scalars", own.get("tensor", 1)))
+        value = own.get("value", own.get("scalars", 1))
+        if isinstance(value, Tensor):
+            value = Number(value.to(torch.float32), value.to(torch.float64))
         return call(packet.default, (own["self"], own["tensor1"], own["tensor2"]), {"value": value})
     if base in ("add", "sub") and "alpha" in own:
         second = own.get("other", own.get("scalar", own.get("scalars")))
@@ -87,7 +90,9 @@ def _one(packet: Any, base: str, values: list[Any], own: dict[str, Any]) -> Any:
 def _binary(packet: Any, base: str) -> Any:
     """The overload of a binary operator that takes tensors and, as scalars are, numbers."""
     named = {"clamp_min": aten.maximum, "clamp_max": aten.minimum, "maximum": aten.maximum, "minimum": aten.minimum}
-    return named[base].default if base in named else packet.Tensor
+    if base in named:
+        return named[base].default
+    return packet.Tensor if "Tensor" in packet.overloads() else packet.default
 
 
 def _power(base: Any, exponent: Any) -> Any:

@@ -9,6 +9,8 @@ So a number is kept twice: as float32 and, where a float64 tensor meets it, as f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,6 +42,10 @@ _OPERANDS = frozenset(
 """Operators (without `aten::`) whose numbers can be tensors instead."""
 
 
+_JUMPS = frozenset("eq ne lt le gt ge fmod remainder".split())
+"""Small differences matter: eager rounds the number to the dtype of the tensors, which fused kernels leave out."""
+
+
 def can_take_numbers(node: fx.Node) -> bool:
     """Whether an operator of a graph can be told its numbers by a tensor."""
     if not isinstance(node.target, OpOverload):
@@ -47,7 +53,14 @@ def can_take_numbers(node: fx.Node) -> bool:
     name = op_name(node.target).removeprefix("aten::").split(".")[0]
     if name.startswith("_foreach_"):
         return name.removeprefix("_foreach_") in _OPERANDS and not schema_of(node.target).is_mutable
+    if name in _JUMPS and any(_is_rounded(source.meta.get("val")) for source in node.all_input_nodes):
+        return False
     return name in _OPERANDS
+
+
+def _is_rounded(val: Any) -> bool:
+    """Whether numbers beside this tensor become something else than the float32 or float64 that a region gets."""
+    return isinstance(val, Tensor) and val.dtype not in (torch.float32, torch.float64)
 
 
 def has_numbers(value: Any) -> bool:
@@ -63,21 +76,42 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator some of whose arguments may be Numbers."""
     if not has_numbers(args) and not has_numbers(kwargs):
         return _plain(op, args, kwargs)
+    names = [argument.name for argument in schema_of(op).arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    dtype = _promoted(given.values())
+    given = {name: value.beside(dtype) if isinstance(value, Number) else value for name, value in given.items()}
     name = op_name(op).removeprefix("aten::").split(".")[0]
-    dtype = _dtype(args)
-    given = [argument.beside(dtype) if isinstance(argument, Number) else argument for argument in args]
-    named = {k: argument.beside(dtype) if isinstance(argument, Number) else argument for k, argument in kwargs.items()}
-    special = _SPECIAL.get(name)
-    if special is not None:
-        return special(given, named)
-    alpha = named.pop("alpha", 1)
-    overload = {"pow": "Tensor_Tensor", "maximum": "default", "minimum": "default", "atan2": "default"}.get(
-        name, "Tensor"
-    )
-    first, second = (_tensor(value, dtype) for value in given[:2])
+    result = _SPECIAL[name](given) if name in _SPECIAL else _binary(name, given, dtype)
+    # A number never decides the dtype of a result; as a tensor it would beside tensors of a single element.
+    if name not in _CREATES and dtype is not None and result.is_floating_point():
+        result = result.to(dtype)
+    return result
+
+
+def _binary(name: str, given: dict[str, Any], dtype: torch.dtype | None) -> Tensor:
+    """An operator of two operands, with the overload for two tensors."""
+    alpha = given.pop("alpha", 1)
+    mode = {key: given.pop(key) for key in ("rounding_mode",) if key in given}
+    first, second = (_tensor(value, dtype) for value in given.values())
     if isinstance(alpha, Tensor) or alpha != 1:
         second = second * alpha
-    return getattr(getattr(aten, name), overload)(first, second, **named)
+    overload = _OVERLOADS.get(name, "Tensor_mode" if mode else "Tensor")
+    result: Tensor = getattr(getattr(aten, name), overload)(first, second, **mode)
+    return result
+
+
+_OVERLOADS = {"pow": "Tensor_Tensor", "maximum": "default", "minimum": "default", "atan2": "default"}
+_CREATES = frozenset({"full", "full_like"})
+
+
+def _promoted(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype in which eager computes with these tensors and some floating number; None without tensors."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dtype != torch.bool]
+    if not tensors:
+        return None
+    deciding = [tensor.dtype for tensor in tensors if tensor.dim()] or [tensor.dtype for tensor in tensors]
+    found = reduce(torch.promote_types, deciding)
+    return found if found.is_floating_point else torch.get_default_dtype()
 
 
 def _plain(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,67 +148,76 @@ def _tensor(value: Any, dtype: torch.dtype | None) -> Tensor:
     return aten.full.default([], value, dtype=kind)  # type: ignore[no-any-return]
 
 
-def _lerp(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    start, end, weight = args
+def _lerp(given: dict[str, Any]) -> Tensor:
+    start, end, weight = given.values()
     return start + weight * (end - start)  # type: ignore[no-any-return]
 
 
-def _addcmul(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] + kwargs.get("value", 1) * (args[1] * args[2])  # type: ignore[no-any-return]
+def _addcmul(given: dict[str, Any]) -> Tensor:
+    start, first, second, value = given.values()
+    return start + value * (first * second)  # type: ignore[no-any-return]
 
 
-def _addcdiv(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] + kwargs.get("value", 1) * (args[1] / args[2])  # type: ignore[no-any-return]
+def _addcdiv(given: dict[str, Any]) -> Tensor:
+    start, first, second, value = given.values()
+    return start + value * (first / second)  # type: ignore[no-any-return]
 
 
-def _rsub(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    return args[1] - args[0] * (args[2] if len(args) > 2 else kwargs.get("alpha", 1))  # type: ignore[no-any-return]
+def _rsub(given: dict[str, Any]) -> Tensor:
+    return given["other"] - given["self"] * given.get("alpha", 1)  # type: ignore[no-any-return]
 
 
-def _clamp(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    low = args[1] if len(args) > 1 else kwargs.get("min")
-    high = args[2] if len(args) > 2 else kwargs.get("max")
-    result: Tensor = args[0]
-    if low is not None:
-        result = torch.maximum(result, _tensor(low, result.dtype).to(result.dtype))
-    if high is not None:
-        result = torch.minimum(result, _tensor(high, result.dtype).to(result.dtype))
+def _clamp(given: dict[str, Any]) -> Tensor:
+    result: Tensor = given["self"]
+    dtype = _promoted([result])
+    assert dtype is not None
+    result = result.to(dtype)
+    for bound, choose in (("min", torch.maximum), ("max", torch.minimum)):
+        if given.get(bound) is not None:
+            result = choose(result, _tensor(given[bound], dtype).to(dtype))
     return result
 
 
-def _where(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    dtype = _dtype(args[1:])
-    first, second = (_tensor(value, dtype) for value in args[1:3])
-    result: Tensor = aten.where.self(args[0], first, second)
-    return result if dtype is None else result.to(dtype)
+def _where(given: dict[str, Any]) -> Tensor:
+    condition, first, second = given.values()
+    dtype = _promoted([first, second])
+    result: Tensor = aten.where.self(condition, _tensor(first, dtype), _tensor(second, dtype))
+    return result
 
 
-def _fill(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    return args[1].to(args[0].dtype).expand(args[0].shape).clone()  # type: ignore[no-any-return]
+def _fill(given: dict[str, Any]) -> Tensor:
+    return given["value"].to(given["self"].dtype).expand(given["self"].shape).clone()  # type: ignore[no-any-return]
 
 
-def _masked_fill(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    return torch.where(args[1], args[2].to(args[0].dtype), args[0])
+def _masked_fill(given: dict[str, Any]) -> Tensor:
+    return torch.where(given["mask"], given["value"].to(given["self"].dtype), given["self"])
 
 
-def _full(args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return args[1].to(dtype).expand(args[0]).clone()  # type: ignore[no-any-return]
+def _full(given: dict[str, Any]) -> Tensor:
+    dtype = given.get("dtype") or torch.get_default_dtype()
+    value: Tensor = given["fill_value"]
+    return value.to(dtype).expand(given["size"]).clone()
 
 
-_SPECIAL: dict[str, Any] = {
+def _full_like(given: dict[str, Any]) -> Tensor:
+    dtype = given.get("dtype") or given["self"].dtype
+    value: Tensor = given["fill_value"]
+    return aten.copy.default(torch.empty_like(given["self"], dtype=dtype), value.to(dtype))  # type: ignore[no-any-return]
+
+
+_SPECIAL: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "lerp": _lerp,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
     "rsub": _rsub,
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda args, kwargs: _clamp([args[0], None, args[1]], kwargs),
+    "clamp_max": _clamp,
     "where": _where,
     "fill": _fill,
     "masked_fill": _masked_fill,
     "full": _full,
-    "full_like": lambda args, kwargs: _fill([args[0], args[1]], kwargs),
+    "full_like": _full_like,
 }
 
 
