@@ -7,12 +7,14 @@ for which that is not so runs the region operator by operator.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 from wholestep._torch_compat import lazy_graph_module
+from wholestep.errors import LowerWarning
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.sizes import SizeConditions
 
@@ -28,6 +30,7 @@ class Assumptions:
         self._written = tuple(written)
         self._sizes = sizes
         self._operators = lazy_graph_module(owner, region_graph(region), f"Region{region.number}")
+        self._told = False
         self._what = f"region {region.number}"
         self.added = sizes.inputs
         """Inputs of the graph that follow the arguments of the compiled region."""
@@ -42,12 +45,18 @@ class Assumptions:
     def hold(self, arguments: list[Any], added: Sequence[Any]) -> bool:
         """Whether the compiled form is right for these arguments."""
         if self._sizes and not self._sizes.hold(added):
-            log.info("%s runs operator by operator: not all of %s hold", self._what, self._sizes)
+            self._tell()
             return False
         if self._written and _overlap(arguments[: self._inputs], self._written):
             log.info("%s runs operator by operator: it writes into an input that it got twice", self._what)
             return False
         return True
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            text = f"{self._what} runs operator by operator for some sizes: its code is for {self._sizes}."
+            warnings.warn(LowerWarning(text), stacklevel=2)
 
     def run(self, arguments: list[Any]) -> tuple[Any, ...]:
         """The region, operator by operator."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import compile_inductor, improve_joint
+from wholestep._torch_compat import compile_inductor, improve_joint, shape_env_of, symbols_in
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.retrace import Retraced
 
@@ -31,8 +31,11 @@ def compile_whole(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
 class RegionCache:
     """Compiled regions by what they compute."""
 
-    _known: dict[Any, Compiled] = field(default_factory=dict)
+    _known: dict[Any, tuple[Compiled, list[Any]]] = field(default_factory=dict)
+    """With the constants of each region: keys hold their ids, which nobody else may get."""
     hits: int = 0
+    conditions_before: dict[Any, int] = field(default_factory=dict)
+    """How many conditions on sizes there were before the first region with the same symbols was compiled."""
 
     def compile(self, retraced: Retraced, config: Mapping[str, Any], how: CompileRegion) -> Compiled:
         """The compiled form of a region, or of one that is the same and was compiled the same way."""
@@ -41,9 +44,10 @@ class RegionCache:
         found = self._known.get(key)
         if found is not None:
             self.hits += 1
-            return found
+            return found[0]
+        constants = [_attribute(retraced.gm, str(n.target)) for n in retraced.gm.graph.find_nodes(op="get_attr")]
         compiled = how(retraced, config)
-        self._known[key] = compiled
+        self._known[key] = (compiled, constants)
         return compiled
 
 
@@ -51,6 +55,8 @@ def region_key(retraced: Retraced) -> tuple[Any, ...]:
     """Equal for regions that compute the same from tensors that look the same."""
     number: dict[fx.Node, int] = {}
     lines: list[Any] = [_looks(value) for value in retraced.inputs]
+    # `s0` of another trace is another size, with other limits.
+    lines.append(next((shape_env_of(value) for value in retraced.inputs if symbols_in(value)), None))
     for node in retraced.gm.graph.nodes:
         number[node] = len(number)
         if node.op == "get_attr":

@@ -30,7 +30,7 @@ from wholestep.lower.options import LowerOptions
 from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
 from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
 from wholestep.lower.remat import compile_in_two, find_seed
-from wholestep.lower.report import Lowering, RegionReport, note_lowering
+from wholestep.lower.report import Lowering, RegionReport, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
 from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of
@@ -40,6 +40,7 @@ log = logging.getLogger("wholestep.lower")
 aten = torch.ops.aten
 
 Dumper = Callable[[str], str]
+_Compiled = tuple[CompiledRegion, Retraced] | str
 
 
 def partial_lower(
@@ -83,7 +84,7 @@ def _check_graph(gm: fx.GraphModule) -> None:
             f"the graph is not valid: {error}", fix="call gm.graph.lint() after the rewrite that made it."
         ) from error
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.users and "val" not in node.meta:
+        if node.op == "placeholder" and node.users and "val" not in node.meta and not is_generator(node):
             raise LowerError(
                 f"{node.name} has no `val`: nobody knows the shape it will have.",
                 fix="trace with make_fx(..., tracing_mode='fake'), or put fake tensors into node.meta['val'].",
@@ -120,10 +121,11 @@ class _Rewriter:
         self._may_alias = may_alias
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
+        self._reasons: dict[fx.Node, str] = {}
         self._report = Lowering()
 
     def run(self) -> Lowering:
-        sizes = WatchedSizes(self._gm.graph)
+        sizes = WatchedSizes(self._gm.graph, self._cache.conditions_before)
         compiled = [self._compile(region) for region in self._plan.regions]
         conditions = sizes.conditions()
         for node in self._gm.graph.find_nodes(op="placeholder"):
@@ -134,7 +136,7 @@ class _Rewriter:
                 for node in group.nodes:
                     self._outside(node, self._plan.reasons.get(node, ""))
                 continue
-            found = compiled[group.number]
+            found = self._checkable(group, compiled[group.number], conditions)
             if isinstance(found, str):
                 for node in group.nodes:
                     self._outside(node, found)
@@ -145,17 +147,18 @@ class _Rewriter:
                 attached[name] = module
                 self._call(group, name, module, retraced)
         for node in self._plan.tail:
-            self._copy(node)
+            self._outside(node, "writes back a value from outside, or one whose old form is read later")
         self._copy(next(iter(reversed(self._gm.graph.nodes))))
         for name, module in attached.items():
             self._gm.add_submodule(name, module)
         copy_codegen(self._gm.graph, self._graph)
         self._drop_unused()
+        self._note_outside()
         self._graph.lint()
         self._gm.graph = self._graph
         return self._report
 
-    def _compile(self, region: Region) -> tuple[CompiledRegion, Retraced] | str:
+    def _compile(self, region: Region) -> _Compiled:
         """The compiled region, or why there is none."""
         tag = self._tag(region)
         try:
@@ -170,6 +173,11 @@ class _Rewriter:
         except Exception as error:
             return self._failed(region, error)
         return CompiledRegion(compiled, tag, region.operators), retraced
+
+    def _checkable(self, region: Region, found: _Compiled, conditions: SizeConditions) -> _Compiled:
+        if isinstance(found, str) or conditions.can_be_checked or not symbols_of([*region.inputs, *region.nodes]):
+            return found
+        return self._failed(region, ValueError(f"no input tells whether {conditions} hold at a call"))
 
     def _assume(self, region: Region, module: CompiledRegion, conditions: SizeConditions) -> None:
         written = written_inputs(order_of(region), region.inputs) if self._may_alias else []
@@ -228,13 +236,18 @@ class _Rewriter:
     def _outside(self, node: fx.Node, reason: str) -> None:
         if node not in self._env:
             self._copy(node)
-            self._report.outside.append((node.name, str(node.target), reason))
+        self._reasons[self._env[node]] = reason
 
     def _copy(self, node: fx.Node) -> fx.Node:
         new = self._graph.node_copy(node, self._value)
         new.meta = dict(node.meta)
         self._env[node] = new
         return new
+
+    def _note_outside(self) -> None:
+        for node in self._graph.nodes:
+            if node in self._reasons:
+                self._report.outside.append((node.name, target_text(node), self._reasons[node]))
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The node of the new graph for one of the old; views and sizes are made where they are asked for."""
@@ -249,7 +262,7 @@ class _Rewriter:
             if missing:
                 stack += missing
             else:
-                self._copy(each)
+                self._outside(each, "a view or a size: made again where it is used")
                 stack.pop()
         return self._env[node]
 
@@ -282,7 +295,7 @@ class _Rewriter:
                 region.operators,
                 len(arguments),
                 len(region.outputs),
-                sum(node.target is torch.ops.aten.copy_.default for node in region.nodes),
+                len(written_inputs(order_of(region), region.inputs)),
                 tuple(dict.fromkeys(place.phase for place in places)),
             )
         )

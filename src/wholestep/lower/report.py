@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from wholestep._torch_compat import OpOverload
 from wholestep.errors import LowerError
 
 _KEY = "wholestep.lowering"
@@ -85,6 +86,14 @@ def explain(gm: Any) -> Lowering:
     found = lowering_of(gm)
     print(found)
     return found
+
+
+def target_text(node: fx.Node) -> str:
+    """What a node calls, as one would write it."""
+    target = node.target
+    if isinstance(target, str | OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

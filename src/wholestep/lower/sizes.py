@@ -93,15 +93,16 @@ class SizeConditions:
 
 
 class WatchedSizes:
-    """Collects the conditions that are added while regions of a graph are compiled."""
+    """Collects the conditions that are added while regions are compiled."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, before: dict[Any, int]) -> None:
+        """`before`: how many conditions there were when something that may be used again was first compiled."""
         self.places = symbol_places(graph)
         nodes = graph.find_nodes(op="placeholder")
         self._env = next((env for n in nodes if (env := shape_env_of(n.meta.get("val"))) is not None), None)
-        self._before = 0 if self._env is None else len(shape_guards(self._env))
+        self._before = 0 if self._env is None else before.setdefault(self._env, len(shape_guards(self._env)))
 
     def conditions(self) -> SizeConditions:
-        """What was assumed since this object was made."""
+        """What was assumed until now."""
         added = [] if self._env is None else shape_guards(self._env)[self._before :]
         return SizeConditions([each for each in added if each.free_symbols], self.places)
