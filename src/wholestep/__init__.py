@@ -1,5 +1,6 @@
 """wholestep: an ordinary PyTorch training step as one FX graph."""
 
+from wholestep import debug as debug
 from wholestep import errors as errors
 from wholestep import lower as lower
 from wholestep import passes as passes
@@ -33,6 +34,7 @@ __all__ = [
     "WholestepError",
     "capture",
     "compile",
+    "debug",
     "errors",
     "lower",
     "partial_lower",

@@ -309,6 +309,18 @@ class DumpError(WholestepError):
     code = "WS-DUMP"
 
 
+class MinifyError(WholestepError):
+    """A graph that cannot be made smaller: it does not fail, or not in the way that was named."""
+
+    code = "WS-MINIFY"
+
+
+class BisectError(WholestepError):
+    """Nothing to compare or to search: not a compiled step, or arguments that its graph cannot run on."""
+
+    code = "WS-BISECT"
+
+
 class LowerWarning(UserWarning):
     """A region did not compile and runs operator by operator."""
 

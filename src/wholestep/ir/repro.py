@@ -1,0 +1,303 @@
+"""A graph and its inputs as a folder that runs by itself: `repro.py` needs torch and nothing of ours.
+
+    repro.py             class Repro(torch.nn.Module), make_inputs(), and what to look at under `if __name__ ...`
+    repro.safetensors    tensors that are too large for the text
+
+What cannot be written (a module that is not of torch.nn, a function without source) becomes a line that says so when it
+is reached; `write_repro` returns their names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from wholestep._torch_compat import OpOverload, op_name
+from wholestep.ir.tensor_file import can_write, write_tensors
+
+_INLINE = 32
+"""Tensors of up to so many elements are part of the text."""
+
+_READER = '''
+def read_tensors(path):
+    """A safetensors file."""
+    raw = Path(path).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data, found = json.loads(raw[8 : 8 + length]), raw[8 + length :], {}
+    notes = header.pop("__metadata__", {})
+    for name, entry in header.items():
+        dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        flat = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8) if end > start else torch.empty(0)
+        tensor = (flat.view(dtype) if end > start else flat.to(dtype)).reshape(entry["shape"])
+        stride = notes.get(name + ".stride")
+        if stride is not None:
+            stride = [int(step) for step in stride.split(",")]
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=dtype).copy_(tensor)
+        found[name] = tensor
+    return found
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES |= {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+TENSORS = read_tensors(Path(__file__).with_name("repro.safetensors"))
+'''
+
+_PLACE = '''
+def place(device):
+    """A device, or the CPU where this machine does not have it."""
+    kind = torch.device(device).type
+    there = kind == "cpu" or (hasattr(torch, kind) and getattr(torch, kind).is_available())
+    return device if there else "cpu"
+'''
+
+_MISSING = '''
+def missing(what):
+    """Stands for what could not be written."""
+    raise SystemExit(f"put {what} here: it has no form as text")
+'''
+
+
+@dataclass
+class _Text:
+    """The parts of a script while it is written."""
+
+    imports: dict[str, None] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def value(self, value: Any, name: str) -> str:
+        """The expression of an input or a constant."""
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            value = value.node.hint
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if isinstance(value, torch.Generator):
+            return f"torch.Generator(place({str(value.device)!r})).manual_seed({value.initial_seed()})"
+        if value is None or isinstance(value, bool | int | float | str | complex):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            items = [self.value(item, f"{name}_{i}") for i, item in enumerate(value)]
+            return f"[{', '.join(items)}]" if isinstance(value, list) else f"({''.join(f'{item}, ' for item in items)})"
+        return self.lacks(f"{name}, a {type(value).__qualname__}")
+
+    def lacks(self, what: str) -> str:
+        self.missing.append(what)
+        return f"missing({what!r})"
+
+    def _tensor(self, tensor: Tensor, name: str) -> str:
+        if not can_write(tensor):
+            return self.lacks(f"{name}, a tensor of {tensor.dtype} and {tensor.layout}")
+        text = _literal(tensor) if tensor.numel() <= _INLINE else ""
+        if not text:
+            self.tensors[name] = tensor
+            text = f"TENSORS[{name!r}]"
+        if tensor.device.type != "cpu":
+            text += f".to(place({str(tensor.device)!r}))"
+        return text + (".requires_grad_()" if tensor.requires_grad else "")
+
+
+def write_repro(
+    folder: str | Path,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    title: str = "A graph and its inputs.",
+    check: str = "print(module(*inputs))",
+    setup: str = "",
+    name: str = "repro.py",
+) -> tuple[Path, tuple[str, ...]]:
+    """Write a folder with a script that makes `module` and `inputs` and then runs the lines `check`.
+
+    `setup` goes to the top of the script. Returns the path of the script and what had to be left out.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = _Text()
+    classes = _class_of(gm, "Repro", text)
+    values = "\n".join(
+        f"        {text.value(value, f'input_{i}')},  # {_placeholder(gm, i)}" for i, value in enumerate(inputs)
+    )
+    body = f"""
+def make_inputs():
+    return [
+{values}
+    ]
+
+
+if __name__ == "__main__":
+    module, inputs = Repro(), make_inputs()
+{textwrap.indent(check.strip(), "    ")}
+"""
+    helpers = [_READER if text.tensors else "", _PLACE if "place(" in classes + body else ""]
+    helpers.append(_MISSING if text.missing else "")
+    needed = ["import json", "from pathlib import Path"] if text.tensors else []
+    head = "\n".join([*needed, "", "import torch", *text.imports])
+    doc = '"""' + title.replace("\\", "\\\\").replace('"""', "'''").strip() + '\n"""'
+    parts = [doc, head, setup.strip(), *(helper.strip() for helper in helpers), classes.strip(), body.strip()]
+    path = folder / name
+    if text.tensors:
+        write_tensors(path.with_suffix(".safetensors"), text.tensors)
+    path.write_text(re.sub(r"\n{4,}", "\n\n\n", "\n\n\n".join(filter(None, parts))) + "\n", encoding="utf-8")
+    return path, tuple(text.missing)
+
+
+def importable(function: Any) -> str | None:
+    """`module:qualname` of a function that another process can import; None if there is no such name."""
+    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not path or module == "__main__" or "<" in path:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{path}" if found is function else None
+
+
+def _placeholder(gm: fx.GraphModule, place: int) -> str:
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    return names[place] if place < len(names) else ""
+
+
+def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
+    code = gm.graph.python_code("self")
+    source = code.src[code.src.index("def forward(") :]
+    for global_name, value in code.globals.items():
+        if re.search(rf"\b{re.escape(global_name)}\b", source):
+            text.imports.update(dict.fromkeys(_global(global_name, value, text)))
+    before: list[str] = []
+    lines = ["super().__init__()"]
+    for target, value in _attributes(gm).items():
+        lines += _attribute(target, value, name, text, before)
+    return "\n\n\n".join(
+        [
+            *before,
+            f"class {name}(torch.nn.Module):\n    def __init__(self):\n"
+            + textwrap.indent("\n".join(lines), " " * 8)
+            + "\n\n"
+            + textwrap.indent(source.strip(), "    "),
+        ]
+    )
+
+
+def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            value: Any = gm
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            found[str(node.target)] = value
+    return found
+
+
+def _attribute(target: str, value: Any, owner: str, text: _Text, before: list[str]) -> list[str]:
+    *path, last = target.split(".")
+    lines: list[str] = []
+    holder = "self"
+    for part in path:
+        lines.append(f"{holder}.{part} = getattr({holder}, {part!r}, None) or torch.nn.Module()")
+        holder = f"{holder}.{part}"
+    if not isinstance(value, nn.Module):
+        return [*lines, f"{holder}.{last} = {_as_constant(value, target, text)}"]
+    lines.append(f"{holder}.{last} = {_module(value, f'{owner}_{target}', text, before)}")
+    made = f"{holder}.{last}"
+    if not isinstance(value, fx.GraphModule):
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            lines.append(
+                f"{made}.get_{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'}({name!r})"
+                f".data = {text.value(tensor.detach(), f'{target}.{name}')}"
+            )
+        lines.append(f"{made}.train({value.training})")
+    return lines
+
+
+def _as_constant(value: Any, target: str, text: _Text) -> str:
+    if isinstance(value, nn.Parameter):
+        return f"torch.nn.Parameter({text.value(value.detach(), target)}, requires_grad={value.requires_grad})"
+    return text.value(value, target)
+
+
+def _module(module: nn.Module, name: str, text: _Text, before: list[str]) -> str:
+    if isinstance(module, fx.GraphModule):
+        called = re.sub(r"\W", "_", name)
+        before.append(_class_of(module, called, text))
+        return f"{called}()"
+    kind = type(module)
+    if isinstance(module, nn.Sequential) and kind is nn.Sequential:
+        return f"torch.nn.Sequential({', '.join(_module(child, name, text, before) for child in module)})"
+    plain = repr(module)
+    if getattr(nn, kind.__name__, None) is kind and not list(module.children()) and "\n" not in plain:
+        return f"torch.nn.{plain}"
+    return text.lacks(f"{name}, a {kind.__module__}.{kind.__qualname__}")
+
+
+def _global(name: str, value: Any, text: _Text) -> list[str]:
+    if name == "torch":
+        return []
+    if isinstance(value, float):
+        return [f'{name} = float("{value}")']
+    if isinstance(value, types.ModuleType):
+        return [f"import {value.__name__} as {name}"]
+    if value is type(None):
+        return [f"{name} = type(None)"]
+    found = importable(value)
+    if found is not None:
+        module, path = found.split(":")
+        first, *rest = path.split(".")
+        lines = [f"from {module} import {first} as {name}"]
+        return [*lines, f"{name} = {name}.{'.'.join(rest)}"] if rest else lines
+    if isinstance(value, torch.Size | torch.dtype | torch.device):
+        return [f"{name} = torch.{value!r}" if isinstance(value, torch.Size) else f"{name} = {value!r}"]
+    if isinstance(value, torch.nn.Module) or not callable(value):
+        return [f"{name} = None  # {text.lacks(f'{name}, a {type(value).__qualname__}')}"]
+    source = source_of(value)
+    if source is not None:
+        own = value.__name__
+        return [source, *([f"{name} = {own}"] if own != name else [])]
+    if isinstance(value, OpOverload):
+        return [f"{name} = torch.ops.{op_name(value).replace('::', '.')}"]
+    return [f"def {name}(*args, **kwargs):\n    {text.lacks(f'the function {name}')}"]
+
+
+def source_of(function: Any) -> str | None:
+    """The text of a plain function that needs nothing from around it but torch; None if it has none."""
+    if not inspect.isfunction(function) or function.__closure__ or function.__name__ == "<lambda>":
+        return None
+    used = set(function.__code__.co_names) & set(function.__globals__)
+    if used - {"torch", *dir(builtins)}:
+        return None
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return None
+    return source.rstrip() if source.startswith("def ") else None
+
+
+def _literal(tensor: Tensor) -> str:
+    """A small tensor as an expression that makes the same bits; "" where text would lose some."""
+    kind = str(tensor.dtype)
+    if tensor.is_complex() or kind.startswith(("torch.float8", "torch.uint16", "torch.uint32", "torch.uint64")):
+        return ""
+    flat = tensor.detach().cpu().contiguous()
+    data = re.sub(r"\b(nan|inf)\b", r'float("\1")', repr(flat.tolist()))
+    text = f"torch.tensor({data}, dtype={kind})"
+    if flat.numel() == 0 and tensor.dim() != 1:
+        text = f"torch.empty({list(tensor.shape)}, dtype={kind})"
+    if not tensor.is_contiguous():
+        text = f"torch.empty_strided({list(tensor.shape)}, {list(tensor.stride())}, dtype={kind}).copy_({text})"
+    return text
