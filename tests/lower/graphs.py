@@ -43,6 +43,10 @@ def no_sin(node: fx.Node) -> bool:
     return node.target is not aten.sin.default
 
 
+ANYTHING: dict[str, Any] = {"node_predicate": lambda node: True}
+"""Keywords of `lowered`: one region for everything."""
+
+
 def lowered(function: Callable[..., Any], *inputs: Any, tracing: str = "fake", **keywords: Any) -> fx.GraphModule:
     """A function traced and lowered, regions of any size."""
     copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
