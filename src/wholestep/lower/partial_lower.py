@@ -34,6 +34,7 @@ from wholestep.lower.report import Lowering, RegionReport, note_lowering, target
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
 from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of
+from wholestep.lower.support import is_generator
 
 log = logging.getLogger("wholestep.lower")
 

@@ -19,6 +19,7 @@ from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.lower.compiled import Compiled
+from wholestep.lower.groups import is_ordered
 from wholestep.lower.regions import Region
 from wholestep.lower.retrace import Retraced
 
@@ -29,7 +30,20 @@ _SEEDS = (aten.ones_like.default,)
 def find_seed(region: Region) -> fx.Node | None:
     """The node where the only backward of a region begins."""
     found = [node for node in region.nodes if node.target in _SEEDS and _begins_backward(node)]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and _keeps_order(region, found[0]) else None
+
+
+def _keeps_order(region: Region, seed: fx.Node) -> bool:
+    """Whether random numbers come in the same order if all that does not depend on the seed comes first."""
+    late = {seed}
+    drawn_late = False
+    for node in region.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+            drawn_late = drawn_late or is_ordered(node)
+        elif drawn_late and is_ordered(node):
+            return False
+    return True
 
 
 def _begins_backward(node: fx.Node) -> bool:

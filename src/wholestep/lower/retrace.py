@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, decomposed
 from wholestep.ir.effects import write_condition, writes, written_positions
+from wholestep.lower.draws import throw_opaque_coins
 from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
 from wholestep.lower.in_place import only_writes_back
 from wholestep.lower.regions import Region, order_of
@@ -58,6 +59,8 @@ def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None =
         return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
     traced = decomposed(run, inputs, mode, same_random_numbers=same_random_numbers, functionalize=mutates)
+    if same_random_numbers:
+        throw_opaque_coins(traced)
     return Retraced(traced, inputs, packs, device, seed)
 
 

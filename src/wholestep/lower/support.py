@@ -36,6 +36,11 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
 
 
+def is_generator(node: fx.Node) -> bool:
+    """Whether a node stands for a random generator, which has no shape."""
+    return "val" not in node.meta and any(user.kwargs.get("generator") is node for user in node.users)
+
+
 def why_not(node: fx.Node) -> str:
     """Why a node stays outside of every region; "" if Inductor can have it."""
     target = node.target
@@ -64,6 +69,10 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return changes_memory(target)
     if is_data_dependent(target):
         return "its result depends on the contents of a tensor"
+    if name.startswith("aten::mkldnn_rnn_layer"):
+        return "torch does not know the size of its workspace before it runs"
+    if any(map(is_generator, node.all_input_nodes)):
+        return "draws from a generator of the user's own"
     if target.namespace not in ("aten", "prims"):
         return f"an operator of {target.namespace}, which Inductor does not know"
     if "val" in node.meta and not _all_plain(node.meta["val"]):
