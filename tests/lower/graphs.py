@@ -19,18 +19,20 @@ from wholestep.lower.report import Lowering, lowering_of
 aten = torch.ops.aten
 
 
+def run_graph(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[[list[Any]], Any]:
+    """In the place of Inductor: FX runs the region."""
+
+    def call(tensors: list[Any]) -> tuple[Any, ...]:
+        given = list(tensors)
+        tensors.clear()
+        return tuple(gm(*given))
+
+    return call
+
+
 @pytest.fixture
 def interpreted() -> Iterator[None]:
     """Regions are traced and called as always, and run by FX where Inductor's code would."""
-
-    def run_graph(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[[list[Any]], Any]:
-        def call(tensors: list[Any]) -> tuple[Any, ...]:
-            given = list(tensors)
-            tensors.clear()
-            return tuple(gm(*given))
-
-        return call
-
     with (
         mock.patch("wholestep.lower.inductor.compile_inductor", run_graph),
         mock.patch("wholestep.lower.remat.compile_inductor", run_graph),
