@@ -33,7 +33,7 @@ from wholestep.lower.remat import compile_in_two, find_seed
 from wholestep.lower.report import Lowering, RegionReport, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
-from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of
+from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of, tell_sizes
 from wholestep.lower.support import is_generator
 
 log = logging.getLogger("wholestep.lower")
@@ -65,6 +65,7 @@ def partial_lower(
     check_callable(**({} if dumper is None else {"dumper": dumper}))
     _check_graph(gm)
     name_what_was_written(gm.graph)
+    tell_sizes(gm.graph)
     plan = plan_regions(gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias)
     _log_breaks(plan)
     rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)

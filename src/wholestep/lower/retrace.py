@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, OpOverload, decomposed
-from wholestep.ir.effects import write_condition, writes, written_positions
+from wholestep._torch_compat import FakeTensor, OpOverload, decomposed, may_copy
+from wholestep.ir.effects import shared_inputs, write_condition, writes, written_positions
 from wholestep.lower.draws import throw_opaque_coins
 from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
 from wholestep.lower.in_place import only_writes_back
-from wholestep.lower.regions import Region, order_of
+from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalars import Number, call
 
 aten = torch.ops.aten
@@ -102,6 +102,9 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target in _VIEWS:
         # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
         return aten.reshape.default(*args, **kwargs)
+    if may_copy(target) and shared_inputs(node) and not is_view(node):
+        # A copy here, as it was in eager: functionalization may take it for a view, and let it follow writes.
+        return target(*args, **kwargs).clone()
     if write_condition(target) and writes(node):
         return _call_hidden_writer(target, args, kwargs)
     if target is aten._amp_foreach_non_finite_check_and_unscale.default:

@@ -10,12 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import SymInt, Tensor, fx
 
 from wholestep._torch_compat import shape_env_of, shape_guards, symbol_in, symbols_in
+from wholestep.ir.effects import is_measure
 
 Place = tuple[fx.Node, int | None]
 """An input of a graph, and the dimension of it that a symbol is; None: the input itself is the number."""
+
+
+def tell_sizes(graph: fx.Graph) -> None:
+    """Let nodes that compute sizes say so: a trace may have noted the numbers of its own call."""
+    for node in graph.nodes:
+        if node.op != "call_function" or type(node.meta.get("val")) is not int:
+            continue
+        vals = [source.meta.get("val") for source in node.all_input_nodes]
+        if is_measure(node.target) or (_is_arithmetic(node.target) and any(isinstance(v, SymInt) for v in vals)):
+            args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
+            node.meta = {**node.meta, "val": node.target(*args, **node.kwargs)}
+
+
+def _is_arithmetic(target: Any) -> bool:
+    return getattr(target, "__module__", "") in ("_operator", "math") or target in (torch.sym_max, torch.sym_min)
 
 
 def symbol_places(graph: fx.Graph) -> dict[Any, Place]:

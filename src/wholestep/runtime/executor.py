@@ -37,8 +37,15 @@ log = logging.getLogger("wholestep")
 class Entry:
     """A captured graph that is ready to run."""
 
-    def __init__(self, captured: Captured, lowering: Lowering | None = None) -> None:
-        """`lowering`: how to compile parts of the graph; None runs it operator by operator."""
+    def __init__(
+        self,
+        captured: Captured,
+        lowering: Lowering | None = None,
+        make_program: Callable[[fx.GraphModule], Callable[..., Any]] = program,
+    ) -> None:
+        """`lowering`: how to compile parts of the graph; None runs it operator by operator. `make_program`: what makes
+        a function of the graph that is left."""
+        self._make_program = make_program
         self.captured = captured
         self.step_graph = captured.step_graph
         self.gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
@@ -50,6 +57,7 @@ class Entry:
         self._written: tuple[int, ...] = ()
         """Places of the inputs that compiled regions update without telling autograd."""
         self.executable = self._make_executable(lowering)
+        self.guards.add_conditions_on_sizes()
         self._forward = self._make_forward(lowering)
         self._release = _releasable(captured)
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -76,7 +84,11 @@ class Entry:
 
     def _make_forward(self, lowering: Lowering | None) -> Callable[..., Any] | None:
         if self.iterations is not None:
+            if self._make_program is not program:
+                self.iterations.run_as(self._make_program)
             return None
+        if self._make_program is not program:
+            return self._make_program(self.executable)
         if lowering is not None and not _runs_once(self.captured):
             batch = [i for i, spec in enumerate(self.step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
             replayed = lowering.replayed(self.executable, batch, program)

@@ -226,6 +226,10 @@ class Guards:
         self._next_hook = RemovableHandle.next_id
         self._has_hooks = any(self._hook_counts) or bool(self._tensor_hooks)
 
+    def add_conditions_on_sizes(self) -> None:
+        """Take over what was assumed of sizes since the capture: lowering compares them too."""
+        self._shape_guards = self._captured.shapes.guards()
+
     def _build_variables(self) -> None:
         lifted = {s.path for s in self._captured.inputs if s.kind is InputKind.HYPER_PARAMETER}
         self._variables = [
