@@ -58,6 +58,12 @@ def _writes_by_name(node: fx.Node) -> bool:
     return False
 
 
+def is_arithmetic(target: Any) -> bool:
+    """Whether a target is a function of Python's `operator` or `math` that changes none of its arguments."""
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    return module == "math" or (module == "_operator" and name not in _IN_PLACE_OPERATORS)
+
+
 def may_write(target: Any) -> bool:
     """Whether a node with this target can change the contents of an argument."""
     return isinstance(target, OpOverload) and (_schema_writes(target) or op_name(target) in _HIDDEN_WRITES)

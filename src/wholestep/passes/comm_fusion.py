@@ -50,19 +50,19 @@ def _check(bucket_size_mb: float) -> None:
         raise OptionError(f"bucket_size_mb={bucket_size_mb!r}", fix="use a number of MiB above 0; fractions are fine.")
 
 
-@graph_optimization_pass(numerics="reassociates", check=_check)
+@graph_optimization_pass(numerics="reassociates", check=_check, only_for=[comm.all_reduce.default])
 def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-reduces of a graph."""
     _reductions(gm, comm.all_reduce.default, bucket_size_mb, fuse_all_reduce)
 
 
-@graph_optimization_pass(numerics="reassociates", check=_check)
+@graph_optimization_pass(numerics="reassociates", check=_check, only_for=[comm.reduce_scatter_tensor.default])
 def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the reduce-scatters of a graph."""
     _reductions(gm, comm.reduce_scatter_tensor.default, bucket_size_mb, fuse_reduce_scatter)
 
 
-@graph_optimization_pass(numerics="exact", check=_check)
+@graph_optimization_pass(numerics="exact", check=_check, only_for=[comm.all_gather_into_tensor.default])
 def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-gathers of a graph."""
     _make_plain(gm.graph, comm.all_gather_into_tensor.default)

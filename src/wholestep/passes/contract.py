@@ -38,6 +38,8 @@ class Contract:
     numerics: Numerics = "exact"
     """`exact`: the same bits; `reassociates`: the same sums in another order; `changes`: anything else."""
     allow_rerun: bool = False
+    only_for: tuple[Any, ...] = ()
+    """Operators that the pass is about: a graph without any of them is left alone."""
     ends_normal_form: bool = False
     """Writes where a StepGraph may not: for graph modules only, after all other passes."""
 
@@ -147,6 +149,7 @@ def graph_optimization_pass(
     numerics: Numerics = "exact",
     allow_rerun: bool = False,
     ends_normal_form: bool = False,
+    only_for: Iterable[Any] = (),
     check: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], GraphPass]: ...
 
@@ -158,6 +161,7 @@ def graph_optimization_pass(
     numerics: Numerics = "exact",
     allow_rerun: bool = False,
     ends_normal_form: bool = False,
+    only_for: Iterable[Any] = (),
     check: Callable[..., None] | None = None,
 ) -> Any:
     """Declare a pass. Prerequisites and `apply_after` are passes or their names, one or several.
@@ -172,7 +176,9 @@ def graph_optimization_pass(
 
     def declare(function: Callable[..., Any]) -> GraphPass:
         name = getattr(function, "__name__", type(function).__name__)
-        return GraphPass(function, Contract(name, before, after, numerics, allow_rerun, ends_normal_form), check)
+        return GraphPass(
+            function, Contract(name, before, after, numerics, allow_rerun, tuple(only_for), ends_normal_form), check
+        )
 
     return declare
 

@@ -118,6 +118,11 @@ class _Application:
         check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
         if self._step_graph is not None:
             check_normal_form(self._pass.contract)
+        if self._is_about_nothing():
+            note_applied(gm, self._pass.contract)
+            if self.still_true is not None:
+                self.still_true.follow_meta()
+            return None
         started = time.perf_counter()
         saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
@@ -162,6 +167,13 @@ class _Application:
         if self._dump is not None:
             self._dump.write(name, saved.graph_module(), gm, self._signature(), seconds)
         return result
+
+    def _is_about_nothing(self) -> bool:
+        """Whether the graph has none of the operators that the pass is about (torch.fx keeps an index of them)."""
+        about, graph = self._pass.contract.only_for, self._gm.graph
+        if not about or self._iterates or self._dump is not None or self._level >= 2:
+            return False
+        return not any(graph.find_nodes(op="call_function", target=op, sort=False) for op in about)
 
     def _tidy(self, gm: fx.GraphModule) -> None:
         if isinstance(gm.graph, IterGraph):

@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from wholestep._torch_compat import OpOverload
-from wholestep.ir.effects import may_write, shared_inputs, writes
+from wholestep.ir.effects import is_arithmetic, may_write, shared_inputs, writes
 
 
 class WriteWindows:
@@ -35,7 +35,7 @@ class WriteWindows:
         by_id = dict(zip(map(id, targets), targets, strict=True))
         pure = {key for key, target in by_id.items() if _cannot_write(target)}
         suspects = compress(range(end), map(not_, map(pure.__contains__, map(id, targets))))  # no Python code per node
-        writers = [i for i in suspects if writes(nodes[i])]
+        writers = [i for i in suspects if nodes[i].op not in _SILENT and writes(nodes[i])]
         if not writers:
             return
         for node in nodes:
@@ -71,8 +71,12 @@ class WriteWindows:
             self._memory[one] = other
 
 
+_SILENT = frozenset({"placeholder", "get_attr", "output"})
+
+
 def _cannot_write(target: Any) -> bool:
-    return isinstance(target, OpOverload) and not may_write(target)
+    """Operators by their schema; of Python's own functions those on numbers, which are many in an optimizer."""
+    return not may_write(target) if isinstance(target, OpOverload) else is_arithmetic(target)
 
 
 def _may_share(node: fx.Node) -> list[fx.Node]:
