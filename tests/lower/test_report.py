@@ -64,7 +64,7 @@ def test_the_table_reads_in_columns() -> None:
         [("wait", "wait_tensor", "communicates"), ("reduce", "all_reduce", "communicates"), ("n", "add", "a number")],
     )
     assert str(lowering).splitlines() == [
-        "1 regions with 120 operators; 3 nodes outside",
+        "1 region with 120 operators; 3 nodes outside",
         "region      operators  in  out  writes  what",
         "subgraph_0  120        9   2    4       forward, backward",
         "",
