@@ -15,8 +15,9 @@ import select
 import signal
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -89,20 +90,7 @@ class Forked:
 
     def run(self, job: Job) -> Answer:
         """The outcome of one trial."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        reading, writing = os.pipe()
-        with _quiet_fork():
-            pid = os.fork()
-        if pid == 0:
-            os.close(reading)
-            _child(job, writing, self._log)
-        os.close(writing)
-        try:
-            text, in_time = _read_until(reading, time.monotonic() + self._timeout)
-        finally:
-            os.close(reading)
-            status = _end(pid)
+        text, in_time, status = run_forked(lambda writing: perform_and_tell(job, writing), self._timeout, self._log)
         tested, _, answer = text.partition(b"\n")
         if answer:
             found: dict[str, Any] = json.loads(answer)
@@ -114,6 +102,36 @@ class Forked:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def run_forked(work: Callable[[int], bytes], timeout: float, log: Path) -> tuple[bytes, bool, int]:
+    """What a fork of this process writes, and then returns; whether it ended in time, and its exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    with _quiet_fork():
+        pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _child(work, writing, log)
+    os.close(writing)
+    try:
+        text, in_time = _read_until(reading, time.monotonic() + timeout)
+    finally:
+        os.close(reading)
+        status = _end(pid)
+    return text, in_time, status
+
+
+def apart(work: Callable[[], dict[str, Any]], timeout: float, log: Path) -> dict[str, Any] | Outcome:
+    """What a function returns (as JSON) in a process that may die of it; here, where forks are not possible."""
+    if cuda_is_initialized() or not hasattr(os, "fork"):
+        return work()
+    text, in_time, code = run_forked(lambda _: json.dumps(work()).encode(), timeout, log)
+    if text:
+        found: dict[str, Any] = json.loads(text)
+        return found
+    return _without_answer(in_time, code, tested=True)
 
 
 def _without_answer(in_time: bool, code: int, tested: bool) -> Outcome:
@@ -134,7 +152,7 @@ def _recorded_before(tested: bytes) -> Recorded:
     return Recorded(**found)
 
 
-def _child(job: Job, writing: int, log: Path) -> None:
+def _child(work: Callable[[int], bytes], writing: int, log: Path) -> None:
     """The whole life of a fork. It leaves by `_exit`: nothing of its parent's is flushed, closed or removed."""
     code = 1
     try:
@@ -145,11 +163,10 @@ def _child(job: Job, writing: int, log: Path) -> None:
         faulthandler.enable(file=file)
         torch.set_num_threads(1)  # the threads of the parent are not in a fork, and OpenMP would wait for them
         warnings.simplefilter("ignore")
-        answer = perform_and_tell(job, writing)
-        _write(writing, answer)
+        _write(writing, work(writing))
         code = 0
     except BaseException as error:  # there is nobody above to raise to
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os.write(2, "".join(traceback.format_exception(error)).encode())
     finally:
         os._exit(code)
 

@@ -53,6 +53,10 @@ def _check(failure: Outcome) -> str:
 
 def _predicate(predicate: Predicate) -> tuple[str, str]:
     """Lines that define the predicate, and lines that ask it."""
+    script = getattr(predicate, "script", None)
+    if script is not None:
+        setup, check = script()
+        return str(setup), str(check)
     ask = _ASKS
     found = importable(predicate)
     if found is not None:

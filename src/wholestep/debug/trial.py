@@ -18,7 +18,9 @@ from torch import Tensor, fx
 
 from wholestep.debug.case import Case, Edit, apply_edit
 from wholestep.debug.failure import BROKEN, FALSE, RETURNED, TRUE, Outcome, raised
+from wholestep.ir.effects import is_communication
 from wholestep.ir.tensor_file import can_write, read_tensors, write_tensors
+from wholestep.passes.pretend_ranks import PretendRanks
 
 Predicate = Callable[[fx.GraphModule, list[Any]], bool]
 _NUMBERS = (bool, int, float)
@@ -82,7 +84,7 @@ def _test(gm: fx.GraphModule, inputs: list[Any], predicate: Predicate | None) ->
 
 def run_to_error(gm: fx.GraphModule, inputs: list[Any]) -> Outcome:
     """Run a graph node by node; the outcome names the node that raised."""
-    runner = _Named(gm)
+    runner = named_runner(gm)
     try:
         runner.run(*inputs, enable_io_processing=False)
     except Exception as error:
@@ -103,12 +105,22 @@ class _Named(fx.Interpreter):
         return super().run_node(n)
 
 
+class _NamedPretending(_Named, PretendRanks):
+    """With collectives that no other process takes part in: a trial is alone."""
+
+
+def named_runner(gm: fx.GraphModule) -> _Named:
+    """What runs a graph in a trial."""
+    communicates = any(node.op == "call_function" and is_communication(node.target) for node in gm.graph.nodes)
+    return (_NamedPretending if communicates else _Named)(gm)
+
+
 def _record(case: Case, edit: Edit) -> dict[str, Any]:
     """Values of the nodes that are to become inputs: those that are tensors or numbers, and that can be computed."""
     wanted = set(edit.given)
     nodes = case.nodes
     last = max(i for i, node in enumerate(nodes) if node.name in wanted or node.name == edit.before)
-    runner = _Named(case.gm)
+    runner = named_runner(case.gm)
     usable = _is_finite if all(map(_is_finite, case.inputs)) else _is_plain
     values: dict[str, Any] = {}
     env: dict[fx.Node, Any] = {}

@@ -1,0 +1,211 @@
+"""Two versions of a graph side by side: the first node whose value differs beyond what was promised.
+
+    ws.debug.compare(before, after, inputs)              graph modules or StepGraphs, one value for each placeholder
+    ws.debug.compare(train_step, compiled, call)         a function or compiled steps, the arguments of a call
+
+Nodes correspond by name, whatever computes them: a region of a lowered graph gives values under the names that they
+had. A node that a pass replaced by one of its kind, and made no other of, corresponds to that. Nothing of the user's
+changes: all runs are on copies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from wholestep.debug.numbers import Gap, gap_between
+from wholestep.debug.runs import NodeRaised, run_nodes
+from wholestep.debug.trial import copy_of
+from wholestep.debug.versions import Version, two_versions
+from wholestep.errors import Location, OptionError
+from wholestep.ir.meta import node_meta
+from wholestep.ir.readable import format_node
+from wholestep.passes.contract import Numerics
+from wholestep.passes.made_up import nudged
+
+_SHOWN = 4
+_NUMERICS = ("exact", "reassociates", "changes")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A node of the second version that differs from its counterpart."""
+
+    node: str
+    counterpart: str
+    """What the first version calls it."""
+    gap: Gap
+    text: str
+    """The node as Python."""
+    location: Location | None = None
+    made_from: tuple[str, ...] = ()
+    """The nodes that it reads."""
+    new: tuple[str, ...] = ()
+    """Nodes without a counterpart between it and values that were compared: the fault may be in one of them."""
+
+    @property
+    def max_ulps(self) -> int | None:
+        """The largest difference in units of the last place."""
+        return self.gap.ulps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found. False if nothing differs."""
+
+    first: Difference | None
+    compared: int
+    """Nodes whose values were held against each other."""
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    numerics: Numerics
+    """The contract: exact, or sums in another order."""
+    labels: tuple[str, str]
+
+    def __bool__(self) -> bool:
+        return self.first is not None
+
+    def __str__(self) -> str:
+        a, b = self.labels
+        alone = f"{len(self.only_in_a)} nodes only in {a}, {len(self.only_in_b)} only in {b}"
+        head = f"{self.compared} nodes compared ({self.numerics}), {alone}"
+        if self.first is None:
+            return f"{head}: no difference"
+        found = self.first
+        lines = [head, f"first difference: {found.node}", f"  {found.text}", f"  {found.gap}"]
+        lines += [f"  at {found.location}"] if found.location is not None else []
+        lines += [f"  reads {name}" for name in found.made_from[:_SHOWN]]
+        lines += [f"  made by {name}, which is new" for name in found.new[:_SHOWN]]
+        return "\n".join(lines)
+
+
+def compare(
+    step_a: Any,
+    step_b: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    numerics: Numerics | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Run two versions node by node and print the first that differs; returns what was found.
+
+    `numerics`: what is allowed; by default what the passes promise that only one of the two went through, and
+    "reassociates" for compiled regions.
+    """
+    if numerics is not None and numerics not in _NUMERICS:
+        raise OptionError(f"numerics={numerics!r}", fix=f"use one of {', '.join(_NUMERICS)}, or None.")
+    a, b = two_versions(step_a, step_b, tuple(args), kwargs or {})
+    found = compare_versions(a, b, numerics or a.contract_with(b))
+    if not quiet:
+        print(found)
+    return found
+
+
+def compare_versions(a: Version, b: Version, numerics: Numerics) -> Comparison:
+    """The first difference of two graphs that take the same inputs."""
+    pairs = counterparts(a.gm.graph, b.gm.graph)
+    wanted = set(pairs.values())
+    values = _values(a, a.inputs, wanted)
+    noise = _values(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else {}
+    seen: list[Difference] = []
+    compared = 0
+    left: list[Any] = []
+
+    def look(node: fx.Node, value: Any) -> bool:
+        nonlocal compared
+        name = pairs.get(node.name)
+        if name is None or name not in values or node.op == "placeholder":
+            return True
+        compared += 1
+        gap = gap_between(values[name], value, noise.get(name), numerics)
+        if gap is not None:
+            seen.append(_difference(node, name, gap, pairs))
+        return gap is None
+
+    try:
+        run_nodes(b.gm, b.inputs, look, left)
+        seen += _state_apart(a, b, left, numerics) if not seen else []
+    except NodeRaised as raised:
+        gap = Gap("raised", text=f"raised {type(raised.error).__name__}: {raised.error}")
+        seen.append(_difference(raised.node, pairs.get(raised.node.name, ""), gap, pairs))
+    in_b = {node.name for node in b.gm.graph.nodes if node.op not in ("placeholder", "output")}
+    in_a = [node.name for node in a.gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return Comparison(
+        seen[0] if seen else None,
+        compared,
+        tuple(name for name in in_a if name not in wanted),
+        tuple(name for name in in_b if name not in pairs),
+        numerics,
+        (a.label, b.label),
+    )
+
+
+def _state_apart(a: Version, b: Version, left: list[Any], numerics: Numerics) -> list[Difference]:
+    """Inputs that the two versions leave with other contents. A compiled region writes without a node that shows it."""
+    before: list[Any] = []
+    try:
+        run_nodes(a.gm, a.inputs, lambda node, value: True, before)
+    except NodeRaised:
+        return []
+    there = dict(zip((node.name for node in a.gm.graph.find_nodes(op="placeholder")), before, strict=True))
+    for node, value in zip(b.gm.graph.find_nodes(op="placeholder"), left, strict=True):
+        gap = None if node.name not in there else gap_between(there[node.name], value, None, numerics)
+        if gap is not None:
+            return [_difference(node, node.name, gap, {})]
+    return []
+
+
+def _values(version: Version, inputs: Sequence[Any], wanted: set[str]) -> dict[str, Any]:
+    """Values by name, as each was when it was made; of a graph that raises, those before."""
+    found: dict[str, Any] = {}
+
+    def look(node: fx.Node, value: Any) -> bool:
+        if node.name in wanted:
+            found[node.name] = copy_of(value)
+        return True
+
+    try:
+        run_nodes(version.gm, inputs, look)
+    except NodeRaised:
+        return found
+    return found
+
+
+def counterparts(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
+    """Names of the second graph to those of the first: the same, or the only ones of their kind that were replaced."""
+    there = {node.name: node for node in a.nodes if node.op != "output"}
+    here = {node.name: node for node in b.nodes if node.op != "output"}
+    pairs = {name: name for name in here if name in there}
+    lost, new = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
+    for nodes, kinds, others in ((there, lost, here), (here, new, there)):
+        for name, node in nodes.items():
+            if name not in others and node.op != "placeholder":
+                kinds[node.op, node.target].append(name)
+    for kind, names in new.items():
+        if len(names) == len(lost[kind]):
+            pairs.update(zip(names, lost[kind], strict=True))
+    return pairs
+
+
+def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]) -> Difference:
+    new: dict[str, None] = {}
+    stack = [source for source in node.all_input_nodes if source.name not in pairs]
+    while stack:
+        source = stack.pop()
+        if source.name not in new:
+            new[source.name] = None
+            stack += [each for each in source.all_input_nodes if each.name not in pairs]
+    return Difference(
+        node.name,
+        counterpart,
+        gap,
+        format_node(node),
+        node_meta(node).location,
+        tuple(format_node(source) for source in node.all_input_nodes),
+        tuple(reversed(new)),
+    )

@@ -1,0 +1,131 @@
+"""How far apart two values are, and whether a contract allows that.
+
+exact            the same bits (any NaN is like any other)
+reassociates     some rounding errors of the largest element, and a multiple of what those of the inputs change
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep._torch_compat import pytree
+from wholestep.passes.contract import Numerics
+
+_ROUNDINGS = 64
+_NOISE = 64
+_AT_MOST = 1e-3
+"""However noisy a graph is: of its largest element, or of 1."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The difference of two values."""
+
+    kind: str
+    """value, shape, dtype or type."""
+    elements: int = 0
+    """How many elements differ."""
+    of: int = 0
+    largest: float = 0.0
+    """The largest difference."""
+    ulps: int | None = None
+    """The same in units of the last place; None where one side is no finite number, or whole numbers differ."""
+    text: str = ""
+
+    def __str__(self) -> str:
+        if self.kind != "value":
+            return self.text
+        ulps = "" if self.ulps is None else f", {self.ulps} ulps"
+        return f"{self.elements} of {self.of} elements differ, by at most {self.largest:.3g}{ulps}"
+
+
+def gap_between(a: Any, b: Any, noisy: Any, numerics: Numerics) -> Gap | None:
+    """The difference of two values of a node if the contract does not allow it. `noisy`: `a` of nudged inputs."""
+    left, right, noise = _leaves(a), _leaves(b), _leaves(noisy)
+    if len(left) != len(right):
+        return Gap("type", text=f"{len(left)} values became {len(right)}")
+    noise = noise if len(noise) == len(left) else [None] * len(left)
+    gaps = [_gap(one, other, loud, numerics) for one, other, loud in zip(left, right, noise, strict=True)]
+    return next((gap for gap in gaps if gap is not None), None)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
+
+
+def _gap(a: Any, b: Any, noisy: Any, numerics: Numerics) -> Gap | None:
+    if isinstance(a, float) and isinstance(b, float):
+        a, b = (torch.tensor(value, dtype=torch.float64) for value in (a, b))
+        noisy = torch.tensor(noisy, dtype=torch.float64) if isinstance(noisy, float) else None
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        same = type(a) is type(b) and (isinstance(a, torch.Generator) or bool(a == b))
+        return None if same else Gap("type", text=f"{a!r:.60} became {b!r:.60}")
+    if a.shape != b.shape:
+        return Gap("shape", text=f"shape {list(a.shape)} became {list(b.shape)}")
+    if a.dtype != b.dtype:
+        return Gap("dtype", text=f"{a.dtype} became {b.dtype}")
+    if a.layout is not torch.strided or a.numel() == 0:
+        return None
+    return _distance(a.detach().cpu(), b.detach().cpu(), noisy, numerics)
+
+
+def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics) -> Gap | None:
+    wide_a, wide_b = _wide(a), _wide(b)
+    differ = ~((wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan()))
+    if not bool(differ.any()):
+        return None
+    apart = (wide_a - wide_b).abs()
+    loud = noisy.detach().cpu() if isinstance(noisy, Tensor) and noisy.shape == a.shape else None
+    if numerics != "exact" and _allowed(a, wide_a, apart[differ], loud):
+        return None
+    finite = apart[differ].nan_to_num(float("inf"))
+    return Gap("value", int(differ.sum()), a.numel(), float(finite.max()), max_ulps(a, b))
+
+
+def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None) -> bool:
+    noise = 0.0 if noisy is None else float((wide - _wide(noisy)).abs().nan_to_num(0, 0, 0).max())
+    if not (a.is_floating_point() or a.is_complex()):
+        return noise > 0  # where a rounding error moves a whole number, so may another order of a sum
+    finite = wide[wide.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    eps = torch.finfo(a.dtype).eps
+    roundings = _ROUNDINGS * eps if eps < 1e-4 else 8 * eps
+    limit = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
+    return bool((apart <= limit).all())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def max_ulps(a: Tensor, b: Tensor) -> int | None:
+    """How many numbers of their type lie between two tensors, at most; None if one of them is not finite there."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if not a.is_floating_point() or a.dtype != b.dtype:
+        return None
+    one, other = a.float() if a.dtype.itemsize < 2 else a, b.float() if b.dtype.itemsize < 2 else b
+    differ = ~((one == other) | (one.isnan() & other.isnan()))
+    one, other = one[differ], other[differ]
+    if not bool(one.isfinite().all() and other.isfinite().all()):
+        return None
+    if one.numel() == 0:
+        return 0
+    left, right = _places(one), _places(other)
+    same_side = (left < 0) == (right < 0)
+    near = int((left - right).abs()[same_side].max()) if bool(same_side.any()) else 0
+    # As doubles: what lies on both sides of zero is so far apart that the last digits do not matter.
+    across = (left.double().abs() + right.double().abs())[~same_side]
+    return max(near, int(across.max()) if across.numel() else 0)
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """The number of each float in the order of all floats of its type; zero is 0."""
+    bits = tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).to(torch.int64)
+    lowest = -(1 << (8 * tensor.dtype.itemsize - 1))
+    return torch.where(bits < 0, lowest - bits, bits)

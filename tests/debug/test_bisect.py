@@ -1,0 +1,196 @@
+"""`ws.debug.bisect` names the part of the way, and the node, of bugs that were put there on purpose: 20 of 20."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+
+import wholestep as ws
+from debug.seeded import (
+    call_of,
+    changes_a_constant,
+    drops_a_wait,
+    looks_around,
+    seeded,
+    swaps,
+    targets,
+    train_step,
+    writes_wrong_meta,
+)
+from ranks import run_ranks
+from wholestep.debug import bisect
+
+aten = torch.ops.aten
+MANY = {swaps: 6, changes_a_constant: 6, writes_wrong_meta: 4}
+"""With the four waits below: twenty."""
+BUGS = [(bug, number) for bug, many in MANY.items() for number in range(many)]
+
+
+def step_with(*passes: Any, **options: Any) -> Any:
+    return ws.compile(train_step, passes=list(passes), verify=0, **{"lower": "eager", **options})
+
+
+def warm_call() -> tuple[Any, ...]:
+    """Arguments of a call that is not the first: the optimizer has its state."""
+    call = call_of()
+    train_step(*call)
+    return call
+
+
+def some(names: list[str], number: int, of: int) -> str:
+    """One of the names, spread over all of them."""
+    return names[number * len(names) // of]
+
+
+@pytest.mark.parametrize(("bug", "number"), BUGS, ids=[f"{bug.__name__}-{n}" for bug, n in BUGS])
+def test_a_bug_in_a_pass_is_localised_to_the_node(bug, number):
+    call = warm_call()
+    names = targets(ws.capture(train_step, *call).gm.graph, bug)
+    name = some(names, number, MANY[bug])
+    passes: list[Any] = [looks_around, "remove_dead_collectives", looks_around]
+    passes.insert(random.Random(number).randrange(4), seeded(bug, name))
+    found = bisect(step_with(*passes), call, minimise=False, quiet=True)
+    assert (found.stage, found.pass_name, found.node) == ("pass", "wrong_pass", name)
+
+
+def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
+    def code(rank: int) -> list[tuple[str, str, str]]:
+        call = call_of()
+        plan = ws.Replicate(init_device_mesh("cpu", (2,)))
+        right = step_with(parallel=plan)
+        right(*call)
+        right(*call)
+        graph = right.last.gm.graph
+        answers = []
+        for name in targets(graph, drops_a_wait)[:4]:
+            wait = next(node for node in graph.nodes if node.name == name)
+            reader = next(node.name for node in graph.nodes if node in wait.users)
+            step = step_with(looks_around, seeded(drops_a_wait, name), looks_around, parallel=plan)
+            found = bisect(step, call, minimise=False, quiet=True)
+            assert (found.stage, found.pass_name) == ("pass", "wrong_pass")
+            answers.append((name, found.node, reader))
+        return answers
+
+    first, second = run_ranks(code, 2, deadline=60)
+    assert first == second
+    assert len(first) == 4
+    assert all(node == reader for _, node, reader in first)
+
+
+def test_what_only_one_rank_sees_is_decided_by_all():
+    def code(rank: int) -> tuple[str, str, str]:
+        call = call_of()
+        plan = ws.Replicate(init_device_mesh("cpu", (2,)))
+        step_with(parallel=plan)(*call)
+        bug = seeded(changes_a_constant, "mul_tensor") if rank == 1 else seeded(lambda gm, name: None, "")
+        found = bisect(step_with(looks_around, bug, parallel=plan), call, quiet=True)
+        return found.stage, found.pass_name, found.node
+
+    assert run_ranks(code, 2, deadline=60) == [("pass", "wrong_pass", "mul_tensor")] * 2
+
+
+@ws.passes.graph_optimization_pass(numerics="exact")
+def square_is_cube(gm: fx.GraphModule) -> None:
+    """A pass with a bug that a script can import."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
+        node.args = (node.args[0], 3)
+
+
+def test_a_repro_with_the_pass_and_a_handful_of_nodes_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, square_is_cube.__module__, sys.modules[__name__])
+    call = warm_call()
+    before = copy.deepcopy([call[0].state_dict(), call[1].state_dict()])
+    found = bisect(step_with(square_is_cube), call, folder=tmp_path)
+    assert found.node == "pow_tensor_scalar"
+    assert found.repro_path is not None
+    text = Path(found.repro_path).read_text()
+    assert text.count("torch.ops.aten") <= 2
+    assert "pow.Tensor_Scalar" in text
+    shown = capsys.readouterr().out
+    assert "wrong   pass square_is_cube" in shown
+    assert "pow_tensor_scalar" in shown
+    torch.testing.assert_close([call[0].state_dict(), call[1].state_dict()], before, rtol=0, atol=0)
+
+
+def test_a_pass_that_raises_is_named():
+    def raises(gm: fx.GraphModule, name: str) -> None:
+        raise KeyError("nothing there")
+
+    found = bisect(step_with(looks_around, seeded(raises, ""), looks_around), warm_call(), quiet=True, minimise=False)
+    assert (found.stage, found.pass_name) == ("pass", "wrong_pass")
+    assert "nothing there" in found.what
+
+
+def test_a_step_that_is_right_is_said_to_be_right(capsys):
+    call = warm_call()
+    step = step_with(looks_around)
+    step(*call)
+    found = bisect(step, call)
+    assert not found
+    assert found.stage == "nothing"
+    assert found.guard_key == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+
+
+@torch.library.custom_op("wholestep_tests::rows", mutates_args=())
+def rows(x: Tensor) -> Tensor:
+    """All rows but the last, which its metadata do not say."""
+    return x[:-1].clone()
+
+
+@rows.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_with_wrong_metadata_is_found_in_the_captured_graph():
+    def forward(x: Tensor) -> Tensor:
+        return rows(x.cos() * 2).sin().sum()
+
+    found = bisect(ws.compile(forward, lower="eager"), (torch.randn(4, 3),), quiet=True)
+    assert found.stage == "capture"
+    assert "rows" in found.text
+    assert "[3, 3]" in found.what
+    assert found.repro_path is not None
+
+
+def test_a_region_that_is_compiled_wrong_is_found_and_made_small(monkeypatch):
+    def compile_wrong(retraced: Any, config: Any) -> Any:
+        gm = copy.deepcopy(retraced.gm)
+        for node in gm.graph.nodes:
+            if node.target is aten.tanh.default:
+                node.target = aten.sigmoid.default
+        gm.recompile()
+        return lambda tensors: gm(*tensors)
+
+    monkeypatch.setattr(importlib.import_module("wholestep.lower.partial_lower"), "compile_whole", compile_wrong)
+    call = warm_call()
+    step = step_with(lower="inductor", lower_options={"remat": False, "min_aten_ops": 1})
+    found = bisect(step, call, quiet=True)
+    assert found.stage == "lowering"
+    assert found.region.startswith("subgraph_")
+    assert found.node == "tanh_default"
+    assert found.repro_path is not None
+
+
+def test_a_graph_that_was_kept_for_a_call_it_is_wrong_for_is_found():
+    call = warm_call()
+    step = step_with()
+    step(*call)
+    changes_a_constant(step.graphs[0].gm, "mul_tensor")
+    found = bisect(step, call, quiet=True)
+    assert (found.stage, found.guard_key, found.node) == ("guard", 0, "mul_tensor")
+
+
+def test_a_function_is_no_compiled_step():
+    with pytest.raises(ws.errors.BisectError, match="not a compiled step"):
+        bisect(train_step, call_of())
