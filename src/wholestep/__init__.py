@@ -1,5 +1,6 @@
 """wholestep: an ordinary PyTorch training step as one FX graph."""
 
+from wholestep import compilers as compilers
 from wholestep import debug as debug
 from wholestep import errors as errors
 from wholestep import lower as lower
@@ -34,6 +35,7 @@ __all__ = [
     "WholestepError",
     "capture",
     "compile",
+    "compilers",
     "debug",
     "errors",
     "lower",

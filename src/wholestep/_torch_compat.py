@@ -1087,3 +1087,38 @@ def jit_remove_mutation(graph: Any) -> None:
 def packet_of(op: OpOverload) -> Any:
     """All overloads of an operator as one function (`OpOverload.overloadpacket`). 2.11, 2.13."""
     return op.overloadpacket
+
+
+def graph_being_compiled() -> str:
+    """AOTAutograd's name of the graph that it is compiling, "" outside of it (`get_aot_graph_name`). 2.11, 2.13."""
+    from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name, graph_being_compiled
+
+    return str(get_aot_graph_name()) if graph_being_compiled else ""
+
+
+def aot_simplified(gm: Any, inputs: list[Any], **settings: Any) -> Callable[..., Any]:
+    """AOTAutograd for a graph of dynamo's (`aot_module_simplified`). 2.11, 2.13."""
+    with _torchs_own_warnings_ignored():
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        found: Callable[..., Any] = aot_module_simplified(gm, inputs, **settings)
+    return found
+
+
+def dynamo_source(node: fx.Node) -> str:
+    """How dynamo reaches an input of its graph, `L['self']._modules['fc']._parameters['weight']`; else the node's name
+    (`_dynamo_source`, `grapharg`). 2.11, 2.13."""
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name) if name is not None else node.name
+
+
+def input_source(node: fx.Node) -> int | str | None:
+    """Which input of its caller a placeholder of AOTAutograd is: a place, a parameter's name, or -1 for none of them
+    (a tangent). None where the graph does not say (`desc`, from 2.9 on). 2.11, 2.13."""
+    described = node.meta.get("desc")
+    if described is None:
+        return None
+    found = getattr(described, "idx", getattr(described, "target", -1))
+    plain = type(described).__name__ in ("PlainAOTInput", "ParamAOTInput", "BufferAOTInput")
+    return found if plain and isinstance(found, int | str) else -1

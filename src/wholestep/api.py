@@ -16,6 +16,7 @@ from torch import fx
 from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
+from wholestep.compilers.debug import checked_program
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
@@ -31,6 +32,7 @@ from wholestep.runtime import pending
 from wholestep.runtime.executor import Entry, late_outputs_of
 from wholestep.runtime.iterations import Pending
 from wholestep.runtime.pending import PendingWork, finally_flush
+from wholestep.runtime.program import program
 from wholestep.runtime.ranks import Ranks
 
 P = ParamSpec("P")
@@ -232,7 +234,8 @@ class CompiledStep(Generic[P, R]):
             if number is not None:
                 self._symbolic_numbers |= {number}
         captured = _trace(fn, args, kwargs, self.options, self._symbolic_numbers)
-        entry = Entry(captured, self._lowering)
+        make_program = checked_program if self.options.lower == "debug" else program
+        entry = Entry(captured, self._lowering, make_program)
         self._entries.append(entry)
         if len(self._entries) > _MOST_GRAPHS:
             del self._entries[0]  # the oldest; the warning about recompiles came long before

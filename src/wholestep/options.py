@@ -31,7 +31,8 @@ class Options:
     """How a step is captured, rewritten and run."""
 
     lower: str = field(default_factory=default_lower)
-    """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch."""
+    """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch; `debug`:
+    like `eager`, and each value is checked against the graph's metadata (`ws.compilers.DebugInterpreter`)."""
     lower_options: Any = None
     """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, config, region_config."""
     cuda_graph: bool | str = "auto"
@@ -55,8 +56,8 @@ class Options:
     """What messages call this step; its function's name by default."""
 
     def __post_init__(self) -> None:
-        if self.lower not in ("eager", "inductor"):
-            raise OptionError(f"lower={self.lower!r}", fix='use "inductor" or "eager".')
+        if self.lower not in ("eager", "inductor", "debug"):
+            raise OptionError(f"lower={self.lower!r}", fix='use "inductor", "eager" or "debug".')
         object.__setattr__(self, "lower_options", _lower_options(self.lower_options))
         if self.cuda_graph not in (True, False, "auto"):
             raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')

@@ -43,8 +43,8 @@ class Entry:
         lowering: Lowering | None = None,
         make_program: Callable[[fx.GraphModule], Callable[..., Any]] = program,
     ) -> None:
-        """`lowering`: how to compile parts of the graph; None runs it operator by operator. `make_program`: what makes
-        a function of the graph that is left."""
+        """`lowering`: how to compile parts of the graph; None runs it operator by operator. `make_program`: another way
+        to make a function of the graph in normal form."""
         self._make_program = make_program
         self.captured = captured
         self.step_graph = captured.step_graph
@@ -88,7 +88,7 @@ class Entry:
                 self.iterations.run_as(self._make_program)
             return None
         if self._make_program is not program:
-            return self._make_program(self.executable)
+            return self._make_program(self.step_graph.gm)  # as people read it, before updates are in place
         if lowering is not None and not _runs_once(self.captured):
             batch = [i for i, spec in enumerate(self.step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
             replayed = lowering.replayed(self.executable, batch, program)

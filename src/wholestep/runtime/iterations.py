@@ -85,6 +85,10 @@ class Iterations:
         self.main = lowering.in_place(self.main)
         self._run_main = program(self.main)
 
+    def run_as(self, make_program: Callable[[fx.GraphModule], Callable[..., Any]]) -> None:
+        """Run setup and main by functions of another kind."""
+        self._run_main, self._run_setup = make_program(self.main), make_program(self.setup)
+
     @cached_property
     def _run_setup(self) -> Callable[..., Any]:
         return program(self.setup)

@@ -1,0 +1,196 @@
+"""Run a graph node by node and hold each real value against what the graph's metadata says of it.
+
+    DebugInterpreter(gm).run(*inputs)                      raises at the first node that is not what it says
+    DebugInterpreter(gm, stop=False).run(*inputs)          runs to the end, then raises with all of them
+
+What is compared: dtype, device, size, stride, offset, contiguity, numbers with their symbols (`check_values`), and
+aliasing: a result is a view of an argument only if metadata or the operator's schema says so, and always if both do.
+Nothing of torch's ShapeEnv is needed, so any graph with `val` in its metadata can be run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload, pytree, schema_of, shares_storage, storage_key
+from wholestep.compilers.check_values import Difference, differences
+from wholestep.compilers.origin import location_of_node, module_path
+from wholestep.compilers.symbol_values import SymbolValues
+from wholestep.errors import DebugError, Location
+from wholestep.ir.meta import KEY
+from wholestep.ir.readable import format_node
+
+_WORKSPACES: dict[Any, tuple[int, ...]] = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
+"""Results that only the operator's own backward reads, and whose size torch's fake kernels do not know."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A node whose value is not what its metadata says."""
+
+    node: str
+    statement: str
+    difference: Difference
+    module: str = ""
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        where = f" ({', '.join(str(part) for part in (self.module, self.location) if part)})"
+        return f"{self.node}: {self.difference}{where if where != ' ()' else ''}"
+
+
+class DebugInterpreter(fx.Interpreter):
+    """An interpreter that checks every node.
+
+    `stop`: raise at the first mismatch; otherwise at the end of the run, with all of them. `raise_error=False` never
+    raises: they are in `mismatches` after the run. `check_nan` and `check_inf` also report nodes that make such numbers
+    out of arguments that had none.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        garbage_collect_values: bool = True,
+        *,
+        stop: bool = True,
+        raise_error: bool = True,
+        check_nan: bool = False,
+        check_inf: bool = False,
+        check_aliasing: bool = True,
+    ) -> None:
+        super().__init__(module, garbage_collect_values)
+        self._stop = stop and raise_error
+        self._raise = raise_error
+        self._tests = [test for on, test in ((check_nan, torch.isnan), (check_inf, torch.isinf)) if on]
+        self._aliasing = check_aliasing
+        self.mismatches: list[Mismatch] = []
+        self.symbols = SymbolValues()
+        self._shifts: dict[int, list[tuple[int, Tensor]]] = {}
+        """How much further in their memory inputs start than when traced, which no guard forbids: by memory, with the
+        tensors, so that this memory is not given to another one during the run."""
+        self._is_step = any(KEY in node.meta for node in module.graph.nodes)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on these inputs."""
+        self.mismatches, self.symbols, self._shifts = [], SymbolValues(), {}
+        try:
+            result = super().run(*args, **kwargs)
+        except DebugError:
+            # Made anew: the interpreter writes its own account of the node under every error that passes.
+            raise _error(self.mismatches, self.symbols) from None
+        finally:
+            self._shifts = {}
+        if self.mismatches and self._raise:
+            raise _error(self.mismatches, self.symbols)
+        return result
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and check its value."""
+        had = None
+        if self._tests and n.op not in ("placeholder", "get_attr"):
+            had = [self._has(test, [self.env[arg] for arg in n.all_input_nodes]) for test in self._tests]
+        result = super().run_node(n)
+        for difference in self._differences(n, result, had):
+            self._report(n, difference)
+        return result
+
+    def _differences(self, node: fx.Node, result: Any, had: list[bool] | None) -> Iterator[Difference]:
+        if node.op == "output":
+            return
+        wanted = node.meta.get("val")
+        if wanted is not None:
+            if node.op == "placeholder":
+                self._note_shift(wanted, result)
+            yield from differences(
+                wanted,
+                result,
+                self.symbols,
+                shifts=self._shifts_of(node, wanted, result),
+                plain_numbers=not self._is_step,
+                skip=_not_known(node),
+            )
+            if self._aliasing and node.op == "call_function":
+                yield from self._alias_differences(node, wanted, result)
+        for test, before in zip(self._tests, had or [], strict=False):
+            if not before and self._has(test, [result]):
+                name = test.__name__.removeprefix("is")
+                yield Difference("a result", "finite (its arguments are)", name)
+
+    def _note_shift(self, wanted: Any, given: Any) -> None:
+        if isinstance(wanted, Tensor) and isinstance(given, Tensor) and _is_strided(wanted) and _is_strided(given):
+            traced = wanted.storage_offset()
+            if isinstance(traced, int) and traced != given.storage_offset():
+                shift = int(given.storage_offset()) - traced
+                self._shifts.setdefault(storage_key(given), []).append((shift, given))
+
+    def _shifts_of(self, node: fx.Node, wanted: Any, result: Any) -> list[int] | None:
+        if isinstance(node.target, OpOverload) and not _is_fresh(node.target):
+            args = [arg.meta.get("val") for arg in node.all_input_nodes]
+            if schema_of(node.target).is_mutable or not any(shares_storage(fake, wanted) for fake in args):
+                return None  # metadata does not say where in which memory it is
+        if not self._shifts or not isinstance(result, Tensor) or not _is_strided(result):
+            return [0]
+        return [shift for shift, _ in self._shifts.get(storage_key(result), [])] + [0]
+
+    def _alias_differences(self, node: fx.Node, wanted: Any, result: Any) -> Iterator[Difference]:
+        if not isinstance(wanted, Tensor) or not isinstance(result, Tensor) or not _is_strided(result):
+            return
+        says_fresh = isinstance(node.target, OpOverload) and _is_fresh(node.target)
+        for arg in node.all_input_nodes:
+            value, fake = self.env.get(arg), arg.meta.get("val")
+            if not isinstance(value, Tensor) or not isinstance(fake, Tensor) or not _is_strided(value):
+                continue
+            expected, found = shares_storage(fake, wanted), shares_storage(value, result)
+            if expected and not found and not says_fresh and result.numel() > 0:
+                yield Difference("memory", f"that of {arg.name}", "its own")
+            elif found and not expected and says_fresh:
+                yield Difference("memory", "its own", f"that of {arg.name}")
+
+    def _has(self, test: Any, values: Any) -> bool:
+        leaves = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+        return any(bool(test(leaf).any()) for leaf in leaves)
+
+    def _report(self, node: fx.Node, difference: Difference) -> None:
+        found = Mismatch(node.name, format_node(node), difference, module_path(node), location_of_node(node))
+        self.mismatches.append(found)
+        if self._stop:
+            raise _error([found], self.symbols)
+
+
+def _is_fresh(op: OpOverload) -> bool:
+    """Whether an operator's schema says that its results have memory of their own."""
+    return not any(each.alias_info is not None for each in schema_of(op).returns)
+
+
+def _not_known(node: fx.Node) -> tuple[int, ...]:
+    """Places of results of a node that metadata knows nothing about."""
+    source, index = (*node.args, None, None)[:2]
+    if node.target is operator.getitem and isinstance(source, fx.Node):
+        return (0,) if index in _WORKSPACES.get(source.target, ()) else ()
+    return _WORKSPACES.get(node.target, ())
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _error(mismatches: list[Mismatch], symbols: SymbolValues) -> DebugError:
+    first = mismatches[0]
+    bound = f" (with {symbols.shown()})" if symbols.values else ""
+    more = f"; {len(mismatches)} mismatches in all" if len(mismatches) > 1 else ""
+    error = DebugError(
+        f"the value of {first.node} is not what the graph says: {first.difference}{bound}{more}.",
+        node=first.statement,
+        location=first.location,
+        around=[str(each) for each in mismatches[1:20]],
+        fix="the operator's fake kernel, or the pass that last changed this node, is wrong; or the graph ran on inputs "
+        "that it was not made for.",
+    )
+    error.mismatches = tuple(mismatches)
+    return error

@@ -1,0 +1,283 @@
+"""A graph and its inputs as a folder that can be sent to somebody else.
+
+    repro.py             a program that runs the graph on these inputs, with torch and nothing else
+    graph.py             the graph as Python text, with shapes and the user's lines
+    graph.json           the graph as data: `StepGraph.from_json`
+    inputs.json          what each input looks like: `get_inputs`
+    inputs.safetensors   values of inputs and constants, and the state of the random generators, where they are known
+
+While AOTAutograd compiles, inputs have no data yet; the first run then adds what only a run knows. Reading
+executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensor
+from wholestep.compilers.boxed import copy_graph_module
+from wholestep.compilers.input_records import (
+    LARGEST,
+    InputRecord,
+    check_record,
+    check_size,
+    made_up,
+    record_of,
+)
+from wholestep.compilers.kept_values import keep_values, read_values, value_of
+from wholestep.compilers.repro import repro_text
+from wholestep.compilers.safe_files import MOST_JSON, read_bytes, read_json, write_whole
+from wholestep.errors import DumpError, GraphFormatError
+from wholestep.ir.records import RecordReader, write_record
+from wholestep.ir.signature import InputKind, InputSpec, OutputKind, OutputSpec, Signature
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.targets import TargetReader
+from wholestep.ir.values import tensor_spec
+
+FORMAT = "wholestep.inputs"
+VERSION = 1
+_CONSTANT = "constant."
+_RANDOM = "random."
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a folder holds. `inputs` are values that were kept, or made up; `step_graph` is None if it had no form."""
+
+    step_graph: StepGraph | None
+    inputs: list[Any]
+    records: tuple[InputRecord, ...]
+
+
+class GraphDump:
+    """The folder of one graph, written now and completed at the first run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        title: str,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """`names`: what placeholders are to the user, by the name of their node."""
+        self.folder = folder
+        self._gm = copy_graph_module(gm)
+        self._title = title
+        self._names = dict(names or {})
+        self._placeholders = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+        self.complete = False
+        self.records: list[InputRecord] = []
+        self._write(inputs)
+
+    def _write(self, inputs: Sequence[Any]) -> None:
+        given = list(inputs) if len(inputs) == len(self._placeholders) else self._from_metadata()
+        records = self._records(given)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "graph.py").write_text(self._gm.print_readable(print_output=False) + "\n", encoding="utf-8")
+        why = self._write_json()
+        self._write_inputs(given, records)
+        (self.folder / "repro.py").write_text(repro_text(self._gm, self._title, why), encoding="utf-8")
+
+    def _records(self, inputs: Sequence[Any]) -> list[InputRecord]:
+        pairs = zip(inputs, self._placeholders, strict=True)
+        return [record_of(value, name, self._names.get(name, "")) for value, name in pairs]
+
+    def _from_metadata(self) -> list[Any]:
+        return [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
+
+    def _write_json(self) -> str:
+        """graph.json; or why the graph has no such form: higher-order operators, functions of the user's."""
+        try:
+            text = step_graph_of(self._gm, self._names).to_json()
+        except GraphFormatError as error:
+            return error.what
+        (self.folder / "graph.json").write_text(text, encoding="utf-8")
+        return ""
+
+    def add_values(self, inputs: Sequence[Any]) -> None:
+        """Add what a run is given: values, ranges of integers, states of random generators."""
+        self.complete = True
+        self._write_inputs(inputs, self._records(inputs))
+
+    def add_ranges(self, inputs: Sequence[Any]) -> None:
+        """Add ranges and sizes of a run, but no values."""
+        self.complete = True
+        self._write_records(self._records(inputs))
+
+    def take_ranges(self, other: GraphDump) -> None:
+        """Add what another graph of the same trace learned about the inputs that both have."""
+        known = {record.name: record for record in other.records}
+        fields = ("shape", "stride", "low", "high", "value")
+        self._write_records(
+            [
+                replace(record, **{each: getattr(known[record.name], each) for each in fields})
+                if record.name in known and not record.memory
+                else record
+                for record in self.records
+            ]
+        )
+
+    def _write_inputs(self, inputs: Sequence[Any], records: list[InputRecord]) -> None:
+        constants = _constants(self._gm)
+        extra = {_CONSTANT + name: value for name, value in constants.items()}
+        values = [value if _has_data(value) else None for value in inputs]
+        if self.complete:
+            extra |= {_RANDOM + name: state for name, state in _random_states().items()}
+        if extra or any(isinstance(value, Tensor) for value in values):
+            records = keep_values(self.folder / "inputs.safetensors", values, records, extra)
+        self._write_records(records)
+
+    def _write_records(self, records: list[InputRecord]) -> None:
+        self.records = records
+        constants = _constants(self._gm).items()
+        head: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "torch": torch.__version__,
+            "title": self._title,
+            "seed": torch.initial_seed(),
+            "constants": [write_record(record_of(value, name)) for name, value in constants],
+        }
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        listed = ",\n".join(json.dumps(write_record(record)) for record in records)
+        lines.append(f'"inputs": [\n{listed}]')
+        write_whole(self.folder / "inputs.json", "{" + ",\n".join(lines) + "}\n")
+
+
+def step_graph_of(gm: fx.GraphModule, names: Mapping[str, str]) -> StepGraph:
+    """Any flat graph as a StepGraph: its inputs are parameters where they have a name, and batch otherwise."""
+    copy = copy_graph_module(gm)
+    output = copy.graph.output_node()
+    given: Any = output.args[0]
+    results = tuple(given) if isinstance(given, list | tuple) else (given,)
+    output.args = (results,)
+    inputs = []
+    for node in copy.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        kind = InputKind.PARAMETER if node.name in names else InputKind.BATCH
+        spec = tensor_spec(value) if isinstance(value, Tensor) and value.layout is torch.strided else None
+        node.target, node.args = node.name, ()
+        inputs.append(InputSpec(node.name, kind, names.get(node.name, node.name), spec))
+    outputs = tuple(OutputSpec(OutputKind.RESULT, f"out{i}") for i in range(len(results)))
+    return StepGraph(copy, Signature(tuple(inputs), outputs))
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder that did not exist: `name`_0, `name`_1 and so on. Processes that ask at once get different ones."""
+    parent.mkdir(parents=True, exist_ok=True)
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("._") or "graph"
+    number = 0
+    while True:
+        folder = parent / f"{plain}_{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def read_dump(
+    folder: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    allow_ops: Iterable[str] = (),
+    max_bytes: int = LARGEST,
+) -> Dump:
+    """Read a folder: graph and inputs, with the values that were kept and others made up. Nothing in it is executed."""
+    path = Path(folder)
+    inputs = get_inputs(path / "inputs.json", values=True, device=device, max_bytes=max_bytes)
+    records = _read_records(path / "inputs.json")
+    graph = path / "graph.json"
+    if not graph.exists() and not graph.is_symlink():
+        return Dump(None, inputs, records)
+    text = read_bytes(graph, MOST_JSON)
+    try:
+        step_graph = StepGraph.from_json(text.decode("utf-8"), allow_ops=allow_ops)
+    except UnicodeDecodeError as error:
+        raise DumpError("graph.json is not text.") from error
+    return Dump(step_graph, inputs, records)
+
+
+def get_inputs(
+    input_data_path: str | Path,
+    *,
+    values: bool = False,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    max_bytes: int = LARGEST,
+) -> list[Any]:
+    """Inputs like those of a dumped graph, from its `inputs.json` (or its folder).
+
+    Sizes, strides, dtypes and numbers are those recorded, integers are in their range; devices too, where this machine
+    has them. `values=True` gives the values that were kept instead of made-up ones, where there are any.
+    """
+    path = Path(input_data_path)
+    path = path / "inputs.json" if path.is_dir() else path
+    records = _read_records(path)
+    check_size(records, max_bytes)
+    kept: dict[str, Tensor] = {}
+    stored = path.with_name("inputs.safetensors")
+    if values and (stored.exists() or stored.is_symlink()):
+        kept = read_values(stored, max_bytes)
+    where = None if device is None else torch.device(device)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for record in records:
+        try:
+            if record.kind == "tensor" and record.memory and kept:
+                found.append(value_of(record, kept, where))
+            else:
+                plain = InputRecord(**{**vars(record), "start": 0})
+                found.append(made_up(plain, where, generator))
+        except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+            if isinstance(error, DumpError):
+                raise
+            raise DumpError(f"the input {record.name[:60]!r} cannot be made: {str(error)[:200]}.") from error
+    return found
+
+
+def _read_records(path: Path) -> tuple[InputRecord, ...]:
+    document = read_json(path, FORMAT, VERSION)
+    reader = RecordReader(TargetReader())
+    listed = document.get("inputs")
+    if not isinstance(listed, list):
+        raise DumpError(f"{path.name} has no list of inputs.")
+    try:
+        records = tuple(reader.read(InputRecord, item, f"inputs[{i}]") for i, item in enumerate(listed))
+    except (GraphFormatError, RecursionError) as error:
+        raise DumpError(f"{path.name} is damaged: {getattr(error, 'what', error)}") from error
+    for record in records:
+        check_record(record)
+    return records
+
+
+def _constants(gm: fx.GraphModule) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value: Any = gm
+        for atom in str(node.target).split("."):
+            value = getattr(value, atom, None)
+        if isinstance(value, Tensor) and _has_data(value):
+            found[str(node.target)] = value
+    return found
+
+
+def _has_data(value: Any) -> bool:
+    return not isinstance(value, Tensor) or not (isinstance(value, FakeTensor) or value.device.type == "meta")
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.device_count():
+        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states

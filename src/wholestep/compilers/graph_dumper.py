@@ -1,0 +1,195 @@
+"""`graph_dumper_aot`: the joint, forward and backward graph of everything that is compiled, in folders with an index.
+
+    folder/name/name_joint_0, name_forward_0, name_backward_0, name_forward_1 ...      each a dump (`dump`)
+    folder/name/index.json                                                             what there is, for programs
+
+    torch.compile(model, backend=graph_dumper_aot("name", "folder"))
+
+Numbers count the graphs that one dumper has seen; forward, backward and joint graph of one trace have the same. Inputs
+that are parameters or buffers carry the name that the user's module gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from wholestep._torch_compat import aot_simplified, default_partition, dynamo_source, input_source
+from wholestep.compilers.boxed import Compiled, boxed
+from wholestep.compilers.dump import GraphDump
+from wholestep.compilers.fusion import default_decompositions
+from wholestep.compilers.origin import plain_path
+from wholestep.compilers.safe_files import read_json, write_whole
+from wholestep.errors import DumpError, OptionError
+
+INDEX_FORMAT = "wholestep.graph_index"
+INDEX_VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
+
+
+def graph_dumper_aot(current_name: str, folder_name: str, dump_example_input: bool = False) -> GraphDumper:
+    """A `torch.compile` backend that dumps the graphs of forward, backward and both joined, and runs them as they are.
+
+    `dump_example_input`: keep the values of the inputs too, not only what they look like.
+    """
+    return GraphDumper(current_name, folder_name, dump_example_input)
+
+
+class GraphDumper:
+    """The dumper of one name. Called as a backend, it does all; its methods are AOTAutograd's single hooks."""
+
+    def __init__(self, name: str, folder: str | Path, keep_values: bool = False) -> None:
+        if not _NAME.fullmatch(name) or ".." in name:
+            raise OptionError(f"{name!r} cannot be the name of a folder.", fix="use letters, digits, _, - and dots.")
+        self.name = name
+        self.folder = Path(folder) / name
+        self._keep_values = keep_values
+        self._index: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self.__name__ = f"graph_dumper_{name}"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend: dump what AOTAutograd makes of a graph of dynamo's."""
+        traced = _Traced(self, _names_of_inputs(gm))
+        return aot_simplified(
+            gm,
+            list(example_inputs),
+            fw_compiler=traced.fw_compiler,
+            bw_compiler=traced.bw_compiler,
+            inference_compiler=traced.inference_compiler,
+            partition_fn=traced.partition_fn,
+            decompositions=default_decompositions(),
+        )
+
+    def hooks(self, module: nn.Module | None = None) -> dict[str, Callable[..., Any]]:
+        """The hooks for one `aot_function` or `aot_module`: `aot_module(module, **dumper.hooks(module))`."""
+        names = [] if module is None else [n for n, _ in (*module.named_parameters(), *module.named_buffers())]
+        traced = _Traced(self, names)
+        return {
+            "fw_compiler": traced.fw_compiler,
+            "bw_compiler": traced.bw_compiler,
+            "inference_compiler": traced.inference_compiler,
+            "partition_fn": traced.partition_fn,
+        }
+
+    def number(self) -> int:
+        """The number of the next trace."""
+        with self._lock:
+            self._numbers += 1
+            return self._numbers - 1
+
+    def dump(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str, number: int, names: dict[str, str]
+    ) -> GraphDump:
+        """Write one graph and enter it into the index."""
+        title = f"{self.name}_{kind}_{number}"
+        found = GraphDump(self.folder / title, gm, inputs, title, names)
+        with self._lock:
+            known = {node.name for node in gm.graph.nodes}
+            entry = {
+                "folder": title,
+                "kind": kind,
+                "graph": number,
+                "nodes": len(gm.graph.nodes),
+                "names": {node: name for node, name in names.items() if node in known},
+            }
+            self._index.append(entry)
+            document = {"format": INDEX_FORMAT, "version": INDEX_VERSION, "graphs": self._index}
+            write_whole(self.folder / "index.json", json.dumps(document, indent=1) + "\n")
+        return found
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the values of inputs are written."""
+        return self._keep_values
+
+
+class _Traced:
+    """One trace: its graphs have one number, and placeholders that mean the same have the same name in all of them."""
+
+    def __init__(self, dumper: GraphDumper, inputs: list[str]) -> None:
+        self._dumper = dumper
+        self._inputs = inputs
+        """Names of the first inputs of the joint graph."""
+        self._number: int | None = None
+        self._names: dict[str, str] = {}
+        self._joint: GraphDump | None = None
+
+    def partition_fn(self, joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+        """Dump the joint graph, then cut it as torch does by default."""
+        self._number = self._dumper.number()
+        self._name(joint)
+        self._joint = self._dumper.dump(joint, _flat(inputs), "joint", self._number, self._names)
+        return default_partition(joint, inputs, **settings)
+
+    def fw_compiler(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Dump the forward of a training graph."""
+        return self._run(gm, inputs, "forward")
+
+    def inference_compiler(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Dump a graph that has no backward."""
+        self._number = self._dumper.number()
+        self._name(gm)
+        return self._run(gm, inputs, "forward")
+
+    def bw_compiler(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Dump the backward."""
+        return self._run(gm, inputs, "backward")
+
+    def _name(self, gm: fx.GraphModule) -> None:
+        """Names of placeholders. AOTAutograd numbers the inputs of its caller; some may be left out or added."""
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            number = input_source(node)
+            number = place if number is None else number
+            if isinstance(number, str):
+                self._names[node.name] = number
+            elif 0 <= number < len(self._inputs) and self._inputs[number]:
+                self._names[node.name] = self._inputs[number]
+
+    def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> Compiled:
+        if self._number is None:  # a caller that has a partitioner of its own
+            self._number = self._dumper.number()
+            self._name(gm)
+        dump = self._dumper.dump(gm, inputs, kind, self._number, self._names)
+
+        def run(*args: Any) -> Any:
+            if not dump.complete:
+                (dump.add_values if self._dumper.keeps_values else dump.add_ranges)(args)
+                if self._joint is not None:
+                    self._joint.take_ranges(dump)
+            return gm(*args)
+
+        return boxed(run)
+
+
+def read_index(folder: str | Path) -> list[Path]:
+    """The folders that an index lists, each inside of its own; `read_dump` reads them."""
+    parent = Path(folder)
+    listed = read_json(parent / "index.json", INDEX_FORMAT, INDEX_VERSION).get("graphs")
+    found = []
+    for entry in listed if isinstance(listed, list) else [None]:
+        name = entry.get("folder") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or (parent / name).is_symlink():
+            raise DumpError(f"index.json names a folder that is not inside of its own: {str(name)[:60]!r}.")
+        found.append(parent / name)
+    return found
+
+
+def _names_of_inputs(gm: Any) -> list[str]:
+    """What the user calls the inputs of a graph of dynamo's: parameters that it holds come first, then placeholders."""
+    held = [name for name, _ in (*gm.named_parameters(), *gm.named_buffers())]
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    return [plain_path(name) for name in held] + [plain_path(dynamo_source(node)) for node in placeholders]
+
+
+def _flat(inputs: Any) -> list[Any]:
+    if isinstance(inputs, tuple | list) and len(inputs) == 2 and all(isinstance(each, tuple | list) for each in inputs):
+        return [*inputs[0], *inputs[1]]
+    return list(inputs)

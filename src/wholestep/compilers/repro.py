@@ -1,0 +1,186 @@
+"""The text of `repro.py`: a program that runs one graph on its recorded inputs, with torch and nothing else.
+
+It holds the graph's code. Inputs come from the files beside it, or are made up like them; devices that the machine does
+not have become the CPU, or what `--device` says; seed and states of random generators are set as they were.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from wholestep.compilers.boxed import copy_graph_module
+from wholestep.ir.readable import clean
+
+_DEVICE = re.compile(r"(?<![\w.])device\(type='([a-z]+)'(?:, index=(\d+))?\)")
+_STANDARD = frozenset({"torch", "device", "inf", "nan", "NoneType"})
+
+_HEAD = '''"""{title}, written by wholestep with torch {version}.
+
+python repro.py [--device cuda] [--seed 0] [--made-up]
+
+Inputs are those of inputs.json and inputs.safetensors in this folder.{note}
+Imports of libraries that define operators of their own belong at the top.
+"""
+
+import argparse
+import json
+import math
+import operator
+import os
+
+import torch
+from torch import device
+{imports}
+inf, nan, NoneType = math.inf, math.nan, type(None)
+HERE = os.path.dirname(os.path.abspath(__file__))
+DEVICE = None
+
+
+def where(name):
+    """The device of this run for one of the recorded run."""
+    if DEVICE is not None and (name.split(":")[0] != "cpu" or not {has_accelerator}):
+        return torch.device(DEVICE)
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return torch.device("cpu")
+
+
+class Graph(torch.nn.Module):
+'''
+
+_TAIL = '''
+
+def read_safetensors(path):
+    """Tensors of a file as flat bytes."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, "rb") as file:
+        head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = torch.frombuffer(bytearray(file.read() + b"\\0"), dtype=torch.uint8)
+    head.pop("__metadata__", None)
+    return {name: data[slice(*entry["data_offsets"])].clone() for name, entry in head.items()}
+
+
+def number(value):
+    """A number as inputs.json writes it: floats in hexadecimal."""
+    return float.fromhex(value["float"]) if isinstance(value, dict) else value
+
+
+def make(record, memory, made_up=False):
+    """One input: its value if that was kept, one like it otherwise."""
+    if record["kind"] != "tensor":
+        return number(record.get("value"))
+    shape, dtype = record.get("shape", []), getattr(torch, record["dtype"])
+    stride, start = record.get("stride", []), record.get("start", 0)
+    if record.get("memory") in memory and not made_up:
+        flat = memory[record["memory"]].view(dtype)
+    else:
+        start = 0
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+            flat = torch.rand(extent, dtype=wide).to(dtype)
+        else:
+            low, high = record.get("low"), record.get("high")
+            low = 0 if low is None else low
+            flat = torch.randint(low, (max(low, 1) if high is None else high) + 1, (extent,)).to(dtype)
+    return flat.to(where(record["device"])).as_strided(shape, stride, start)
+
+
+def load(seed=None, made_up=False):
+    """The graph, its inputs, and the state of random generators as it was."""
+    with open(os.path.join(HERE, "inputs.json"), encoding="utf-8") as file:
+        document = json.load(file)
+    memory = read_safetensors(os.path.join(HERE, "inputs.safetensors"))
+    torch.manual_seed(document["seed"] if seed is None else seed)
+    inputs = [make(record, memory, made_up) for record in document["inputs"]]
+    graph = Graph()
+    for record in document["constants"]:
+        *path, name = record["name"].split(".")
+        owner = graph
+        for atom in path:
+            if not hasattr(owner, atom):
+                setattr(owner, atom, torch.nn.Module())
+            owner = getattr(owner, atom)
+        flat = memory["constant." + record["name"]].view(getattr(torch, record["dtype"]))
+        owner.register_buffer(name, flat.reshape(record.get("shape", [])).to(where(record["device"])))
+    if seed is None:
+        for name, state in memory.items():
+            if name == "random.cpu":
+                torch.set_rng_state(state)
+            elif name.startswith("random.cuda") and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state, name.removeprefix("random."))
+    return graph, inputs
+
+
+def run(seed=None, made_up=False):
+    """Run the graph; its outputs."""
+    graph, inputs = load(seed, made_up)
+    with torch.no_grad():
+        return graph(*inputs)
+
+
+def main():
+    global DEVICE
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", help="run here instead of on the recorded device")
+    parser.add_argument("--seed", type=int, help="instead of the recorded state of the random generators")
+    parser.add_argument("--made-up", action="store_true", help="make inputs up although values were kept")
+    options = parser.parse_args()
+    DEVICE = options.device
+    outputs = run(options.seed, options.made_up)
+    for i, value in enumerate(outputs if isinstance(outputs, (tuple, list)) else [outputs]):
+        if isinstance(value, torch.Tensor):
+            total = value.detach().to(torch.complex128 if value.is_complex() else torch.float64).sum().item()
+            print(f"output {i}: {value.dtype} {list(value.shape)} stride {list(value.stride())} sum {total!r}")
+        else:
+            print(f"output {i}: {value!r}")
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def repro_text(gm: fx.GraphModule, title: str, no_json: str = "") -> str:
+    """The program. `no_json`: why there is no graph.json, if there is none."""
+    copy = copy_graph_module(gm)
+    copy.graph.set_codegen(CodeGen())
+    code = copy.graph.python_code(root_module="self")
+    devices = {match[0] for match in _DEVICE.findall(code.src)}
+    devices |= {str(v.device.type) for v in (n.meta.get("val") for n in gm.graph.nodes) if isinstance(v, torch.Tensor)}
+    source = _DEVICE.sub(lambda m: f"where({m[1] + (':' + m[2] if m[2] else '')!r})", code.src)
+    imports = "\n".join(
+        sorted(filter(None, (_import(n, value) for n, value in code.globals.items() if re.search(rf"\b{n}\b", source))))
+    )
+    note = f"\nThere is no graph.json: {clean(no_json)}" if no_json else ""
+    head = _HEAD.format(
+        title=clean(title).replace('"', "'").replace("\\", "/"),
+        version=torch.__version__,
+        note=note.replace('"""', "'''").replace("\\", "/"),
+        imports=imports + "\n" if imports else "",
+        has_accelerator=bool(devices - {"cpu", "meta"}),
+    )
+    body = "\n".join(f"    {line}".rstrip() for line in source.strip("\n").splitlines())
+    return head + body + "\n" + _TAIL
+
+
+def _import(name: str, value: Any) -> str:
+    """The line that makes a name of the graph's code known."""
+    if name in _STANDARD:
+        return ""
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}"
+    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not module or not own or "<" in own or module == "builtins":
+        return ""
+    first, *rest = own.split(".")
+    return f"from {module} import {first} as {name}" if not rest else f"import {module}; {name} = {module}.{own}"
