@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class Case:
         """All nodes in order."""
         return list(self.gm.graph.nodes)
 
+    @cached_property
+    def effects(self) -> tuple[fx.Node, ...]:
+        """Nodes that stay for what they do, whether or not somebody reads them."""
+        return tuple(effects_of(self.nodes))
+
     @property
     def size(self) -> tuple[int, int]:
         """What is made smaller: nodes, then elements of the inputs."""
@@ -82,7 +88,7 @@ def apply_edit(case: Case, edit: Edit, values: Mapping[str, Any]) -> Case:
     nodes = case.nodes
     given = {name for name in edit.given if name in values}
     ends = _ends(case, edit)
-    live = _live(nodes, ends, given, set(edit.dropped))
+    live = _live(case.effects, ends, given, set(edit.dropped))
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs: list[Any] = []
     known = dict(zip((n for n in nodes if n.op == "placeholder"), case.inputs, strict=True))
@@ -113,8 +119,8 @@ def _ends(case: Case, edit: Edit) -> list[fx.Node]:
     return [by_name[name] for name in edit.outputs]
 
 
-def _live(nodes: list[fx.Node], ends: list[fx.Node], given: set[str], dropped: set[str]) -> set[fx.Node]:
-    effects = [node for node in effects_of(nodes) if node.name not in dropped]
+def _live(effects: Sequence[fx.Node], ends: list[fx.Node], given: set[str], dropped: set[str]) -> set[fx.Node]:
+    effects = [node for node in effects if node.name not in dropped]
     live, stack = set[fx.Node](), [*ends, *effects]
     while stack:
         node = stack.pop()

@@ -69,7 +69,7 @@ class Search:
         case = self._current()
         inside = set(kept)
         body = [node for node in case.nodes if node.name in inside]
-        later = tuple(node.name for node in effects_of(case.nodes) if node.name not in inside)
+        later = tuple(node.name for node in case.effects if node.name not in inside)
         ends = {*results_of(case.gm.graph)}
         read = [n.name for n in body if n in ends or any(user.name not in inside for user in n.users)]
         if not body:
@@ -105,7 +105,7 @@ class Search:
                     if source not in seen and source.name in away:
                         seen.add(source)
                         stack.append(source)
-        dropped = tuple(node.name for node in effects_of(case.nodes) if node.name in away)
+        dropped = tuple(node.name for node in case.effects if node.name in away)
         given = tuple(node.name for node in case.nodes if node.name in crossing)
         return Edit(given=given, before=first, dropped=dropped)
 
@@ -114,7 +114,7 @@ class Search:
         self._fewer("results", names, lambda kept: Edit(outputs=tuple(kept)))
 
     def _effects(self) -> None:
-        names = [node.name for node in effects_of(self._current().nodes)]
+        names = [node.name for node in self._current().effects]
         everything = list(names)
 
         def without(kept: Sequence[str]) -> Edit:
