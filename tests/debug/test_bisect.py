@@ -6,6 +6,7 @@ import copy
 import importlib
 import random
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import wholestep as ws
+from debug.graphs import die
 from debug.seeded import (
     call_of,
     changes_a_constant,
@@ -46,6 +48,11 @@ def warm_call() -> tuple[Any, ...]:
     return call
 
 
+@cache
+def names_for(bug: Any) -> list[str]:
+    return targets(ws.capture(train_step, *warm_call()).gm.graph, bug)
+
+
 def some(names: list[str], number: int, of: int) -> str:
     """One of the names, spread over all of them."""
     return names[number * len(names) // of]
@@ -53,12 +60,10 @@ def some(names: list[str], number: int, of: int) -> str:
 
 @pytest.mark.parametrize(("bug", "number"), BUGS, ids=[f"{bug.__name__}-{n}" for bug, n in BUGS])
 def test_a_bug_in_a_pass_is_localised_to_the_node(bug, number):
-    call = warm_call()
-    names = targets(ws.capture(train_step, *call).gm.graph, bug)
-    name = some(names, number, MANY[bug])
+    name = some(names_for(bug), number, MANY[bug])
     passes: list[Any] = [looks_around, "remove_dead_collectives", looks_around]
     passes.insert(random.Random(number).randrange(4), seeded(bug, name))
-    found = bisect(step_with(*passes), call, minimise=False, quiet=True)
+    found = bisect(step_with(*passes), warm_call(), minimise=False, quiet=True)
     assert (found.stage, found.pass_name, found.node) == ("pass", "wrong_pass", name)
 
 
@@ -119,6 +124,29 @@ def test_a_repro_with_the_pass_and_a_handful_of_nodes_is_written(tmp_path, capsy
     assert "wrong   pass square_is_cube" in shown
     assert "pow_tensor_scalar" in shown
     torch.testing.assert_close([call[0].state_dict(), call[1].state_dict()], before, rtol=0, atol=0)
+
+
+def test_a_step_that_kills_its_process_is_narrowed_to_the_node():
+    def kills(gm: fx.GraphModule, name: str) -> None:
+        node = next(node for node in gm.graph.nodes if node.name == name)
+        node.target, node.args = die, node.args[:1]
+
+    step = step_with(looks_around, seeded(kills, "tanh_default"))
+    found = bisect(step, warm_call(), quiet=True)
+    assert (found.stage, found.pass_name, found.node) == ("pass", "wrong_pass", "tanh_default")
+    assert "SIGSEGV" in found.what
+    assert found.repro_path is not None
+
+
+def test_a_region_that_kills_its_process_is_named(monkeypatch):
+    def compile_deadly(retraced: Any, config: Any) -> Any:
+        return lambda tensors: die(tensors[0])
+
+    monkeypatch.setattr(importlib.import_module("wholestep.lower.partial_lower"), "compile_whole", compile_deadly)
+    step = step_with(lower="inductor", lower_options={"remat": False, "min_aten_ops": 1})
+    found = bisect(step, warm_call(), quiet=True, minimise=False)
+    assert (found.stage, found.region) == ("lowering", "subgraph_0")
+    assert "SIGSEGV" in found.what
 
 
 def test_a_pass_that_raises_is_named():

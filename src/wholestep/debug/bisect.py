@@ -10,10 +10,13 @@ decisions (`ranks`).
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import fx
 
 from wholestep._torch_compat import cuda_is_initialized
 from wholestep.capture.tree import leaves_of
@@ -24,6 +27,7 @@ from wholestep.debug.isolation import apart
 from wholestep.debug.judge import Verdict
 from wholestep.debug.minify import minify
 from wholestep.debug.ranks import Together
+from wholestep.debug.runs import Note
 from wholestep.debug.shrink import LowersWrong, MetaIsWrong, PassIsWrong, region_case
 from wholestep.debug.versions import Call, capture_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError
@@ -100,10 +104,19 @@ class _Bisect:
         known = {name: verdict.get(name, "") for name in ("what", "node", "text", "region")}
         return Found(stage, guard_key=self._key, right=tuple(self._right), **{**known, **more})
 
-    def _ask(self, question: Callable[[], Verdict]) -> Verdict:
-        """An answer of this rank; a process that dies of the question says so."""
-        answer = apart(question, self._timeout, self._folder / "question.log")
-        return judge.wrong(f"the process {answer}", kind="died") if isinstance(answer, Outcome) else answer
+    def _ask(self, question: Callable[[Note], Verdict]) -> Verdict:
+        """An answer of this rank. A process that dies of the question has said at which node it was."""
+        at = self._folder / "at.json"
+        at.unlink(missing_ok=True)
+
+        def note(node: fx.Node) -> None:
+            at.write_text(json.dumps(judge.describe(node)), encoding="utf-8")
+
+        answer = apart(lambda: question(note), self._timeout, self._folder / "question.log")
+        if not isinstance(answer, Outcome):
+            return answer
+        known: Verdict = json.loads(at.read_text(encoding="utf-8")) if at.exists() else judge.wrong("", kind="died")
+        return {**known, "what": f"the process {answer}"}
 
     def _agree(self, verdict: Verdict, order: Sequence[str]) -> Verdict:
         """The verdict for all ranks: wrong if it is on one, with the node that comes first on any."""
@@ -121,12 +134,12 @@ class _Bisect:
     def _capture(self) -> Found | None:
         graph, inputs = self._call.step_graph, self._call.inputs
         order = [node.name for node in graph.gm.graph.nodes]
-        verdict = self._agree(self._ask(lambda: judge.judge_meta(graph.gm, inputs)), order)
+        verdict = self._agree(self._ask(lambda note: judge.judge_meta(graph.gm, inputs, note)), order)
         if verdict["wrong"]:
             path = self._shrink(graph, MetaIsWrong(verdict["kind"]), shapes=False)
             return self._found("capture", verdict, repro_path=path)
         if self.ranks.size == 1 and self._options.parallel is None and not cuda_is_initialized():
-            verdict = self._ask(lambda: judge.judge_eager(self._call, self._fn, self._args, self._kwargs))
+            verdict = self._ask(lambda _: judge.judge_eager(self._call, self._fn, self._args, self._kwargs))
             if verdict["wrong"]:
                 return self._found("eager" if verdict["kind"] == "eager" else "capture", verdict)
             self._right.append("the captured graph computes what the function computes")
@@ -141,7 +154,9 @@ class _Bisect:
         base, inputs = self._call.step_graph, self._call.inputs
 
         def is_wrong(count: int) -> bool:
-            return self.ranks.any(self._ask(lambda: judge.judge_passes(base, inputs, passes[:count], _LEVEL))["wrong"])
+            return self.ranks.any(
+                self._ask(lambda _: judge.judge_passes(base, inputs, passes[:count], _LEVEL))["wrong"]
+            )
 
         if not is_wrong(len(passes)):
             self._right.append(f"{len(passes)} passes: {', '.join(bound.name for bound in passes)}")
@@ -155,7 +170,7 @@ class _Bisect:
         bound = passes[right]
         before = with_passes(base, passes[:right], 0)
         order = [node.name for node in before.gm.graph.nodes]
-        verdict = self._agree(self._ask(lambda: judge.judge_one_pass(before, inputs, bound, _LEVEL)), order)
+        verdict = self._agree(self._ask(lambda note: judge.judge_one_pass(before, inputs, bound, _LEVEL, note)), order)
         path = self._shrink(before, PassIsWrong(bound, verdict.get("kind", "value"), _LEVEL))
         return self._found("pass", verdict, pass_name=bound.name, repro_path=path)
 
@@ -164,7 +179,7 @@ class _Bisect:
             return None
         graph = with_passes(self._call.step_graph, self._options.passes, 0)
         order = [node.name for node in graph.gm.graph.nodes]
-        verdict = self._ask(lambda: judge.judge_lowering(self._call, graph, self._options))
+        verdict = self._ask(lambda note: judge.judge_lowering(self._call, graph, self._options, note))
         inside, outside = verdict.get("inputs", []), verdict.get("outputs", [])
         verdict = self._agree(verdict, order)
         if not verdict["wrong"]:
@@ -183,7 +198,7 @@ class _Bisect:
             return None
         fresh = with_passes(self._call.step_graph, self._options.passes, 0)
         order = [node.name for node in kept.gm.graph.nodes]
-        verdict = self._agree(self._ask(lambda: judge.judge_guard(kept, fresh, self._call.inputs)), order)
+        verdict = self._agree(self._ask(lambda _: judge.judge_guard(kept, fresh, self._call.inputs)), order)
         if verdict["wrong"]:
             return self._found("guard", verdict)
         self._right.append("the graph of an earlier call is right for this one")
@@ -200,6 +215,8 @@ class _Bisect:
                 predicate,
                 folder=self._folder / "repro",
                 progress=False,
+                crash=True,
+                hang=True,
                 max_trials=_MOST_TRIALS,
                 shapes=shapes,
                 timeout=self._timeout,
@@ -218,6 +235,8 @@ class _Bisect:
                 LowersWrong(self._options.lower_options),
                 folder=self._folder / "repro",
                 progress=False,
+                crash=True,
+                hang=True,
                 max_trials=_MOST_COMPILED,
                 shapes=False,
                 timeout=self._timeout,

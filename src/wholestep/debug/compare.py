@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from wholestep.debug.numbers import Gap, gap_between
-from wholestep.debug.runs import NodeRaised, run_nodes
+from wholestep.debug.runs import NodeRaised, Note, run_nodes
 from wholestep.debug.trial import copy_of
 from wholestep.debug.versions import Version, two_versions
 from wholestep.errors import Location, OptionError
@@ -106,8 +106,8 @@ def compare(
     return found
 
 
-def compare_versions(a: Version, b: Version, numerics: Numerics) -> Comparison:
-    """The first difference of two graphs that take the same inputs."""
+def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | None = None) -> Comparison:
+    """The first difference of two graphs that take the same inputs. `note` hears of the nodes of the second one."""
     pairs = counterparts(a.gm.graph, b.gm.graph)
     wanted = set(pairs.values())
     values = _values(a, a.inputs, wanted)
@@ -128,7 +128,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics) -> Comparison:
         return gap is None
 
     try:
-        run_nodes(b.gm, b.inputs, look, left)
+        run_nodes(b.gm, b.inputs, look, left, note)
         seen += _state_apart(a, b, left, numerics) if not seen else []
     except NodeRaised as raised:
         gap = Gap("raised", text=f"raised {type(raised.error).__name__}: {raised.error}")

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from wholestep.capture.tree import leaves_of
 from wholestep.debug.compare import Comparison, compare_versions
 from wholestep.debug.numbers import gap_between
-from wholestep.debug.runs import SEED, NodeRaised, run_nodes
+from wholestep.debug.runs import SEED, NodeRaised, Note, run_nodes
 from wholestep.debug.versions import Call, Version, copy_step_graph, lowered_call, with_passes
 from wholestep.errors import WholestepError
 from wholestep.ir.readable import format_node
@@ -41,7 +41,7 @@ def wrong(what: str, node: str = "", text: str = "", *, kind: str = "value", reg
     return {"wrong": True, "what": what, "node": node, "text": text, "kind": kind, "region": region}
 
 
-def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any]) -> Verdict:
+def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any], note: Note | None = None) -> Verdict:
     """The first node whose real value has another shape or dtype than its metadata say, or that raises."""
     seen: list[Verdict] = []
 
@@ -52,7 +52,7 @@ def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any]) -> Verdict:
         return not apart
 
     try:
-        run_nodes(gm, inputs, look)
+        run_nodes(gm, inputs, look, note=note)
     except NodeRaised as raised:
         what = f"{type(raised.error).__name__}: {raised.error}"
         return wrong(what, raised.node.name, format_node(raised.node), kind="raised")
@@ -116,37 +116,38 @@ def judge_passes(base: StepGraph, inputs: Sequence[Any], passes: Sequence[BoundP
     return of_comparison(compare_versions(before, after, "exact" if exact else "reassociates"))
 
 
-def judge_one_pass(before: StepGraph, inputs: Sequence[Any], bound: BoundPass, level: int) -> Verdict:
+def judge_one_pass(
+    before: StepGraph, inputs: Sequence[Any], bound: BoundPass, level: int, note: Note | None = None
+) -> Verdict:
     """What one pass does wrong: by values first, since they name the node itself; then by the rules."""
     after = copy_step_graph(before)
     numerics = bound.graph_pass.contract.numerics
-    broken: Verdict = RIGHT
-    try:
-        with_passes(before, [bound], level)
-    except WholestepError as error:
-        broken = _rule(error)
     try:
         bound.graph_pass.function(after.gm, *bound.args, **(bound.options or {}))
         after.gm.recompile()
     except Exception as error:
         return wrong(f"{type(error).__name__}: {error}", kind="raised")
-    if numerics == "changes":
-        return broken
-    versions = [Version(label, graph.gm, tuple(inputs)) for label, graph in (("before", before), ("after", after))]
-    found = of_comparison(compare_versions(versions[0], versions[1], numerics))
-    if found["wrong"] and found["kind"] == "value":
-        return found
-    return broken if broken["wrong"] else found
+    found: Verdict = RIGHT
+    if numerics != "changes":
+        versions = [Version(label, graph.gm, tuple(inputs)) for label, graph in (("before", before), ("after", after))]
+        found = of_comparison(compare_versions(versions[0], versions[1], numerics, note))
+        if found["wrong"] and found["kind"] == "value":
+            return found
+    try:
+        with_passes(before, [bound], level)
+    except WholestepError as error:
+        return _rule(error)
+    return found
 
 
-def judge_lowering(call: Call, graph: StepGraph, options: Options) -> Verdict:
+def judge_lowering(call: Call, graph: StepGraph, options: Options, note: Note | None = None) -> Verdict:
     """The first node of a lowered graph that differs from the same graph run operator by operator."""
     try:
         lowered = lowered_call(call, graph, options)
     except WholestepError as error:
         return _rule(error)
     before, after = Version("graph", graph.gm, call.inputs), Version("lowered", lowered, call.inputs, lowered=True)
-    found = of_comparison(compare_versions(before, after, "reassociates"))
+    found = of_comparison(compare_versions(before, after, "reassociates", note))
     if found["wrong"]:
         found["region"] = region_of(lowered, found["node"])
         found["inputs"], found["outputs"] = _edges(lowered, found["region"])
@@ -180,6 +181,15 @@ def _edges(gm: fx.GraphModule, region: str) -> tuple[list[str], list[str]]:
     if call is None:
         return [], []
     return [node.name for node in call.all_input_nodes], [node.name for node in call.users]
+
+
+def describe(node: fx.Node) -> Verdict:
+    """What is said of a node before it runs, for the case that nothing can be said after."""
+    region = str(node.target) if node.op == "call_module" else ""
+    found = wrong("", "" if region else node.name, format_node(node), kind="died", region=region)
+    if region:
+        found |= {"inputs": [n.name for n in node.all_input_nodes], "outputs": [n.name for n in node.users]}
+    return found
 
 
 def of_comparison(found: Comparison) -> Verdict:

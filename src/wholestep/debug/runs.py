@@ -22,6 +22,8 @@ SEED = 20261115
 Look = Callable[[fx.Node, Any], bool]
 """Gets a node and its value; False ends the run."""
 
+Note = Callable[[fx.Node], None]
+
 
 class NodeRaised(Exception):  # noqa: N818 (it carries an error)
     """An operator raised."""
@@ -36,15 +38,21 @@ class _Enough(Exception):  # noqa: N818 (it is no error)
     """Nobody wants to see more."""
 
 
-def run_nodes(gm: fx.GraphModule, inputs: Sequence[Any], look: Look, left: list[Any] | None = None) -> Any:
+def run_nodes(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    look: Look,
+    left: list[Any] | None = None,
+    note: Note | None = None,
+) -> Any:
     """Run a graph and show every value to `look`; the results, or None if it said that it has seen enough.
 
-    `left` is filled with what became of the copies of the inputs.
+    `left` is filled with what became of the copies of the inputs. `note` is told of each node before it runs.
     """
     pretends = any(node.op == "call_function" and is_communication(node.target) for node in gm.graph.nodes)
     runner = (_Pretending if pretends else _Plain)(gm)
     runner.extra_traceback = False
-    runner.look = look
+    runner.look, runner.note = look, note
     own = [_on_cpu(copy_of(value)) if pretends else copy_of(value) for value in inputs]
     if left is not None:
         left[:] = own
@@ -58,8 +66,11 @@ def run_nodes(gm: fx.GraphModule, inputs: Sequence[Any], look: Look, left: list[
 
 class _Looking(fx.Interpreter):
     look: Look
+    note: Note | None
 
     def run_node(self, n: fx.Node) -> Any:
+        if self.note is not None:
+            self.note(n)
         try:
             value = super().run_node(n)
         except _Enough:

@@ -55,12 +55,13 @@ class PassIsWrong:
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> bool:
         """Whether the pass is wrong on this graph too."""
         after, bound = _copy(gm), self._bound
-        level = 0 if self._kind == "value" else self._level
+        by_value = self._kind in ("value", "died")
+        level = 0 if by_value else self._level
         try:
             apply_pass(bound.graph_pass, after, bound.args, bound.options or {}, allow_rerun=True, level=level)
         except WholestepError:
-            return self._kind != "value"
-        if self._kind != "value":
+            return not by_value
+        if not by_value:
             return False
         numerics = bound.graph_pass.contract.numerics
         found = compare_versions(Version("before", gm, tuple(inputs)), Version("after", after, tuple(inputs)), numerics)
