@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 
 import wholestep as ws
-from lower.graphs import ANYTHING, assert_runs_as, aten, interpreted, lowered, report
+from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
+from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.in_place import name_what_was_written
 
 __all__ = ["interpreted"]
@@ -149,6 +150,21 @@ def test_one_tensor_for_two_inputs_is_seen_when_one_is_written(same: str) -> Non
     pairs = [(b[:4], b[:4] if same == "the same tensor" else b[1:]) for b in (base, other)]
     torch.testing.assert_close(gm(*pairs[0]), work(*pairs[1]))
     assert torch.equal(base, other)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_numbers_are_the_same_for_a_call_that_runs_operator_by_operator() -> None:
+    nodes = {"scaled": (aten.mul.Tensor, "y", "n"), "sum": (aten.add_.Tensor, "x", "scaled")}
+    nodes |= {"double": (aten.mul.Tensor, "d", "n"), "late": (aten.mul.Tensor, "y", "k")}
+    given = {"x": torch.randn(3), "y": torch.randn(3), "d": torch.randn(3, dtype=torch.float64)}
+    gm = partial_lower(graph_of(nodes, **given, n=0.5, k=2.0), options=LowerOptions(min_aten_ops=1, strict=True))
+    x, d = torch.randn(3), torch.randn(3, dtype=torch.float64)
+    before = x.clone()
+    scaled, total, double, late = gm(x, x, d, 0.3, 1 / 3)
+    torch.testing.assert_close(scaled, before * 0.3)
+    torch.testing.assert_close(total, before + before * 0.3)
+    assert torch.equal(double, d * 0.3)
+    torch.testing.assert_close(late, (before + before * 0.3) / 3)
 
 
 @pytest.mark.usefixtures("interpreted")

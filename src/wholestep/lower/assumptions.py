@@ -24,9 +24,12 @@ log = logging.getLogger("wholestep.lower")
 class Assumptions:
     """Decides whether a region's compiled form fits a call, and runs its operators where it does not."""
 
-    def __init__(self, region: Region, owner: fx.GraphModule, written: Sequence[int], sizes: SizeConditions) -> None:
+    def __init__(
+        self, region: Region, owner: fx.GraphModule, written: Sequence[int], sizes: SizeConditions, packs: int
+    ) -> None:
+        """`written`: inputs that the region writes. `packs`: how many tensors of numbers follow its inputs."""
         self._inputs = len(region.inputs)
-        self._numbers = len(region.numbers)
+        self._packs = packs
         self._written = tuple(written)
         self._sizes = sizes
         self._operators = lazy_graph_module(owner, region_graph(region), f"Region{region.number}")
@@ -61,9 +64,9 @@ class Assumptions:
     def run(self, arguments: list[Any]) -> tuple[Any, ...]:
         """The region, operator by operator."""
         given = arguments[: self._inputs]
-        packs = arguments[self._inputs :]
+        packs = arguments[self._inputs : self._inputs + self._packs]
         # The last pack is the most precise one that anything in the region computes with.
-        numbers = [float(x) for pack in packs[-1:] for x in pack] if self._numbers else []
+        numbers = packs[-1].tolist() if packs else []
         arguments.clear()
         found: tuple[Any, ...] = self._operators(*given, *numbers)
         return found

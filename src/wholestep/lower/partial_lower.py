@@ -144,7 +144,7 @@ class _Rewriter:
                     self._outside(node, found)
             else:
                 module, retraced = found
-                self._assume(group, module, conditions)
+                self._assume(group, module, len(retraced.packs), conditions)
                 name = self._free_name(f"subgraph_{group.number}", attached)
                 attached[name] = module
                 self._call(group, name, module, retraced)
@@ -181,12 +181,12 @@ class _Rewriter:
             return found
         return self._failed(region, ValueError(f"no input tells whether {conditions} hold at a call"))
 
-    def _assume(self, region: Region, module: CompiledRegion, conditions: SizeConditions) -> None:
+    def _assume(self, region: Region, module: CompiledRegion, packs: int, conditions: SizeConditions) -> None:
         written = written_inputs(order_of(region), region.inputs) if self._may_alias else []
         if not symbols_of([*region.inputs, *region.nodes]):
             conditions = SizeConditions([], {})
         if written or conditions:
-            module.assume(Assumptions(region, self._gm, written, conditions))
+            module.assume(Assumptions(region, self._gm, written, conditions, packs))
 
     def _same_random(self, region: Region) -> bool:
         given = {**self._options.config, **self._options.region_config.get(region.number, {})}

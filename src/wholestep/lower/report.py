@@ -40,8 +40,8 @@ class Lowering:
 
     def __str__(self) -> str:
         inside = sum(region.operators for region in self.regions)
-        count = f"{len(self.regions)} region" + ("" if len(self.regions) == 1 else "s")
-        lines = [f"{count} with {inside} operators; {len(self.outside)} nodes outside"]
+        regions = f"{len(self.regions)} region" + ("" if len(self.regions) == 1 else "s")
+        lines = [f"{regions} with {inside} operators; {len(self.outside)} nodes outside"]
         rows = [("region", "operators", "in", "out", "writes", "what")]
         for r in self.regions:
             row = (r.name, str(r.operators), str(r.inputs), str(r.outputs), str(r.writes), ", ".join(r.phases))
