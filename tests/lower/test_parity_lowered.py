@@ -1,18 +1,24 @@
 """Every step of the capture suite trains under Inductor as in eager, within rounding; random numbers are eager's own.
 
-A few cases run always; `-m every_lowered_case` runs all of them (an hour of compiling on two cores).
+Some cases run always, smaller language models among them; `-m every_lowered_case` runs all the others (over half an
+hour of compiling on two cores).
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import wholestep as ws
 from cases import buffers_and_randomness, gradients, huggingface, networks, optimizers, precision, schedules, structure
-from harness import Case, cases_on, device
+from cases.parts import adamw, train_step
+from harness import Case, Run, batch_of, case, cases_on, device
 from lower.close import assert_close_parity
 
 ALL = cases_on(
@@ -38,16 +44,81 @@ OTHERS = cases_on(
 )
 
 
-@pytest.mark.every_lowered_case
-@pytest.mark.parametrize("each", ALL)
+ALWAYS = (
+    "SGD-foreach-momentum=0.9",
+    "AdamW-single-amsgrad=True",
+    "AdamW-fused",
+    "RMSprop-foreach",
+    "Adagrad-fused",
+    "Muon-default",
+    "Adafactor-single",
+    "clipped-by_norm",
+    "accumulation_over_steps-2",
+    "scheduler_outside-CosineAnnealingLR-SGD-foreach",
+    "grad_scaler-SGD-single-(0, 4, 5)-False",
+    "autocast-bfloat16-fused",
+    "random-dropout",
+    "generator_of_the_users_own-rand",
+    "checkpointed-False",
+    "batch_norm-2-True-0.1",
+    "buffers-Counting",
+    "convolution_channels_last",
+    "batches_with_other_layouts",
+)
+"""At least one of each family of optimizers and of what lowering treats in its own way; quick to compile."""
+
+
+def small(name: str, mask: bool = False, **sizes: int) -> Case:
+    """A language model of one layer."""
+    return Case(f"small-{name}", lambda where: huggingface.training(where, name, mask, **sizes))
+
+
+SMALL = cases_on(
+    "cpu",
+    [
+        small("GPT2", n_layer=1, n_embd=16),
+        small("Llama", num_hidden_layers=1, hidden_size=16, head_dim=4),
+        small("Bert", mask=True, num_hidden_layers=1, hidden_size=16),
+    ],
+)
+
+
+def every(cases: Sequence[Any]) -> list[Any]:
+    """The parameters, those that do not run always marked."""
+    assert not (missing := {*ALWAYS} - {each.id for each in [*ALL, *OTHERS]}), missing
+    mark = pytest.mark.every_lowered_case
+    return [each if each.id in ALWAYS else pytest.param(*each.values, id=each.id, marks=mark) for each in cases]
+
+
+@pytest.mark.parametrize("each", every(ALL))
 def test_a_step_trains_lowered_as_in_eager(each: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ws.LowerWarning)
         assert_close_parity(each, device())
 
 
-@pytest.mark.every_lowered_case
-@pytest.mark.parametrize("each", OTHERS)
+@pytest.mark.parametrize("each", SMALL)
+def test_a_small_language_model_trains_lowered_as_in_eager(each: Case) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ws.LowerWarning)
+        assert_close_parity(each, device(), steps=2)
+
+
+@pytest.mark.parametrize("each", every(OTHERS))
 def test_what_no_list_promises_is_close_or_refused(each: Case) -> None:
     with contextlib.suppress(ws.errors.CaptureError):
         assert_close_parity(each, device())
+
+
+def test_batches_of_any_size_train_lowered_as_in_eager() -> None:
+    def sizes_that_change(where: torch.device) -> Run:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)).to(where)
+        optimizer = adamw(model)
+        watch = {"model": model, "optimizer": optimizer}
+        return Run(train_step, lambda i: (model, optimizer, batch_of(where, i, (5, 3, 8, 2, 17)[i], 6)), watch)
+
+    dynamic = {"x": {0: ws.Dim(min=2, max=32)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ws.LowerWarning)
+        step = assert_close_parity(case(sizes_that_change), device(), steps=5, dynamic=dynamic)
+    assert len(step.graphs) <= 2

@@ -20,10 +20,14 @@ from wholestep.lower.scalars import can_take_numbers
 _PLAIN_LAYOUT = torch.strided
 
 
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
+_WHOLE_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
+
+
 def is_number(node: fx.Node) -> bool:
     """Whether a node stands for a Python number (or a size) rather than a tensor."""
     val = node.meta.get("val")
-    return isinstance(val, bool | int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(val, bool | int | float | torch.SymInt | torch.SymFloat | torch.SymBool) or is_size(node)
 
 
 def is_changing(node: fx.Node) -> bool:
@@ -33,7 +37,11 @@ def is_changing(node: fx.Node) -> bool:
 
 def is_size(node: fx.Node) -> bool:
     """Whether a node stands for a whole number that follows from the sizes of tensors."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool) or node.target in _SIZES:
+        return True
+    # Captured steps note of a size what it was when they were traced.
+    sources = node.all_input_nodes if node.target in _WHOLE_ARITHMETIC else []
+    return bool(sources) and all(map(is_size, sources))
 
 
 def is_generator(node: fx.Node) -> bool:
