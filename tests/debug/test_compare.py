@@ -116,6 +116,25 @@ def _writes_another_value(gm: fx.GraphModule, name: str) -> None:
     first.args = (first.args[0], second.args[1])
 
 
+def test_memory_as_it_was_found_and_updates_in_place_are_no_differences():
+    def clipped(model, optimizer, x, y):
+        torch.nn.functional.dropout((model(x) - y).pow(2), 0.1).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    call = call_of()
+    found = compare(clipped, ws.compile(clipped, lower="eager"), call, quiet=True)
+    assert any("empty_like" in node.name for node in ws.capture(clipped, *call).gm.graph.nodes)
+    assert not found
+    step = ws.compile(clipped, lower="eager")
+    step(*call)
+    updating = step.executable
+    assert any("_foreach_mul_" in str(node.target) for node in updating.graph.nodes)
+    assert not compare(clipped, updating, call_of(), quiet=True, numerics="exact")
+
+
 def test_what_has_no_graph_or_other_inputs_is_refused():
     with pytest.raises(ws.errors.BisectError, match="placeholders"):
         compare(chain(2), chain(2), [torch.randn(2)])

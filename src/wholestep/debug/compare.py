@@ -110,8 +110,11 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     """The first difference of two graphs that take the same inputs. `note` hears of the nodes of the second one."""
     pairs = counterparts(a.gm.graph, b.gm.graph)
     wanted = set(pairs.values())
-    values = _values(a, a.inputs, wanted)
-    noise = _values(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else {}
+    first = _seen(a, a.inputs, wanted)
+    values = first.values
+    # What rounding errors of the inputs change, sums in another order may change too.
+    nudge = _seen(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else _Seen({}, {})
+    noise = nudge.values
     seen: list[Difference] = []
     compared = 0
     left: list[Any] = []
@@ -119,8 +122,8 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     def look(node: fx.Node, value: Any) -> bool:
         nonlocal compared
         name = pairs.get(node.name)
-        if name is None or name not in values or node.op == "placeholder":
-            return True
+        if name is None or node.op == "placeholder" or value is None or values.get(name) is None:
+            return True  # no counterpart; or an operator on lists that updates them in place, and returns nothing
         compared += 1
         gap = gap_between(values[name], value, noise.get(name), numerics)
         if gap is not None:
@@ -129,7 +132,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
 
     try:
         run_nodes(b.gm, b.inputs, look, left, note)
-        seen += _state_apart(a, b, left, numerics) if not seen else []
+        seen += _state_apart(first.left, nudge.left, b, left, numerics) if not seen else []
     except NodeRaised as raised:
         gap = Gap("raised", text=f"raised {type(raised.error).__name__}: {raised.error}")
         seen.append(_difference(raised.node, pairs.get(raised.node.name, ""), gap, pairs))
@@ -145,24 +148,17 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     )
 
 
-def _state_apart(a: Version, b: Version, left: list[Any], numerics: Numerics) -> list[Difference]:
-    """Inputs that the two versions leave with other contents. A compiled region writes without a node that shows it."""
-    before: list[Any] = []
-    try:
-        run_nodes(a.gm, a.inputs, lambda node, value: True, before)
-    except NodeRaised:
-        return []
-    there = dict(zip((node.name for node in a.gm.graph.find_nodes(op="placeholder")), before, strict=True))
-    for node, value in zip(b.gm.graph.find_nodes(op="placeholder"), left, strict=True):
-        gap = None if node.name not in there else gap_between(there[node.name], value, None, numerics)
-        if gap is not None:
-            return [_difference(node, node.name, gap, {})]
-    return []
+@dataclass(frozen=True)
+class _Seen:
+    """Values by name, as each was when it was made, and what became of the inputs; of a graph that raises, a part."""
+
+    values: dict[str, Any]
+    left: dict[str, Any]
 
 
-def _values(version: Version, inputs: Sequence[Any], wanted: set[str]) -> dict[str, Any]:
-    """Values by name, as each was when it was made; of a graph that raises, those before."""
+def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
     found: dict[str, Any] = {}
+    left: list[Any] = []
 
     def look(node: fx.Node, value: Any) -> bool:
         if node.name in wanted:
@@ -170,10 +166,23 @@ def _values(version: Version, inputs: Sequence[Any], wanted: set[str]) -> dict[s
         return True
 
     try:
-        run_nodes(version.gm, inputs, look)
+        run_nodes(version.gm, inputs, look, left)
     except NodeRaised:
-        return found
-    return found
+        return _Seen(found, {})
+    names = [node.name for node in version.gm.graph.find_nodes(op="placeholder")]
+    return _Seen(found, dict(zip(names, left, strict=True)))
+
+
+def _state_apart(
+    before: dict[str, Any], noise: dict[str, Any], b: Version, left: list[Any], numerics: Numerics
+) -> list[Difference]:
+    """Inputs that the two versions leave with other contents. A compiled region writes without a node that shows it."""
+    for node, value in zip(b.gm.graph.find_nodes(op="placeholder"), left, strict=True):
+        if node.name in before:
+            gap = gap_between(before[node.name], value, noise.get(node.name), numerics)
+            if gap is not None:
+                return [_difference(node, node.name, gap, {})]
+    return []
 
 
 def counterparts(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
