@@ -23,7 +23,6 @@ from torch import fx, nn
 from wholestep._torch_compat import aot_simplified, default_partition, dynamo_source, input_source
 from wholestep.compilers.boxed import Compiled, boxed
 from wholestep.compilers.dump import GraphDump
-from wholestep.compilers.fusion import default_decompositions
 from wholestep.compilers.origin import plain_path
 from wholestep.compilers.safe_files import read_json, write_whole
 from wholestep.errors import DumpError, OptionError
@@ -65,7 +64,6 @@ class GraphDumper:
             bw_compiler=traced.bw_compiler,
             inference_compiler=traced.inference_compiler,
             partition_fn=traced.partition_fn,
-            decompositions=default_decompositions(),
         )
 
     def hooks(self, module: nn.Module | None = None) -> dict[str, Callable[..., Any]]:

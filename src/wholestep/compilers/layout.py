@@ -173,3 +173,9 @@ def _pack(row: list[int], points: dict[int, _Point], wanted: list[float]) -> Non
             key = next(places)
             points[key].x = start + (points[key].width + GAP_X) / 2
             start += points[key].width + GAP_X
+    left = points[row[0]].x - points[row[0]].width / 2
+    right = points[row[-1]].x + points[row[-1]].width / 2
+    # Rows that follow their neighbours step by step would wander off to one side.
+    back = max(0.0, -WIDEST / 2 - left) or min(0.0, WIDEST / 2 - right)
+    for key in row if back else ():
+        points[key].x += back

@@ -19,7 +19,7 @@ _FRAME = re.compile(
     r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<text>[^\n]*)', re.MULTILINE
 )
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STEP = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
 def location_of_node(node: fx.Node) -> Location | None:
@@ -45,13 +45,14 @@ def module_path(node: fx.Node) -> str:
         stack = node.meta.get(key)
         if isinstance(stack, dict) and stack:
             path, _ = list(stack.values())[-1]
-            return plain_path(str(path))
+            path = str(path)
+            return "" if re.fullmatch(r"L\['\w+'\]", path) else plain_path(path)
     return ""
 
 
 def plain_path(source: str) -> str:
-    """`L['self']._modules['layers']._modules['0'].weight` as `layers.0.weight`."""
-    text = re.sub(r"^L\['\w+'\](?=\._(modules|parameters|buffers)\[)|^L\['self'\]|^L__self__|^self\b", "", source)
+    """`L['self']._modules['layers']._modules['0'].weight` and `L['model'].layers.0.weight` as `layers.0.weight`."""
+    text = re.sub(r"^L\['\w+'\](?=\.)|^L\['self'\]|^L__self__|^self\b", "", source)
     text = re.sub(r"\._(modules|parameters|buffers)(?=\[)", "", text)
     parts = [next(part for part in match.groups() if part is not None) for match in _STEP.finditer(text)]
     return ".".join(parts) if parts else text.strip(".")

@@ -1,0 +1,302 @@
+"""Dumps hold what is needed to run a graph elsewhere, and reading one never runs or trusts what is in it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import wholestep as ws
+from wholestep.compilers import debug_compile, get_inputs, read_dump
+from wholestep.compilers.dump import GraphDump, new_folder
+from wholestep.compilers.safetensors_file import read, write
+from wholestep.errors import DumpError, GraphFormatError, WholestepError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.drop = nn.Embedding(50, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.drop(self.head(self.words(ids)))
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> tuple[list[Path], list[Any]]:
+    """Folders of a forward and a backward, and what these gave."""
+    model, ids = Net(), torch.randint(10, 40, (3, 7))
+    given: list[Any] = []
+
+    def noting(gm: fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            found = gm(*args)
+            given.append(found)
+            return found
+
+        return ws.compilers.boxed(run)
+
+    compiler = functools.partial(debug_compile, folder=tmp_path / "dumps", compiler=noting)
+    torch.manual_seed(7)
+    ws.compilers.aot(model, fw_compiler=compiler)(ids).sum().backward()
+    folders = sorted((tmp_path / "dumps").iterdir(), key=lambda path: "backward" in path.name)
+    return folders, given
+
+
+def test_forward_and_backward_have_folders_of_their_own(dumps: tuple[list[Path], list[Any]]) -> None:
+    folders, _ = dumps
+    assert ["backward" in folder.name for folder in folders] == [False, True]
+    for folder in folders:
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"repro.py", "graph.py", "graph.json", "inputs.json", "inputs.safetensors"}
+
+
+def test_the_repro_of_a_graph_gives_its_results_to_the_bit_with_the_same_random_numbers(
+    dumps: tuple[list[Path], list[Any]],
+) -> None:
+    for folder, expected in zip(*dumps, strict=True):
+        torch.manual_seed(123)
+        found = runpy.run_path(str(folder / "repro.py"))["run"]()
+        for want, have in zip(expected, found, strict=True):
+            assert (want is None and have is None) or (torch.equal(want, have) and want.stride() == have.stride())
+
+
+def test_a_repro_needs_torch_and_nothing_of_ours(dumps: tuple[list[Path], list[Any]]) -> None:
+    [forward, _], _ = dumps
+    text = (forward / "repro.py").read_text(encoding="utf-8")
+    assert "wholestep" not in text.split('"""', 2)[2]
+    assert "pickle" not in text
+    assert "torch.load" not in text
+    made = subprocess.run(
+        [sys.executable, str(forward / "repro.py"), "--made-up", "--seed", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        cwd="/",
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "output 0: torch.float32 [3, 7, 4]" in made.stdout
+
+
+def test_inputs_that_are_made_up_have_sizes_strides_and_the_range_of_integers(
+    dumps: tuple[list[Path], list[Any]],
+) -> None:
+    [_, backward], _ = dumps
+    records = read_dump(backward).records
+    for record, value in zip(records, get_inputs(backward / "inputs.json"), strict=True):
+        assert tuple(value.shape) == record.shape
+        assert value.stride() == record.stride
+        if record.dtype == "int64":
+            assert 10 <= record.low <= int(value.min())
+            assert int(value.max()) <= record.high < 40
+    turned = [record for record in records if record.stride == (1, 8)]
+    assert len(turned) == 1
+
+
+def test_a_dump_reads_back_as_a_graph_that_computes_the_same(dumps: tuple[list[Path], list[Any]]) -> None:
+    [_, backward], [_, expected] = dumps
+    dump = read_dump(backward)
+    assert dump.step_graph is not None
+    for want, have in zip(expected, dump.step_graph.gm(*[v.detach() for v in dump.inputs]), strict=True):
+        assert (want is None and have is None) or torch.equal(want, have)
+
+
+def dumped(tmp_path: Path, function: Any, *inputs: Any) -> GraphDump:
+    gm = make_fx(function)(*inputs)
+    return GraphDump(new_folder(tmp_path, "graph"), gm, inputs, "graph")
+
+
+def test_any_input_comes_back_as_it_was(tmp_path: Path) -> None:
+    memory = torch.arange(40.0)
+    inputs = [
+        memory[3:23].view(4, 5).t(),
+        memory[10:15],
+        torch.tensor([1 + 2j, 3 - 1j]),
+        torch.ones(3, dtype=torch.float8_e4m3fn),
+        torch.randn(1, 3).expand(4, 3),
+        torch.empty(0, 3),
+        torch.tensor(True),
+        torch.tensor(5, dtype=torch.uint8),
+        torch.randn(2, dtype=torch.bfloat16),
+    ]
+    gm = fx.symbolic_trace(lambda a, b, c, d, e, f, g, h, i: (a + 1,))
+    dump = GraphDump(tmp_path / "one", gm, inputs, "one")
+    found = get_inputs(dump.folder, values=True)
+    for want, have in zip(inputs, found, strict=True):
+        assert want.dtype == have.dtype
+        assert want.stride() == have.stride()
+        assert torch.equal(
+            want.view(torch.uint8) if want.dtype.itemsize == 1 else want,
+            have.view(want.dtype) if 0 else (have.view(torch.uint8) if have.dtype.itemsize == 1 else have),
+        )
+    found[0].fill_(-1)
+    assert int((found[1] == -1).sum()) == 5  # they still share memory
+
+
+def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
+    gm = fx.symbolic_trace(lambda x, n, f, b, o: (x,))
+    GraphDump(tmp_path / "one", gm, [torch.ones(2), 7, 0.1, True, None], "one")
+    assert get_inputs(tmp_path / "one")[1:] == [7, 0.1, True, None]
+
+
+def test_a_graph_of_another_device_runs_here(tmp_path: Path) -> None:
+    gm = make_fx(lambda x: x + torch.full((2,), 3.0, device="cpu"))(torch.ones(2))
+    full = next(node for node in gm.graph.nodes if "full" in node.name)
+    full.kwargs = {**full.kwargs, "device": torch.device("cuda", 5)}
+    gm.recompile()
+    dump = GraphDump(tmp_path / "one", gm, [torch.ones(2)], "one")
+    found = runpy.run_path(str(dump.folder / "repro.py"))["run"]()
+    assert torch.equal((found[0] if isinstance(found, tuple | list) else found).cpu(), torch.full((2,), 4.0))
+
+
+def test_constants_of_the_graph_are_in_the_dump(tmp_path: Path) -> None:
+    constant = torch.tensor([1.0, 2.0])
+    dump = dumped(tmp_path, lambda x: x * constant, torch.ones(2))
+    assert torch.equal(runpy.run_path(str(dump.folder / "repro.py"))["run"](), constant)
+
+
+def test_a_graph_without_a_form_in_json_still_has_a_repro(tmp_path: Path) -> None:
+    gm = fx.symbolic_trace(lambda x: torch.sin(x))
+    dump = GraphDump(tmp_path / "one", gm, [torch.ones(2)], "one")
+    assert read_dump(dump.folder).step_graph is None
+    assert "There is no graph.json" in (dump.folder / "repro.py").read_text(encoding="utf-8")
+    assert torch.equal(runpy.run_path(str(dump.folder / "repro.py"))["run"](), torch.ones(2).sin())
+
+
+def test_our_safetensors_are_those_of_the_package(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(2, 3),
+        "b": torch.arange(3, dtype=torch.int16),
+        "c": torch.tensor([True]),
+        "d": torch.ones(0),
+    }
+    (tmp_path / "ours").write_bytes(write(tensors))
+    save_file(tensors, tmp_path / "theirs")
+    for found in (load_file(tmp_path / "ours"), read((tmp_path / "theirs").read_bytes(), "theirs")):
+        assert found.keys() == tensors.keys()
+        assert all(
+            torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors
+        )
+
+
+class Shell:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_a_pickle_in_the_place_of_a_file_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hostile = pickle.dumps([Shell()])
+    dumped(tmp_path / "dumps", lambda x: x + 1, torch.ones(2))
+    folder = tmp_path / "dumps" / "graph_0"
+    for name in ("inputs.json", "inputs.safetensors", "graph.json"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(hostile)
+        with pytest.raises((DumpError, GraphFormatError)):
+            read_dump(folder)
+        (folder / name).write_bytes(before)
+    assert read_dump(folder).step_graph is not None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_links_pipes_and_large_files_are_refused(tmp_path: Path) -> None:
+    folder = dumped(tmp_path, lambda x: x + 1, torch.ones(2000)).folder
+    with pytest.raises(DumpError, match=r"larger than|more than"):
+        read_dump(folder, max_bytes=1000)
+    inputs = folder / "inputs.json"
+    text = inputs.read_text(encoding="utf-8")
+    inputs.unlink()
+    inputs.symlink_to("/etc/passwd")
+    with pytest.raises(DumpError, match="link"):
+        get_inputs(inputs)
+    inputs.unlink()
+    os.mkfifo(inputs)
+    with pytest.raises(DumpError, match="not a file"):
+        get_inputs(inputs)
+    inputs.unlink()
+    inputs.write_text(text.replace('"version": 1', '"version": 2'), encoding="utf-8")
+    with pytest.raises(DumpError, match="version 2"):
+        get_inputs(inputs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [1 << 40], "stride": [1]},
+        {"shape": [1 << 40], "stride": [0]},
+        {"shape": [2, 2], "stride": [1]},
+        {"shape": [-1], "stride": [1]},
+        {"shape": [2], "stride": [-1]},
+        {"dtype": "os.system"},
+        {"dtype": None},
+        {"kind": "pickle"},
+        {"low": 5, "high": 1, "dtype": "int64"},
+        {"low": 1 << 70},
+        {"start": -3},
+        {"start": 1 << 50},
+        {"memory": "../../etc/passwd"},
+        {"surprise": 1},
+    ],
+)
+def test_a_record_that_asks_for_too_much_or_makes_no_sense_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = dumped(tmp_path, lambda x: x + 1, torch.ones(2)).folder
+    document = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
+    document["inputs"][0].update(change)
+    (folder / "inputs.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(DumpError):
+        get_inputs(folder, values=True)
+
+
+@settings(max_examples=120)
+@given(data=st.data())
+def test_damaged_bytes_are_read_or_refused_and_never_anything_else(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("dump")
+    gm = make_fx(lambda x, i: x[i] * 2)(torch.randn(4, 3), torch.tensor([1, 2]))
+    GraphDump(folder, gm, [torch.randn(4, 3), torch.tensor([1, 2])], "graph")
+    name = data.draw(st.sampled_from(["inputs.json", "inputs.safetensors", "graph.json"]))
+    content = bytearray((folder / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        action = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if action == "set":
+            content[place] = data.draw(st.integers(0, 255))
+        elif action == "cut":
+            del content[place : place + data.draw(st.integers(1, 30))]
+        else:
+            content[place:place] = data.draw(st.sampled_from([b"9", b"null", b"[", b'"', b"\xff" * 8, b"-", b"{}"]))
+        content = content or bytearray(b"0")
+    (folder / name).write_bytes(bytes(content))
+    try:
+        dump = read_dump(folder, max_bytes=1 << 24)
+    except WholestepError:
+        return
+    assert sum(value.untyped_storage().nbytes() for value in dump.inputs if isinstance(value, Tensor)) <= 1 << 24
+
+
+def test_nothing_of_a_dump_is_a_pickle(dumps: tuple[list[Path], list[Any]]) -> None:
+    folders, _ = dumps
+    for path in (file for folder in folders for file in folder.iterdir()):
+        content = path.read_bytes()
+        assert content[:2] not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+        if path.suffix in (".json", ".py"):
+            content.decode("utf-8")

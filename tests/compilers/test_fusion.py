@@ -1,0 +1,65 @@
+"""memory_efficient_fusion trains functions and modules as eager does, and keeps less between forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import default_decompositions as torchs_decompositions
+from torch import Tensor, fx, nn
+
+import wholestep as ws
+from compilers.networks import SMALL, assert_trains_as_in_eager
+from wholestep.compilers import boxed, memory_efficient_fusion
+
+
+@pytest.mark.parametrize("network", SMALL)
+def test_a_module_trains_as_in_eager(network: str) -> None:
+    model, inputs = SMALL[network]()
+    fused = memory_efficient_fusion(model)
+    assert isinstance(fused, nn.Module)
+    assert_trains_as_in_eager(model, memory_efficient_fusion, inputs, exact=False)
+
+
+def test_a_function_has_the_gradients_of_eager_and_the_random_numbers_too() -> None:
+    def function(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.sin().cos(), 0.5).sum()
+
+    x, y = (torch.linspace(0, 1, 20).requires_grad_() for _ in range(2))
+    torch.manual_seed(3)
+    expected = function(x)
+    torch.manual_seed(3)
+    found = memory_efficient_fusion(function)(y)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(y.grad, x.grad)
+
+
+def kept(partition: dict[str, Any]) -> int:
+    """How many tensors the forward of a chain of cheap operators keeps for its backward."""
+    counts: list[int] = []
+
+    def counting(gm: fx.GraphModule, inputs: Any) -> Any:
+        counts.append(len(gm.graph.output_node().args[0]))
+        return boxed(gm)
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().cos().tanh().exp().sigmoid()
+
+    fused = memory_efficient_fusion(function, fw_compiler=counting, bw_compiler=ws.compilers.nop, **partition)
+    x = torch.randn(4, requires_grad=True)
+    fused(x).sum().backward()
+    return counts[0]
+
+
+def test_the_min_cut_keeps_less_than_eager_does() -> None:
+    from functorch.compile import default_partition
+
+    assert kept({}) < kept({"partition_fn": default_partition})
+
+
+def test_the_table_of_decompositions_is_that_of_functorch() -> None:
+    assert ws.compilers.default_decompositions.keys() == torchs_decompositions.keys()
+    assert all(callable(each) for each in ws.compilers.default_decompositions.values())
