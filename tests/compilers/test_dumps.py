@@ -141,10 +141,9 @@ def test_any_input_comes_back_as_it_was(tmp_path: Path) -> None:
     for want, have in zip(inputs, found, strict=True):
         assert want.dtype == have.dtype
         assert want.stride() == have.stride()
-        assert torch.equal(
-            want.view(torch.uint8) if want.dtype.itemsize == 1 else want,
-            have.view(want.dtype) if 0 else (have.view(torch.uint8) if have.dtype.itemsize == 1 else have),
-        )
+        if want.dtype is torch.float8_e4m3fn:  # has no comparison of its own
+            want, have = want.view(torch.uint8), have.view(torch.uint8)
+        assert torch.equal(want, have)
     found[0].fill_(-1)
     assert int((found[1] == -1).sum()) == 5  # they still share memory
 
@@ -265,7 +264,7 @@ def test_a_record_that_asks_for_too_much_or_makes_no_sense_is_refused(change: di
         get_inputs(folder, values=True)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_bytes_are_read_or_refused_and_never_anything_else(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
