@@ -29,7 +29,7 @@ def test_the_demo_ends_with_two_equal_runs(capsys):
     assert demo.main(f"{SMALL} --sample 5 --device cpu --compiled-steps 3".split()) == 0
     shown = capsys.readouterr().out
     assert "equal to the bit" in shown
-    assert "1 regions" in shown or "2 regions" in shown
+    assert "subgraph_0" in shown
 
 
 def demo_on_two_ranks(arguments: str) -> subprocess.CompletedProcess[str]:
