@@ -414,8 +414,9 @@ def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[tor
 NODE_PARTS = attrgetter("op", "target", "_args", "_kwargs", "name", "type")
 NODE_ARGUMENTS = attrgetter("_args")
 NODE_SOURCES = attrgetter("_input_nodes")
-"""What a node is, as one tuple, its arguments, and what it reads (the keys of a dict), without the cost of the properties
-`args`, `kwargs` and `all_input_nodes`: verifier and pass manager look at every node of 50,000. Tried on 2.11 and 2.13."""
+"""What a node is, as one tuple, its arguments, and what it reads (the keys of a dict), without the cost of the
+properties `args`, `kwargs` and `all_input_nodes`: verifier and pass manager look at every node of 50,000. Tried on
+2.11 and 2.13."""
 
 
 def call_targets(graph: fx.Graph) -> list[Any]:
