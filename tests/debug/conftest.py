@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest keeps the folders of its last runs only."""
-    (tmp_path / "made").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "made"))
+def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A short path: sockets that processes talk through are made there too."""
+    folder = tempfile.mkdtemp(prefix="ws")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
