@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
 from wholestep.ir.effects import is_collective
+from wholestep.ir.graphs import copy_graph
 from wholestep.passes.dump import displaced
-from wholestep.passes.manager import copy_graph
 
 WORLD = 8
 BUCKET_MB = 25.0

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import wholestep as ws
 from wholestep.compilers import debug_compile, get_inputs, read_dump
 from wholestep.compilers.dump import GraphDump, new_folder
-from wholestep.compilers.safetensors_file import read, write
 from wholestep.errors import DumpError, GraphFormatError, WholestepError
+from wholestep.ir.tensor_file import from_bytes, to_bytes
 
 
 class Net(nn.Module):
@@ -185,9 +185,9 @@ def test_our_safetensors_are_those_of_the_package(tmp_path: Path) -> None:
         "c": torch.tensor([True]),
         "d": torch.ones(0),
     }
-    (tmp_path / "ours").write_bytes(write(tensors))
+    (tmp_path / "ours").write_bytes(to_bytes(tensors))
     save_file(tensors, tmp_path / "theirs")
-    for found in (load_file(tmp_path / "ours"), read((tmp_path / "theirs").read_bytes(), "theirs")):
+    for found in (load_file(tmp_path / "ours"), from_bytes((tmp_path / "theirs").read_bytes(), "theirs")):
         assert found.keys() == tensors.keys()
         assert all(
             torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from wholestep._torch_compat import mark_boxed
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.step_graph import StepGraph
 
 Compiled = Callable[..., Any]
@@ -41,11 +42,4 @@ def graph_module(graph: fx.GraphModule | StepGraph) -> fx.GraphModule:
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph module of the same attributes with a graph of its own, which may be changed; metadata is kept."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, env)
-    graph.output(output)
-    for old, new in env.items():
-        new.meta = dict(old.meta)
-        new.type = old.type
-    return fx.GraphModule(gm, graph, type(gm).__name__)
+    return fx.GraphModule(gm, copy_graph(gm.graph), type(gm).__name__)

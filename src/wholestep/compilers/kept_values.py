@@ -18,8 +18,8 @@ from torch import Tensor
 from wholestep._torch_compat import storage_key
 from wholestep.compilers.input_records import InputRecord, placed
 from wholestep.compilers.safe_files import read_bytes
-from wholestep.compilers.safetensors_file import CODES, read, write
-from wholestep.errors import DumpError
+from wholestep.errors import DumpError, GraphFormatError
+from wholestep.ir.tensor_file import can_write, from_bytes, to_bytes
 
 
 def keep_values(
@@ -38,7 +38,7 @@ def keep_values(
         first = min(int(values[i].storage_offset()) for i in places)
         for i in places:
             found[i] = replace(found[i], memory=key, start=int(values[i].storage_offset()) - first)
-    path.write_bytes(write(tensors))
+    path.write_bytes(to_bytes(tensors))
     return found
 
 
@@ -59,12 +59,15 @@ def _extent(tensor: Tensor) -> int:
 
 def _storable(tensor: Tensor) -> Tensor:
     """A dtype that the format does not have is written as bytes."""
-    return tensor.contiguous() if tensor.dtype in CODES else tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous() if can_write(tensor) else tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def read_values(path: Path, max_bytes: int) -> dict[str, Tensor]:
     """All tensors of a file that `keep_values` wrote."""
-    return read(read_bytes(path, max_bytes), path.name)
+    try:
+        return from_bytes(read_bytes(path, max_bytes), path.name)
+    except GraphFormatError as error:
+        raise DumpError(error.what) from error
 
 
 def value_of(record: InputRecord, tensors: dict[str, Tensor], device: torch.device | None) -> Any:

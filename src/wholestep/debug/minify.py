@@ -30,7 +30,7 @@ from wholestep.debug.report import write_case
 from wholestep.debug.search import Search
 from wholestep.debug.trial import Job, Predicate
 from wholestep.errors import MinifyError, OptionError
-from wholestep.passes.manager import copy_graph
+from wholestep.ir.graphs import copy_graph
 
 log = logging.getLogger("wholestep.debug")
 

@@ -14,11 +14,12 @@ from wholestep.debug.runs import run_nodes
 from wholestep.debug.trial import copy_of
 from wholestep.debug.versions import Version
 from wholestep.errors import WholestepError
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.repro import importable
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
 from wholestep.passes.contract import BoundPass
-from wholestep.passes.manager import apply_pass, copy_graph
+from wholestep.passes.manager import apply_pass
 
 _RUN_PASS = """
 gm = torch.fx.symbolic_trace(module)

@@ -16,6 +16,7 @@ from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.errors import BisectError
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.step import Lowering
 from wholestep.options import Options
@@ -23,7 +24,7 @@ from wholestep.passes.contract import BoundPass, Contract, Numerics, applied_con
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.iter_move import CREATES, LATE
-from wholestep.passes.manager import copy_graph, run_passes
+from wholestep.passes.manager import run_passes
 from wholestep.runtime import pending
 from wholestep.runtime.executor import Entry, late_outputs_of
 from wholestep.runtime.gather import Gather

@@ -24,6 +24,7 @@ from wholestep._torch_compat import (
 )
 from wholestep.ir.constants import find_constant
 from wholestep.ir.effects import is_data_dependent
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import describe_value
 from wholestep.ir.rng import SIDE_EFFECTS
@@ -142,7 +143,7 @@ class _Run:
         return _ANY_NUMBER.get(kind_of(recorded)) if hint is None else hint
 
     def _compare(self, node: fx.Node, recorded: Any, computed: Any, *, device: bool = True) -> None:
-        left, right = list(_tensors(recorded)), list(_tensors(computed))
+        left, right = list(tensors_in(recorded)), list(tensors_in(computed))
         if recorded is None:
             return
         if len(left) != len(right):
@@ -180,14 +181,6 @@ def _differences(old: Tensor, new: Tensor) -> Iterator[tuple[str, Any, Any]]:
 
 def _same(a: Any, b: Any) -> bool:
     return a is None or b is None or bool(a == b)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _shape_env(value: Any) -> ShapeEnv | None:

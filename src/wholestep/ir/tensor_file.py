@@ -45,6 +45,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER = 100_000_000
+_MOST_DIMENSIONS = 64
 _STRIDE = ".stride"
 
 
@@ -57,6 +58,13 @@ def can_write(value: object) -> bool:
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors; a file that is there is replaced only by a whole one."""
+    part = Path(f"{path}.part")
+    part.write_bytes(to_bytes(tensors))
+    os.replace(part, path)
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The contents of a file of tensors."""
     header: dict[str, Any] = {}
     notes: dict[str, str] = {}
     pieces: list[bytes] = []
@@ -78,17 +86,16 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         header["__metadata__"] = notes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = Path(f"{path}.part")
-    with part.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        file.writelines(pieces)
-    os.replace(part, path)
+    return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a file, on the CPU; anything that is not such a file raises GraphFormatError."""
-    raw = Path(path).read_bytes()
+    return from_bytes(Path(path).read_bytes(), str(path))
+
+
+def from_bytes(raw: bytes, path: str) -> dict[str, Tensor]:
+    """The tensors of the contents of a file, which messages call `path`."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or length > min(len(raw) - 8, _MAX_HEADER):
         raise GraphFormatError(f"{path} is not a file of tensors: its header is longer than the file.")
@@ -102,7 +109,15 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(notes, dict):
         raise GraphFormatError(f"{path}: its metadata must be an object, not {shown(notes)}.")
     data = memoryview(raw)[8 + length :]
-    return {name: _read(name, entry, notes.get(name + _STRIDE), data) for name, entry in header.items()}
+    found: dict[str, Tensor] = {}
+    left = len(data)  # a small file could name the same bytes again and again
+    for name, entry in header.items():
+        tensor = _read(name, entry, notes.get(name + _STRIDE), data)
+        left -= tensor.numel() * tensor.dtype.itemsize
+        if left < 0:
+            raise GraphFormatError(f"{path}: tensors overlap.")
+        found[name] = tensor
+    return found
 
 
 def _read(name: str, entry: Any, stride: Any, data: memoryview) -> Tensor:
@@ -141,4 +156,5 @@ def _strided(name: str, tensor: Tensor, text: Any) -> Tensor:
 
 
 def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+    small = isinstance(values, list) and len(values) <= _MOST_DIMENSIONS
+    return small and all(type(value) is int and 0 <= value < 1 << 48 for value in values)

@@ -32,6 +32,7 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes,
 )
+from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.propagate import propagate
@@ -79,7 +80,7 @@ class _Graph:
         self.sources: list[dict[fx.Node, None]] = list(map(NODE_SOURCES, self.nodes))
         """What each node reads, made once for all rules."""
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
-        self.epilogue = _find_epilogue(self.nodes)
+        self.epilogue = epilogue(gm.graph)
 
     def results(self) -> tuple[Any, ...]:
         """The values of the output node."""
@@ -340,16 +341,6 @@ RULES: tuple[Callable[[_Graph], None], ...] = (
     values_known,
 )
 """Level 1, in the order in which the rules may rely on each other."""
-
-
-def _find_epilogue(nodes: list[fx.Node]) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for node in reversed(nodes[:-1]):
-        target = node.args[0] if node.target is _COPY and len(node.args) >= 2 else None
-        if not (isinstance(target, fx.Node) and target.op == "placeholder"):
-            break
-        found.append(node)
-    return found[::-1]
 
 
 def _written(node: fx.Node) -> fx.Node:

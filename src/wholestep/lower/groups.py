@@ -34,22 +34,11 @@ class Group:
     compiled: bool
 
 
-def epilogue_of(graph: fx.Graph) -> list[fx.Node]:
-    """The write-backs right before the output."""
-    found: list[fx.Node] = []
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            continue
-        target = node.args[0] if node.target is _COPY and len(node.args) > 1 else None
-        if not isinstance(target, fx.Node) or target.op != "placeholder":
-            break
-        found.append(node)
-    return found[::-1]
-
-
-def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], epilogue: set[fx.Node]) -> list[Group]:
+def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[fx.Node]) -> list[Group]:
     """All nodes but inputs, output and write-backs, in the order in which they will run."""
-    body = [n for n in _parts_behind_their_source(graph) if n.op not in ("placeholder", "output") and n not in epilogue]
+    body = [
+        n for n in _parts_behind_their_source(graph) if n.op not in ("placeholder", "output") and n not in write_backs
+    ]
     if any(n.op != "call_function" and n.op != "get_attr" for n in body) or any(
         may_write(n.target) and writes(n) for n in body
     ):

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.ir.effects import is_communication
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.lower.scalars import pack_numbers
 
@@ -85,7 +86,7 @@ def _read_lr_from_tensors(graph: fx.Graph) -> None:
 
 
 def _cuda_device(nodes: Iterable[fx.Node]) -> torch.device | None:
-    return next((val.device for node in nodes for val in _tensors(node.meta.get("val")) if val.is_cuda), None)
+    return next((val.device for node in nodes for val in tensors_in(node.meta.get("val")) if val.is_cuda), None)
 
 
 class _Splitter:
@@ -149,7 +150,7 @@ class _Splitter:
                 for source in node.all_input_nodes:
                     if source in self._on_device or self._is_handed_over(source):
                         continue
-                    if _tensors(source.meta.get("val")):
+                    if _holds_tensors(source):
                         raise NotRecordableError(f"{node.name} reads {source.name}, which is on the CPU", node)
                     numbers[source] = None
             elif any(source in self._on_device or source in self._uploads for source in node.all_input_nodes):
@@ -215,23 +216,21 @@ def _check_device(node: fx.Node) -> None:
         raise NotRecordableError(f"{node.name} handles the state of a random generator", node)
     if is_communication(node.target):
         raise NotRecordableError(f"{node.name} communicates between ranks", node)
-    if node.op == "call_function" and any(val.device.type == "cpu" for val in _tensors(node.meta.get("val"))):
+    if node.op == "call_function" and any(val.device.type == "cpu" for val in tensors_in(node.meta.get("val"))):
         raise NotRecordableError(f"{node.name} brings a value of the GPU to the CPU", node)
     if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
         raise NotRecordableError(f"the shape of {node.name} depends on data", node)
-    if node.op == "call_function" and not _tensors(node.meta.get("val")) and _is_read(node):
+    if node.op == "call_function" and not _holds_tensors(node) and _is_read(node):
         raise NotRecordableError(f"{node.name} reads a number from the GPU", node)
 
 
+def _holds_tensors(node: fx.Node) -> bool:
+    return next(tensors_in(node.meta.get("val")), None) is not None
+
+
 def _on_gpu(node: fx.Node) -> bool:
-    return any(val.is_cuda for val in _tensors(node.meta.get("val")))
+    return any(val.is_cuda for val in tensors_in(node.meta.get("val")))
 
 
 def _is_read(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and op_name(node.target) in ("aten::_local_scalar_dense", "aten::item")
-
-
-def _tensors(val: Any) -> list[Tensor]:
-    if isinstance(val, list | tuple):
-        return [tensor for item in val for tensor in _tensors(item)]
-    return [val] if isinstance(val, Tensor) else []

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from wholestep._torch_compat import may_copy, shares_storage
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
-from wholestep.lower.groups import Group, epilogue_of, form_groups
+from wholestep.ir.graphs import epilogue
+from wholestep.lower.groups import Group, form_groups
 from wholestep.lower.predicates import (
     NodePredicate,
     SubgraphPredicate,
@@ -89,10 +90,10 @@ def plan_regions(
     `may_alias`: two inputs may be given the same memory, so that no write moves before a read of any other input.
     """
     reasons = _reasons(graph, node_predicate)
-    epilogue = epilogue_of(graph)
+    write_backs = epilogue(graph)
     groups: list[Group | Region] = []
     count = 0
-    for group in form_groups(graph, reasons, set(epilogue)):
+    for group in form_groups(graph, reasons, set(write_backs)):
         refused = _why_not_group(group, subgraph_predicate, min_aten_ops) if group.compiled else ""
         if group.compiled and not refused:
             groups.append(Region(count, group.nodes))
@@ -102,7 +103,7 @@ def plan_regions(
             reasons[node] = reasons[node] or refused
         groups.append(group)
     plan = Plan(groups, {node: reason for node, reason in reasons.items() if reason}, [])
-    plan.tail = _join_write_backs(graph, plan, epilogue, may_alias)
+    plan.tail = _join_write_backs(graph, plan, write_backs, may_alias)
     _find_edges(graph, plan)
     places = symbol_places(graph)
     for region in plan.regions if places else ():
@@ -184,7 +185,7 @@ def is_free(node: fx.Node) -> bool:
     return (is_size(node) and node.op == "call_function") or is_view(node)
 
 
-def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node], may_alias: bool) -> list[fx.Node]:
+def _join_write_backs(graph: fx.Graph, plan: Plan, write_backs: list[fx.Node], may_alias: bool) -> list[fx.Node]:
     """Put write-backs into the regions that compute their values; returns those that stay."""
     position: dict[fx.Node, int] = {}
     region_of: dict[fx.Node, Region] = {}
@@ -193,11 +194,11 @@ def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node], may_
             position[node] = i
             if isinstance(group, Region):
                 region_of[node] = group
-    last_read = _last_reads(graph, position, set(epilogue))
+    last_read = _last_reads(graph, position, set(write_backs))
     of_any = max(last_read.values(), default=-1)
     written = -1
     tail: list[fx.Node] = []
-    for node in epilogue:
+    for node in write_backs:
         target, value = node.args[0], node.args[1]
         assert isinstance(target, fx.Node)
         region = region_of.get(value) if isinstance(value, fx.Node) else None
@@ -210,7 +211,7 @@ def _join_write_backs(graph: fx.Graph, plan: Plan, epilogue: list[fx.Node], may_
     return tail
 
 
-def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], epilogue: set[fx.Node]) -> dict[fx.Node, int]:
+def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], write_backs: set[fx.Node]) -> dict[fx.Node, int]:
     """For each input the last group that reads it or something that shares its memory."""
     roots: dict[fx.Node, set[fx.Node]] = {n: {n} for n in graph.nodes if n.op == "placeholder"}
     last: dict[fx.Node, int] = {}
@@ -219,9 +220,9 @@ def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], epilogue: set[fx.
         sources = [source for source in node.all_input_nodes if source in roots]
         if not sources:
             continue
-        if node in epilogue:
+        if node in write_backs:
             sources = [source for source in sources if source is node.args[1]]
-        at = end if node.op == "output" or node in epilogue else position[node]
+        at = end if node.op == "output" or node in write_backs else position[node]
         if is_collective(node.target):
             at = max((position[wait] for wait in comm_block(node).waits), default=end)
         for source in sources:
@@ -230,7 +231,7 @@ def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], epilogue: set[fx.
             for root in roots[source]:
                 last[root] = max(last.get(root, -1), at)
         shared = [source for source in shared_inputs(node) if source in roots] if node.op == "call_function" else []
-        if shared and node not in epilogue:
+        if shared and node not in write_backs:
             roots[node] = set().union(*(roots[source] for source in shared))
     return last
 

@@ -10,10 +10,10 @@ from torch import fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.ir.effects import may_write, writes
+from wholestep.ir.graphs import copy_graph, epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
-from wholestep.lower.groups import epilogue_of
 from wholestep.lower.inductor import RegionCache
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
@@ -50,12 +50,7 @@ class Lowering:
         """
         if runs_once and not _has_fused_optimizer(step_graph.gm.graph):
             return None
-        graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        graph.output(graph.graph_copy(step_graph.gm.graph, env))
-        for old, new in env.items():
-            new.meta = dict(old.meta)
-        gm = lazy_graph_module(step_graph.gm, graph, "WholeStepLowered")
+        gm = lazy_graph_module(step_graph.gm, copy_graph(step_graph.gm.graph), "WholeStepLowered")
         return _timed(gm, self._options, self._cache, _is_no_update if runs_once else any_node)
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -65,7 +60,7 @@ class Lowering:
     @staticmethod
     def written(step_graph: StepGraph, lowered: fx.GraphModule) -> tuple[int, ...]:
         """Places of the inputs that compiled regions update; their kernels do not tell autograd so."""
-        left = {str(node.args[0]) for node in epilogue_of(lowered.graph)}
+        left = {str(node.args[0]) for node in epilogue(lowered.graph)}
         written = {write.target for write in step_graph.signature.write_backs} - left
         return tuple(i for i, spec in enumerate(step_graph.signature.inputs) if spec.name in written)
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, op_name
 from wholestep.ir.effects import is_communication, is_data_dependent, may_write
+from wholestep.ir.graphs import tensors_in
 from wholestep.lower.foreach import is_foreach
 from wholestep.lower.in_place import changes_memory
 from wholestep.lower.scalars import can_take_numbers
@@ -127,19 +128,13 @@ def is_tiny(node: fx.Node) -> bool:
 
 def is_on_gpu(node: fx.Node) -> bool:
     """Whether a node makes a tensor that is not on the CPU."""
-    return any(val.device.type not in ("cpu", "meta") for val in _tensors(node.meta.get("val")))
+    return any(val.device.type not in ("cpu", "meta") for val in tensors_in(node.meta.get("val")))
 
 
 def touches_cpu(node: fx.Node) -> bool:
     """Whether a node reads or makes tensors on the CPU (single elements, which kernels take as numbers, aside)."""
-    read = [val for source in node.all_input_nodes for val in _tensors(source.meta.get("val")) if val.dim() > 0]
-    return any(val.device.type == "cpu" for val in (*read, *_tensors(node.meta.get("val"))))
-
-
-def _tensors(val: Any) -> list[Tensor]:
-    if isinstance(val, list | tuple):
-        return [tensor for item in val for tensor in _tensors(item)]
-    return [val] if isinstance(val, Tensor) else []
+    read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val")) if val.dim() > 0]
+    return any(val.device.type == "cpu" for val in (*read, *tensors_in(node.meta.get("val"))))
 
 
 def operators_of(node: fx.Node) -> int:

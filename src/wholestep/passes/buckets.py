@@ -20,9 +20,9 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
+from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
-from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.write_windows import WriteWindows
 
 aten = torch.ops.aten

@@ -28,6 +28,7 @@ from wholestep.errors import GraphFormatError
 from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_data_dependent, is_wait, shared_inputs, sharing_with_outputs, writes
+from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.targets import PYTHON_FUNCTIONS, target_name
@@ -64,7 +65,7 @@ class _Planner:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._epilogue = epilogue(graph)
+        self._epilogue = set(epilogue(graph))
         self._written = _written_memory(graph, self._epilogue)
         self._named = {node.args[1] for node in self._epilogue}
         self._leaving = sharing_with_outputs(graph)
@@ -162,19 +163,6 @@ def is_pure(node: fx.Node) -> bool:
     if target.namespace not in _NAMESPACES or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return not op_name(target).startswith(_UNINITIALISED) and not is_data_dependent(target)
-
-
-def epilogue(graph: fx.Graph) -> set[fx.Node]:
-    """The write-backs at the end of the graph: nothing reads what they write."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            continue
-        target = node.args[0] if node.target is _COPY and len(node.args) > 1 else None
-        if not isinstance(target, fx.Node) or target.op != "placeholder":
-            break
-        found.add(node)
-    return found
 
 
 def _written_memory(graph: fx.Graph, epilogue: set[fx.Node]) -> set[fx.Node]:

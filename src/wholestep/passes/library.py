@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from wholestep.ir.effects import writes
-from wholestep.passes.common_subexpressions import epilogue
+from wholestep.ir.graphs import epilogue
 from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives

@@ -292,19 +292,6 @@ def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
     return [map(dict.get, metas, repeat(key), repeat(_ABSENT)) for key in _KEPT]
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same nodes under the same names, with their metadata (not copied)."""
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        made = new.node_copy(node, env.__getitem__)
-        made.meta = dict(node.meta)
-        env[node] = made
-    for old, made in env.items():
-        made.name = old.name
-    return new
-
-
 def drop_dead_code(graph: fx.Graph) -> None:
     """Erase nodes that nothing uses and that have no effect."""
     for node in reversed(graph.nodes):

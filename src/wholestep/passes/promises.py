@@ -33,10 +33,10 @@ from wholestep._torch_compat import (
 from wholestep.errors import VerifyError
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait
+from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import Signature
-from wholestep.passes.common_subexpressions import epilogue
 from wholestep.passes.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position
 

@@ -23,6 +23,7 @@ from torch import fx
 from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.step_graph import StepGraph
@@ -42,12 +43,7 @@ _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.unbi
 
 def reinplaced(step_graph: StepGraph) -> fx.GraphModule:
     """A copy of the graph that updates in place; the StepGraph stays in normal form."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(step_graph.gm.graph, env)
-    graph.output(result)
-    for old, new in env.items():
-        new.meta = old.meta
+    graph = copy_graph(step_graph.gm.graph)
     reinplace(graph)
     return lazy_graph_module(step_graph.gm, graph, "WholeStepInPlace")
 

@@ -1,0 +1,46 @@
+"""Graphs as a whole: a copy of one, the write-backs at its end, the tensors that a value holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same nodes under the same names, each with metadata of its own (the entries are not copied)."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        made = new.node_copy(node, env.__getitem__)
+        made.meta = dict(node.meta)
+        env[node] = made
+    for old, made in env.items():
+        made.name = old.name
+    return new
+
+
+def epilogue(graph: fx.Graph) -> list[fx.Node]:
+    """The `copy_` nodes into inputs right before the output, in order: nothing reads what they write."""
+    found: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        target = node.args[0] if node.target is _COPY and len(node.args) > 1 else None
+        if not isinstance(target, fx.Node) or target.op != "placeholder":
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a node's value, which may be a list of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
