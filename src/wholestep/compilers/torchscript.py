@@ -87,6 +87,7 @@ def _made_ready(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     ready.graph.set_codegen(CodeGen())
     number = 0
     for node in ready.graph.nodes:
+        node.type = None  # as the user wrote it, perhaps as text; TorchScript would look it up
         if node.op == "placeholder":
             value = inputs[number] if number < len(inputs) else node.meta.get("val")
             node.type = _annotation(value, node.meta.get("val"))
