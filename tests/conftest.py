@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WHOLESTEP_LOWER", "eager")  # bit for bit, and no compiler; tests/lower asks for Inductor itself
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiling processes beside pytest's own
+
+_COMPILES = ("lower", "compilers")  # rooms whose tests compile with Inductor in their own process
+_COMPILES_ON_RANKS = "test_parity_ranks.py"
 
 torch.set_num_threads(1)
 
@@ -25,3 +29,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def fresh_random_state() -> None:
     """No test sees the random numbers that another one left."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that compile: ranks forked from a process that has used Inductor may hang."""
+    for item in items:
+        if item.path.parent.name in _COMPILES and item.path.name != _COMPILES_ON_RANKS:
+            item.add_marker("compiles")

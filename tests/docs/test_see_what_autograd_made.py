@@ -8,6 +8,8 @@ import torch
 from pages import run_page
 from wholestep.compilers import backends
 
+pytestmark = pytest.mark.compiles
+
 
 def test_every_block_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.backends import registry

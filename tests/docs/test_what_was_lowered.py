@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pages import run_page
+
+pytestmark = pytest.mark.compiles
 
 
 def test_every_block_of_the_page_on_regions_runs() -> None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -35,9 +34,6 @@ OVERLAP = [
     schedule_comm_wait,
     overlap_optimizer_with_next_forward,
 ]
-
-# Minutes of compiling on each rank, and a fork of a process that has compiled before may hang: run by hand.
-pytestmark = pytest.mark.every_lowered_case
 
 
 def net() -> nn.Module:
