@@ -318,3 +318,100 @@ def test_the_order_is_by_first_node_of_those_that_are_ready():
 def test_a_cycle_is_found_also_behind_and_before_other_partitions():
     after = [[1], [2], [3], [1, 4], [5], []]
     assert find_cycle(after, stable_order(after)) == [1, 2, 3]
+
+
+POSITIONAL = {
+    "batch norm": lambda x, m, v: (m + 1, torch.nn.functional.batch_norm(x, m, v, None, None, True), m * 2),
+    "torch.batch_norm": lambda x, m, v: (m + 1, torch.batch_norm(x, v, v, m, v, True, 0.1, 1e-5, False), m * 2),
+    "instance norm": lambda x, m, v: (m + 1, torch.nn.functional.instance_norm(x, m, v), m * 2),
+    "in place": lambda x, m, v: (m + 1, torch.nn.functional.hardtanh(m, -1.0, 0.0, True), m * 2),
+    "embedding": lambda x, m, v: (m + 1, torch.nn.functional.embedding(x, m, None, 1.0), m * 2),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONAL)
+def test_functions_that_are_told_by_position_to_write_are_seen(kind):
+    gm = fx.symbolic_trace(POSITIONAL[kind])
+    written = [node for node in gm.graph.nodes if node.op == "call_function"][1]
+    with pytest.raises(SplitOrderError, match=f"{written.name} must run before mul|add must run before {written.name}"):
+        split_module(gm, None, lambda node: int(node is written))
+
+
+def test_functions_that_are_told_by_position_not_to_write_may_change_places():
+    functional = torch.nn.functional
+    gm = fx.symbolic_trace(
+        lambda x, m, v: (
+            functional.dropout(x, 0.5, False),
+            functional.batch_norm(x, m, v, None, None, False),
+            functional.relu6(m, False),
+            functional.dropout(m, 0.5, False),
+        )
+    )
+    split = split_module(gm, None, by_name(batch_norm=1, relu6=1))
+    assert call_order(split) == ["submod_0", "submod_1"]
+
+
+class Holding(nn.Module):
+    """A module, and its state under names of its own."""
+
+    def __init__(self, part: nn.Module, name: str) -> None:
+        super().__init__()
+        self.part, self.name = part, name
+        self.tied = getattr(part, name)
+
+
+STATE = {
+    "statistics": (lambda: nn.BatchNorm1d(2), "running_mean", torch.randn(4, 2)),
+    "embedding": (lambda: nn.Embedding(4, 2, max_norm=0.1), "weight", torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("name", ["part.state", "tied"])
+@pytest.mark.parametrize("kind", STATE)
+def test_state_that_a_module_updates_is_read_in_order(kind, name):
+    make, state, x = STATE[kind]
+
+    def graph_module() -> fx.GraphModule:
+        torch.manual_seed(0)
+        graph = fx.Graph()
+        given = graph.placeholder("x")
+        called = graph.call_module("part", (given,))
+        read = graph.call_function(torch.mul, (graph.get_attr(name.replace("state", state)), 2))
+        graph.output((called, read))
+        return fx.GraphModule(Holding(make(), state), graph)
+
+    split = split_module(graph_module(), None, by_name(part=1, mul=0))
+    assert call_order(split) == ["submod_1", "submod_0"]
+    torch.testing.assert_close(split(x), graph_module()(x))
+
+
+def test_one_tensor_under_two_names_is_one_memory_and_modules_read_their_parameters():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    before = graph.call_module("part", (x,))
+    write = graph.call_method("mul_", (graph.get_attr("tied"), 0.0))
+    after = graph.call_module("part", (x,))
+    read = graph.call_function(torch.add, (graph.get_attr("part.weight"), 1.0))
+    graph.output((before, after, read))
+    gm = fx.GraphModule(Holding(nn.Linear(2, 2).requires_grad_(False), "weight"), graph)
+    numbers = {before: 3, write: 2, after: 1, read: 0}
+    assert call_order(split_module(gm, None, numbers.get)) == ["submod_3", "submod_2", "submod_1", "submod_0"]
+    with pytest.raises(SplitOrderError, match=r"part must run before mul_|mul_ must run before part_1"):
+        split_module(gm, None, lambda node: int(node is write))
+
+
+def test_nothing_passes_a_switch_that_no_child_can_repeat():
+    mode = torch.autograd.grad_mode
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.add, (x, 1.0))
+    guard = graph.call_function(mode._enter_inference_mode, (True,))
+    inside = graph.call_function(torch.mul, (x, 2.0))
+    leave = graph.call_function(mode._exit_inference_mode, (guard,))
+    last = graph.call_function(torch.sub, (x, 3.0))
+    graph.output((first, inside, last))
+    gm = fx.GraphModule(nn.Module(), graph)
+    split = split_module(gm, None, {first: 4, guard: 3, inside: 2, leave: 1, last: 0}.get)
+    assert [value.is_inference() for value in split(torch.ones(2))] == [False, True, False]
+    with pytest.raises(SplitOrderError):
+        split_module(gm, None, {first: 0, guard: 1, inside: 0, leave: 1, last: 0}.get)

@@ -84,7 +84,7 @@ def forget_flow(assignment: Assignment) -> None:
 
 def order_pairs(assignment: Assignment, effects: EffectReader) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs of nodes in different partitions that must keep their order although no value flows between them."""
-    if len(assignment.partitions) < 2 or not (effects.tokens or effects.written):
+    if len(assignment.partitions) < 2 or not (effects.tokens or effects.written or effects.fences):
         return []
     place = assignment.place
     pairs = []

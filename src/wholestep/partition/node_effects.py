@@ -8,17 +8,27 @@ numbers and who returns a view.
 from __future__ import annotations
 
 import operator
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from wholestep._torch_compat import ASSERTIONS, MODE_SWITCHES, HigherOrderOperator, OpOverload, op_name, schema_of
+from wholestep._torch_compat import (
+    ASSERTIONS,
+    MODE_SWITCHES,
+    HigherOrderOperator,
+    OpOverload,
+    op_name,
+    schema_of,
+    storage_of,
+)
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_wait, may_write, shared_inputs
 from wholestep.ir.iter_moves import written_inputs
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
+from wholestep.partition.python_calls import is_fence, is_switched_off, written_by_function
 
 RANDOM, COLLECTIVE, EFFECT = "random", "collective", "effect"
 
@@ -56,6 +66,12 @@ class EffectReader:
         """The arguments whose contents a node changes."""
         self.switches: set[fx.Node] = set()
         """Nodes that turn grad mode or autocast on or off for all that follow."""
+        self.fences: set[fx.Node] = set()
+        """Nodes that switch something else (inference mode, `vmap`): nothing passes them."""
+        self.same: dict[fx.Node, fx.Node] = {}
+        """For each attribute that is a tensor, the first one of the same memory."""
+        self.held: dict[fx.Node, list[fx.Node]] = {}
+        """Attributes whose memory lies in the module that a node calls."""
         self._pure = set[int]()
         self._root = root if root is not None or not nodes else nodes[0].graph.owning_module
         self._modules: dict[str, _ModuleEffects] = {}
@@ -66,6 +82,8 @@ class EffectReader:
                 self._read_named(node, str(node.target))
             elif node.op == "call_module":
                 self._read_module(node)
+        if self.written or self._modules:
+            self._read_attributes(nodes)
 
     def shares(self, node: fx.Node) -> list[fx.Node]:
         """The arguments whose memory the result of a node may share."""
@@ -103,6 +121,8 @@ class EffectReader:
             self._pure.add(id(target))
         else:
             self._read_named(node, getattr(target, "__name__", ""))
+            if is_fence(target):
+                self.fences.add(node)
             if isinstance(target, HigherOrderOperator):
                 self._read_bodies(node)
             if node not in self.tokens and node not in self.written and _is_effect(node):
@@ -132,11 +152,9 @@ class EffectReader:
     def _read_named(self, node: fx.Node, name: str) -> None:
         if name in _DRAWS and _is_random(node):
             self.tokens[node] = (RANDOM,)
-        written = _first(node) if _is_in_place(name) or node.kwargs.get("inplace") is True else []
-        if name in ("batch_norm", "instance_norm") and (
-            node.kwargs.get("training") or node.kwargs.get("use_input_stats")
-        ):
-            written += [each for each in node.args[1:3] if isinstance(each, fx.Node)]  # running statistics
+        written = _first(node) if _is_in_place(name) else []
+        if node.op == "call_function":
+            written += written_by_function(node)
         out = node.kwargs.get("out")
         written += [each for each in (out if isinstance(out, list | tuple) else [out]) if isinstance(each, fx.Node)]
         if written:
@@ -148,6 +166,20 @@ class EffectReader:
             self.tokens[node] = effects.tokens
         if effects.writes and node.all_input_nodes:
             self.written[node] = list(node.all_input_nodes)
+
+    def _read_attributes(self, nodes: list[fx.Node]) -> None:
+        """Tensors that the graph gets may be another one under another name, or lie in a module that it calls."""
+        first: dict[int, fx.Node] = {}
+        for node in nodes:
+            value = self._lookup(str(node.target)) if node.op == "get_attr" else None
+            if isinstance(value, Tensor):
+                self.same[node] = first.setdefault(_memory(value), node)
+        for node in nodes if first else ():
+            if node.op == "call_module":
+                effects = self._module(str(node.target))
+                self.held[node] = [first[each] for each in effects.holds if each in first]
+                if updated := [first[each] for each in effects.updates if each in first]:
+                    self.written[node] = [*self.written.get(node, ()), *updated]
 
     def _read_bodies(self, node: fx.Node) -> None:
         """`cond` and the like do what the graphs do that they are given."""
@@ -161,27 +193,35 @@ class EffectReader:
     def _module(self, target: str) -> _ModuleEffects:
         found = self._modules.get(target)
         if found is None:
-            value: Any = self._root
-            for atom in target.split("."):
-                value = getattr(value, atom, None)
+            value = self._lookup(target)
             module = value if isinstance(value, nn.Module) else None  # get_attr may name a tensor
-            found = self._modules[target] = _ModuleEffects(target, module)
+            found = self._modules[target] = _ModuleEffects(module)
         return found
+
+    def _lookup(self, target: str) -> Any:
+        value: Any = self._root
+        for atom in target.split("."):
+            value = getattr(value, atom, None)
+        return value
 
 
 class _ModuleEffects:
     """What calling a module does; of modules that are not torch's own, what their children are known to do."""
 
-    def __init__(self, target: str, module: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module | None) -> None:
         tokens: dict[str, None] = {}
+        self.updates: list[int] = []
+        """The memory of buffers that it may change."""
+        self._module = module
         self.writes = False
         own = module is not None and type(module).__module__.startswith("torch.nn.")
         self.shares = not own or isinstance(module, _VIEW_MODULES)
         for part in module.modules() if module is not None else ():
             if part.training and _draws(part):
                 tokens[RANDOM] = None
-            if part.training and any(True for _ in part.buffers(recurse=False)):
-                tokens[f"buffers of {target}"] = None
+            if updates := _updated(part):
+                self.updates += map(_memory, updates)
+                tokens[f"buffers of {id(part)}"] = None
             if getattr(part, "inplace", False) is True:
                 self.writes = self.shares = True
             if "Dropout" in type(part).__name__:
@@ -191,6 +231,24 @@ class _ModuleEffects:
                 tokens.update(dict.fromkeys(token for each in inner.tokens.values() for token in each))
                 self.writes = self.writes or bool(inner.written)
         self.tokens = tuple(tokens)
+
+    @cached_property
+    def holds(self) -> list[int]:
+        """The memory of its parameters and buffers."""
+        if self._module is None:
+            return []
+        return [*map(_memory, self._module.parameters()), *map(_memory, self._module.buffers())]
+
+
+def _updated(module: nn.Module) -> list[Tensor]:
+    """What a module of torch, or one that is not known, may change of its own state."""
+    if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return [module.weight]
+    return list(module.buffers(recurse=False)) if module.training else []
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _draws(module: nn.Module) -> bool:
@@ -202,7 +260,7 @@ def _draws(module: nn.Module) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     """Whether a function that can draw does: not in eval mode, and not with probability 0."""
-    if node.kwargs.get("training") is False or node.kwargs.get("train") is False:
+    if node.op == "call_function" and is_switched_off(node):
         return False
     if node.target is torch.nn.functional.scaled_dot_product_attention:
         chance = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

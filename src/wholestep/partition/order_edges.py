@@ -5,6 +5,7 @@
     y = x + 1;  x.add_(2);  z = x * 3          a write and every read of the same memory, through any view
     print(a);  print(b)                       other side effects, among themselves
     _set_grad_enabled(False);  ...             a switch of grad mode or autocast, and everything before and after it
+    norm(x);  mean = norm.running_mean * 2     a module that updates its state, and reads of that state
 
 Nodes without such effects have no edges, and a graph without any costs one walk. Of Python functions that we do not
 know we assume that their result may share memory with every argument, and that they write nothing.
@@ -43,8 +44,9 @@ def order_edges(nodes: list[fx.Node], around_switches: bool = True, reader: Effe
     _chain(nodes, reader, before)
     if reader.written:
         _around_writes(nodes, reader, before)
-    if reader.switches and around_switches:
-        _around_switches(nodes, reader.switches, before)
+    fences = reader.fences | reader.switches if around_switches else reader.fences
+    if fences:
+        _around_fences(nodes, fences, before)
     return before
 
 
@@ -64,6 +66,7 @@ def _around_writes(nodes: list[fx.Node], reader: EffectReader, before: Edges) ->
     for node in nodes:
         if node.op == "get_attr":
             memory.join(node, same.setdefault(str(node.target), node))
+            memory.join(node, reader.same.get(node, node))
         for source in reader.shares(node):
             memory.join(node, source)
     written = {memory.find(value) for values in reader.written.values() for value in values}
@@ -73,7 +76,7 @@ def _around_writes(nodes: list[fx.Node], reader: EffectReader, before: Edges) ->
         if node.op in ("placeholder", "get_attr", "output") or _only_points(node):
             continue
         writes_to = {memory.find(value) for value in reader.written.get(node, ())}
-        touched = dict.fromkeys(memory.find(source) for source in node.all_input_nodes)
+        touched = dict.fromkeys(map(memory.find, (*node.all_input_nodes, *reader.held.get(node, ()))))
         for place in touched:
             if place not in written:
                 continue
@@ -86,7 +89,7 @@ def _around_writes(nodes: list[fx.Node], reader: EffectReader, before: Edges) ->
                 reads.setdefault(place, []).append(node)
 
 
-def _around_switches(nodes: list[fx.Node], switches: set[fx.Node], before: Edges) -> None:
+def _around_fences(nodes: list[fx.Node], fences: set[fx.Node], before: Edges) -> None:
     last: fx.Node | None = None
     since: list[fx.Node] = []
     for node in nodes:
@@ -94,7 +97,7 @@ def _around_switches(nodes: list[fx.Node], switches: set[fx.Node], before: Edges
             continue
         if last is not None:
             before.setdefault(node, []).append(last)
-        if node in switches:
+        if node in fences:
             before.setdefault(node, []).extend(since)
             last, since = node, []
         else:
