@@ -5,6 +5,7 @@ from wholestep import debug as debug
 from wholestep import errors as errors
 from wholestep import lower as lower
 from wholestep import passes as passes
+from wholestep import pipelining as pipelining
 from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
 from wholestep.api import compile as compile
@@ -41,5 +42,6 @@ __all__ = [
     "lower",
     "partial_lower",
     "passes",
+    "pipelining",
     "split_module",
 ]

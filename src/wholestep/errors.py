@@ -321,6 +321,46 @@ class BisectError(WholestepError):
     code = "WS-BISECT"
 
 
+class ScheduleError(WholestepError):
+    """A pipeline schedule that no pipeline can run: malformed, deadlocking, or too large for the memory.
+
+    `timeline` has what was simulated, where it came so far.
+    """
+
+    code = "WS-SCHEDULE"
+    timeline: object = None
+
+
+class PipelineError(WholestepError):
+    """A model cannot be cut into stages as asked."""
+
+    code = "WS-PIPELINE"
+
+
+class PipelineCaptureError(PipelineError):
+    """`torch.export` cannot turn the model into one graph."""
+
+    code = "WS-PIPELINE-CAPTURE"
+
+
+class PipelineInputError(PipelineError):
+    """A pipe is called otherwise than the model was when it was captured."""
+
+    code = "WS-PIPELINE-INPUT"
+
+
+class PipelineModeError(PipelineError):
+    """A stage is asked for a mode (training or evaluation) that it has no graph of."""
+
+    code = "WS-PIPELINE-MODE"
+
+
+class PipelineStateError(PipelineError):
+    """State that one stage writes is read or written by another, in an order that no pipeline keeps."""
+
+    code = "WS-PIPELINE-STATE"
+
+
 class LowerWarning(UserWarning):
     """A region did not compile and runs operator by operator."""
 

@@ -1,0 +1,108 @@
+"""Marks in the user's code that say where one stage ends and the next begins.
+
+`pipe_split()` is an operator without inputs or results. Eager does nothing there; export keeps it as a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Flag
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.hooks import RemovableHandle
+
+from wholestep._torch_compat_pipelining import define_marker, torchs_markers
+
+SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
+
+
+def pipe_split() -> None:
+    """End a stage here and begin the next. Nothing happens when the model runs in eager.
+
+    >>> def forward(self, x):
+    >>>     x = self.first(x)
+    >>>     pipe_split()
+    >>>     return self.second(x)
+    """
+    SPLIT()
+
+
+def is_split(node: fx.Node) -> bool:
+    """Whether a node marks the end of a stage: ours, torch's, or the plain functions that a split policy may insert."""
+    return node.op == "call_function" and (node.target in (SPLIT, pipe_split) or node.target in torchs_markers())
+
+
+class SplitPoint(Flag):
+    """Where to cut at a submodule: before it runs, after it, or both (`BEGINNING | END`)."""
+
+    BEGINNING = 1
+    END = 2
+
+
+class PipeSplitWrapper:
+    """Where `SplitPoint` was found in PiPPy."""
+
+    SplitPoint = SplitPoint
+
+
+class SplitAnnotations:
+    """The marks that `annotate_split_points` put on a module; `undo()` takes them off. Also a context manager."""
+
+    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
+        self._handles = list(handles)
+
+    def undo(self) -> None:
+        """Take the marks off; the module is as it was."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> SplitAnnotations:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.undo()
+
+
+def annotate_split_points(mod: torch.nn.Module, spec: Mapping[str, Any]) -> SplitAnnotations:
+    """Cut before or after submodules: `{"layers.2": SplitPoint.BEGINNING}`. Hooks are put on the module itself.
+
+    A value may also be `BEGINNING | END` or a tuple of both. The result's `undo()` takes the hooks off again.
+    """
+    found = {name: (_submodule(mod, name), _points(name, point)) for name, point in spec.items()}
+    handles: list[RemovableHandle] = []
+    for submodule, points in found.values():
+        if SplitPoint.BEGINNING in points:
+            handles.append(submodule.register_forward_pre_hook(_split_before))
+        if SplitPoint.END in points:
+            handles.append(submodule.register_forward_hook(_split_after))
+    return SplitAnnotations(handles)
+
+
+def _split_before(module: torch.nn.Module, args: Any) -> None:
+    pipe_split()
+
+
+def _split_after(module: torch.nn.Module, args: Any, result: Any) -> None:
+    pipe_split()
+
+
+def _submodule(mod: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return mod.get_submodule(name)
+    except AttributeError as error:
+        raise AttributeError(f"Specified target {name} referenced nonexistent module: {error}") from error
+
+
+def _points(name: str, given: Any) -> SplitPoint:
+    parts = given if isinstance(given, tuple | list | set | frozenset) else (given,)
+    points = SplitPoint(0)
+    for part in parts:
+        if getattr(part, "name", None) in ("BEGINNING", "END"):  # also torch's own SplitPoint
+            part = SplitPoint[part.name]
+        if not isinstance(part, SplitPoint):
+            raise ValueError(f"Unknown split point type: {name} has {part!r}, not a SplitPoint")
+        points |= part
+    return points
