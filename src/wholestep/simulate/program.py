@@ -1,0 +1,222 @@
+"""A schedule as numbers: what each rank does as short operations, and what each of them needs.
+
+Conditions are numbered: first the computations, then the transfers, then the unshards, then things that no list has and
+that therefore never happen. An operation is a pair of a code and a number, or numbers:
+
+    (COMPUTE, c)   wait until all `needs[c]` have happened, then last `length[c]`
+    (SEND, t)      wait until what is sent has been computed, then the send of transfer t is there
+    (RECEIVE, t)   the receive of transfer t is there
+    (AWAIT, ts)    wait until these transfers have ended
+    (UNSHARD, c)   begin it, on the rank's own channel for collectives
+
+Sends and receives that were given together (EXCHANGE) share a number in `group`; others have one of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from wholestep.simulate.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wholestep.simulate.communication import counterpart, value_needed
+from wholestep.simulate.network import Network
+from wholestep.simulate.schedule import Schedule
+from wholestep.simulate.times import Clock, Number, Times, at
+
+COMPUTING, SENDING, RECEIVING, AWAITING, UNSHARDING = range(5)
+
+Operation = tuple[int, int, int] | tuple[int, tuple[int, ...], int]
+"""Code, what it is about, and the group it belongs to (-1 where that means nothing)."""
+
+
+@dataclass
+class Transfer:
+    """One value on its way: by the action that sends it."""
+
+    send: Action
+    sender: int
+    receiver: int
+    length: int = 0
+    is_sent_by_a_list: bool = False
+    is_received_by_a_list: bool = False
+
+    @property
+    def receive(self) -> Action:
+        return counterpart(self.send)
+
+
+@dataclass
+class Program:
+    """What the engine runs. Read-only once it is built."""
+
+    schedule: Schedule
+    clock: Clock
+    ops: list[list[Operation]] = field(default_factory=list)
+    stands_at: list[list[int]] = field(default_factory=list)  # per rank and operation: which action of its list
+    blocks: list[tuple[int, Action]] = field(default_factory=list)  # rank and action of each computation
+    length: list[int] = field(default_factory=list)
+    needs: list[tuple[int, ...]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    made_by: list[int] = field(default_factory=list)  # the computation whose result a transfer carries
+    unshards: list[tuple[int, Action, int]] = field(default_factory=list)  # rank, action, length
+    never: list[Action] = field(default_factory=list)
+
+    @property
+    def first_transfer(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def first_unshard(self) -> int:
+        return self.first_transfer + len(self.transfers)
+
+    @property
+    def first_never(self) -> int:
+        return self.first_unshard + len(self.unshards)
+
+
+def build(schedule: Schedule, times: Times, network: Network) -> Program:
+    """The program of a schedule that communicates."""
+    return _Builder(schedule, times, network).program
+
+
+class _Builder:
+    def __init__(self, schedule: Schedule, times: Times, network: Network) -> None:
+        self.schedule, self.times, self.network = schedule, times, network
+        self.block_of: dict[Action, int] = {}
+        self.transfer_of: dict[Action, int] = {}
+        self.never_of: dict[Action, int] = {}
+        self.groups = 0
+        blocks = [(rank, block) for rank, actions in enumerate(schedule.ranks) for block in self._blocks(actions)]
+        lengths = [self._numbers(block) for _, block in blocks]
+        sends = dict.fromkeys(self._send_of(leaf) for _, leaf in schedule.leaves() if leaf.kind in SENDS | RECEIVES)
+        travel = {send: times.lengths(send.kind, send.stage, send.microbatch or 0) for send in sends}
+        shards = [(rank, leaf) for rank, leaf in schedule.leaves() if leaf.kind is Kind.UNSHARD]
+        opening = [times.lengths(Kind.UNSHARD, leaf.stage, 0) for _, leaf in shards]
+        clock = Clock(number for numbers in (*lengths, *travel.values(), *opening) for number in numbers)
+
+        made = self.program = Program(schedule, clock, blocks=blocks, length=[clock.ticks(each) for each in lengths])
+        for index, (_, block) in enumerate(blocks):
+            for leaf in block.leaves():
+                self.block_of[leaf] = index
+        made.transfers = [self._transfer(send, clock.ticks(travel[send])) for send in sends]
+        self.transfer_of = {send: index for index, send in enumerate(sends)}
+        made.unshards = [(*each, clock.ticks(opening[index])) for index, each in enumerate(shards)]
+        made.needs = [()] * len(blocks)
+        self.next_block = self.next_unshard = 0
+        for rank in range(len(schedule.ranks)):
+            self._list_of(rank)
+        made.made_by = [self._result(transfer.send) for transfer in made.transfers]
+
+    def _blocks(self, actions: tuple[Action, ...]) -> Iterator[Action]:
+        """What lasts on a rank, each as one action: the parts of an overlap one by one unless it has a time."""
+        for action in actions:
+            if action.kind in COMPUTE or action.kind is Kind.REDUCE_GRAD:
+                yield action
+            elif action.kind is Kind.OVERLAP_F_B:
+                yield from (action,) if self.times.overlap is not None else action.parts
+
+    def _numbers(self, block: Action) -> tuple[Number, ...]:
+        if block.kind is Kind.OVERLAP_F_B:
+            assert self.times.overlap is not None
+            first = next((part for part in block.parts if part.kind is Kind.F), block.parts[0])
+            return (at(self.times.overlap, first.stage, first.microbatch or 0),)
+        return self.times.lengths(block.kind, block.stage, block.microbatch or 0)
+
+    def _send_of(self, leaf: Action) -> Action:
+        return leaf if leaf.kind in SENDS else counterpart(leaf)
+
+    def _transfer(self, send: Action, length: int) -> Transfer:
+        rank_of = self.schedule.rank_of
+        receiver = rank_of.get(counterpart(send).stage, -1)
+        return Transfer(send, rank_of.get(send.stage, -1), receiver, length)
+
+    def _result(self, send: Action) -> int:
+        """The computation that makes what is sent."""
+        kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.I)
+        return self._block(*(send._replace(kind=kind) for kind in kinds))
+
+    def _block(self, *leaves: Action) -> int:
+        found = [self.block_of[leaf] for leaf in leaves if leaf in self.block_of]
+        return found[0] if found else self._never(leaves[0])
+
+    def _never(self, action: Action) -> int:
+        """The condition of something that no list has."""
+        if action not in self.never_of:
+            self.never_of[action] = len(self.never_of)
+            self.program.never.append(action)
+        return self.program.first_never + self.never_of[action]
+
+    def _list_of(self, rank: int) -> None:
+        self.ops: list[Operation] = []
+        self.received: set[Action] = set()
+        self.unshard_of: dict[int, int] = {}
+        stands_at: list[int] = []
+        for place, action in enumerate(self.schedule.ranks[rank]):
+            self._operations(action)
+            stands_at += [place] * (len(self.ops) - len(stands_at))
+        self.program.ops.append(self.ops)
+        self.program.stands_at.append(stands_at)
+
+    def _operations(self, action: Action) -> None:
+        if action.kind in SENDS or action.kind in RECEIVES:
+            transfer = self._travel(action)
+            if self.network.blocking_sends and action.kind in SENDS:
+                self.ops.append((AWAITING, (transfer,), -1))
+            self.groups += 1
+        elif action.kind is Kind.EXCHANGE:
+            begun = tuple(self._travel(part) for part in action.parts)
+            self.groups += 1
+            self.ops.append((AWAITING, begun, -1))
+        elif action.kind is Kind.AWAIT:
+            waited = tuple(self.transfer_of[self._send_of(part)] for part in action.parts)
+            self.ops.append((AWAITING, waited, -1))
+        elif action.kind is Kind.UNSHARD:
+            index = self.program.first_unshard + self.next_unshard
+            self.unshard_of[action.stage] = index
+            self.ops.append((UNSHARDING, index, -1))
+            self.next_unshard += 1
+        elif action.kind is not Kind.RESHARD:
+            for block in self._blocks((action,)):
+                self.program.needs[self.next_block] = tuple(self._needs(block))
+                self.ops.append((COMPUTING, self.next_block, -1))
+                self.next_block += 1
+
+    def _travel(self, action: Action) -> int:
+        index = self.transfer_of[self._send_of(action)]
+        if action.kind in SENDS:
+            self.program.transfers[index].is_sent_by_a_list = True
+            self.ops.append((SENDING, index, self.groups))
+        else:
+            self.program.transfers[index].is_received_by_a_list = True
+            self.received.add(action)
+            self.ops.append((RECEIVING, index, self.groups))
+        return index
+
+    def _needs(self, block: Action) -> Iterator[int]:
+        """Conditions, those that others fulfil last, so that a rank that waits for itself says so."""
+        parts = set(block.leaves())
+        for leaf in block.leaves():
+            if leaf.stage in self.unshard_of and leaf.kind is not Kind.REDUCE_GRAD:
+                yield self.unshard_of[leaf.stage]
+            yield from (self._block(*options) for options in self._local_needs(leaf) if not parts & set(options))
+        for leaf in block.leaves():
+            receive = value_needed(leaf, self.schedule)
+            if receive is None:
+                continue
+            if receive in self.received:
+                yield self.program.first_transfer + self.transfer_of[counterpart(receive)]
+            else:
+                yield self._never(receive)
+
+    def _local_needs(self, leaf: Action) -> Iterator[tuple[Action, ...]]:
+        """What must have been computed on the same rank: each as the actions of which one does it."""
+        rank_of = self.schedule.rank_of
+        if leaf.kind is Kind.W:
+            yield (leaf._replace(kind=Kind.I),)
+        elif leaf.kind in (Kind.B, Kind.I):
+            yield (leaf._replace(kind=Kind.F),)
+        if leaf.kind is Kind.F and rank_of.get(leaf.stage - 1) == rank_of[leaf.stage]:
+            yield (leaf._replace(stage=leaf.stage - 1),)
+        if leaf.kind in (Kind.B, Kind.I) and rank_of.get(leaf.stage + 1) == rank_of[leaf.stage]:
+            after = leaf._replace(stage=leaf.stage + 1)
+            yield after._replace(kind=Kind.B), after._replace(kind=Kind.I)

@@ -1,0 +1,118 @@
+"""How long each action lasts, and the clock that adds the times up exactly.
+
+A time is a number, one per stage, one per stage and microbatch, or a function of both. Whatever kind of number is
+given, the simulator counts whole ticks: every number is an exact fraction (a float too), and a tick is one part of
+their common denominator. So sums do not drift and do not depend on their order. Results are of the kind that was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational, Real
+
+from wholestep.errors import OptionError
+from wholestep.simulate.actions import Kind
+
+Number = int | float | Fraction
+Time = Number | Sequence[Number] | Sequence[Sequence[Number]] | Callable[[int, int], Number]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of computation and of transfers.
+
+    What is not given: a full backward `B` is `I + W`; with only `B`, half of it each; with neither, `I` and `W` are as
+    long as `F`. `send` is the time of a transfer that leaves a stage forwards, `send_back` backwards (as `send`).
+    `overlap` is the length of an OVERLAP_F_B, by the stage and microbatch of its forward; without it its parts run one
+    after the other, as torch does. `unshard` runs beside the computation, `reduce` (of gradients) does not.
+    """
+
+    F: Time = 1
+    I: Time | None = None  # noqa: E741
+    W: Time | None = None
+    B: Time | None = None
+    send: Time = 0
+    send_back: Time | None = None
+    overlap: Time | None = None
+    unshard: Time = 0
+    reduce: Time = 0
+
+    def lengths(self, kind: Kind, stage: int, microbatch: int) -> tuple[Number, ...]:
+        """How long an action lasts, as numbers to be added."""
+        if kind is Kind.F:
+            return (at(self.F, stage, microbatch),)
+        if kind is Kind.I:
+            return (self._one_backward(self.I, self.W, stage, microbatch),)
+        if kind is Kind.W:
+            return (self._one_backward(self.W, self.I, stage, microbatch),)
+        if kind is Kind.B:
+            if self.B is not None:
+                return (at(self.B, stage, microbatch),)
+            return self.lengths(Kind.I, stage, microbatch) + self.lengths(Kind.W, stage, microbatch)
+        if kind is Kind.SEND_F:
+            return (at(self.send, stage, microbatch),)
+        if kind is Kind.SEND_B:
+            return (at(self.send if self.send_back is None else self.send_back, stage, microbatch),)
+        if kind is Kind.UNSHARD:
+            return (at(self.unshard, stage, microbatch),)
+        return (at(self.reduce, stage, microbatch),) if kind is Kind.REDUCE_GRAD else ()
+
+    def _one_backward(self, given: Time | None, other: Time | None, stage: int, microbatch: int) -> Number:
+        if given is not None:
+            return at(given, stage, microbatch)
+        if self.B is None:
+            return at(self.F, stage, microbatch)
+        full = at(self.B, stage, microbatch)
+        return half(full) if other is None else full - at(other, stage, microbatch)
+
+
+def at(time: Time, stage: int, microbatch: int) -> Number:
+    """The number that a time means for a stage and a microbatch."""
+    if callable(time):
+        return time(stage, microbatch)
+    if isinstance(time, Sequence):
+        try:
+            of_stage = time[stage]
+            return of_stage[microbatch] if isinstance(of_stage, Sequence) else of_stage
+        except IndexError:
+            what = f"stage {stage} and microbatch {microbatch}"
+            raise OptionError(f"a table of times has no entry for {what}.", fix="give one row per stage.") from None
+    return time
+
+
+def half(number: Number) -> Number:
+    """Exact: half of an odd integer is a fraction."""
+    if isinstance(number, float):
+        return number / 2
+    halved = Fraction(number) / 2
+    return int(halved) if halved.denominator == 1 else halved
+
+
+class Clock:
+    """Whole ticks for numbers, and numbers for ticks."""
+
+    def __init__(self, numbers: Iterable[Number]) -> None:
+        exact = {number: _exact(number) for number in set(numbers)}
+        self._per_unit = math.lcm(*(each.denominator for each in exact.values()))
+        self._ticks = {number: int(value * self._per_unit) for number, value in exact.items()}
+        self._float = any(not isinstance(number, Rational) for number in exact)
+        self._fraction = any(isinstance(number, Fraction) for number in exact)
+
+    def ticks(self, numbers: Iterable[Number]) -> int:
+        """The sum of numbers that the clock was made for."""
+        return sum(self._ticks[number] for number in numbers)
+
+    def number(self, ticks: int) -> Number:
+        """A time of the result, in the kind of number that was given."""
+        if self._float:
+            return ticks / self._per_unit  # rounded once, to the nearest float
+        return Fraction(ticks, self._per_unit) if self._fraction else ticks
+
+
+def _exact(number: Number) -> Fraction:
+    if not isinstance(number, Real) or not math.isfinite(number) or number < 0:
+        raise OptionError(f"{number!r} is not a time.", fix="times are finite numbers that are not negative.")
+    return Fraction(number)
