@@ -361,6 +361,12 @@ class PipelineStateError(PipelineError):
     code = "WS-PIPELINE-STATE"
 
 
+class StageError(WholestepError, RuntimeError):
+    """A stage of a pipeline cannot be built, or cannot run what the schedule asks of it."""
+
+    code = "WS-STAGE"
+
+
 class LowerWarning(UserWarning):
     """A region did not compile and runs operator by operator."""
 
