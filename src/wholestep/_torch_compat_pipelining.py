@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 
 
@@ -31,3 +36,50 @@ def torchs_markers() -> tuple[Any, ...]:
     """torch's own split marks, if its pipelining was imported: the operator (`pippy::_pipe_split`) and the function."""
     module = sys.modules.get("torch.distributed.pipelining._IR")
     return () if module is None else (module.aten_pipe_split_alias, module.pipe_split)
+
+
+@contextmanager
+def checkpoints_replaced(around: Callable[[bool, Any], Any]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` run its function within `around(preserve_rng_state, context_fn)`.
+
+    Users hold the function itself, so what it calls is replaced: the generator of the way without reentrant autograd
+    (`_checkpoint_without_reentrant_generator`) and the autograd function of the other (`CheckpointFunction`).
+    """
+    module: Any = torch.utils.checkpoint
+    generator, function_class = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def marked(fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        with around(preserve_rng_state, None if context_fn is module.noop_context_fn else context_fn):
+            yield
+
+    def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with around(preserve_rng_state, None):
+            return fn(*args)
+
+    module._checkpoint_without_reentrant_generator = marked
+    module.CheckpointFunction = SimpleNamespace(apply=apply)
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = function_class
+
+
+def region_operators() -> tuple[Any, Any]:
+    """The higher-order operators that export makes of `autocast` and of `no_grad` blocks (`wrap_with_autocast`,
+    `wrap_with_set_grad_enabled`): (device, dtype, enabled, cache, body, *operands) and (enabled, body, *operands)."""
+    return torch.ops.higher_order.wrap_with_autocast, torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def checks_of_export() -> tuple[Any, ...]:
+    """Operators by which export checks dtype, device and sizes again: of no use to a stage, and bound to a device."""
+    names = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+    return tuple(getattr(torch.ops.aten, name).default for name in names)
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Warnings that torch gives about itself while it exports are not the user's; those from user code are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        yield

@@ -1,11 +1,13 @@
 """Any model cut into stages, every value routed."""
 
+from wholestep.pipelining.frontend import pipeline as pipeline
+from wholestep.pipelining.info import PipeInfo as PipeInfo
 from wholestep.pipelining.markers import PipeSplitWrapper as PipeSplitWrapper
 from wholestep.pipelining.markers import SplitPoint as SplitPoint
 from wholestep.pipelining.markers import annotate_split_points as annotate_split_points
 from wholestep.pipelining.markers import pipe_split as pipe_split
+from wholestep.pipelining.modulewise import split_modules as split_modules
 from wholestep.pipelining.pipe import Pipe as Pipe
-from wholestep.pipelining.pipe import pipeline as pipeline
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig

@@ -16,7 +16,8 @@ import torch
 from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
 
-_MISSING = object()
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +102,18 @@ def call_form(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     return CallForm(signature, tuple(arguments), variable, spec, constants, paths)
 
 
-def export_call(
-    form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def export_call(form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The example call with everything that can be positional as such: the leaves are in signature order."""
     return _in_order(form.signature, dict(form.signature.bind(*args, **kwargs).arguments))
 
 
-def _in_order(signature: inspect.Signature, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _in_order(signature: inspect.Signature, arguments: dict[str, Any]) -> Call:
     ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
     bound = inspect.BoundArguments(signature, ordered)
     return bound.args, bound.kwargs
 
 
-def _leaf_names(signature: inspect.Signature, canonical: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+def _leaf_names(signature: inspect.Signature, canonical: Call) -> list[str]:
     """What the positional arguments are called."""
     names: list[str] = []
     for name, parameter in signature.parameters.items():

@@ -1,72 +1,89 @@
-"""A model becomes one flat graph: `torch.export`, with state under the names that the user gave it.
-
-    exported                                  flat
-    p_fc_weight, p_fc_bias, b_scale, x        x
-                                              get_attr fc.weight, get_attr fc.bias, get_attr scale
-    linear(x, p_fc_weight, p_fc_bias)         linear(x, fc.weight, fc.bias)
+"""A model becomes a program: `torch.export`, then one flat graph with state under the names that the user gave it.
 
 Export traces on fake tensors: no memory is taken, and a model on the meta device or under a fake mode can be cut. The
-module is not changed.
+module is not changed. Sizes of the batch (dimension 0) stay open where the model allows it, so that a smaller last
+microbatch runs through the same graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.pipelining.calls import CallForm, call_form, export_call
+from wholestep._torch_compat import pytree
+from wholestep._torch_compat_pipelining import quiet_torch
+from wholestep.pipelining.calls import Call, CallForm, export_call
+from wholestep.pipelining.failures import capture_error
+from wholestep.pipelining.flatten import Flattener
+from wholestep.pipelining.regions import RegionMarks
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A model as a flat graph."""
+class Program:
+    """A model in one mode as a flat graph."""
 
     graph: fx.Graph
-    """Placeholders are the tensors of the call; a get_attr node names a parameter, buffer or constant."""
-    form: CallForm
+    """Placeholders are the tensors of the call; a get_attr node names a parameter, buffer, constant or submodule."""
     out_spec: Any
     constants: Mapping[str, Any]
-    """Tensors that the graph reads and that are not in the module's state under that name."""
+    """Tensors and submodules that the graph reads and that the module does not have under that name."""
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What the model returns, flat: nodes and constants."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def capture(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None
-) -> Captured:
-    """Export a module on an example call."""
-    form = call_form(module, args, kwargs)
-    positional, named = export_call(form, args, kwargs)
-    exported = torch.export.export(module, positional, named, dynamic_shapes=dynamic_shapes, strict=False)
-    graph = flatten(exported)
-    return Captured(graph, form, exported.call_spec.out_spec, dict(exported.constants))
-
-
-def flatten(exported: torch.export.ExportedProgram) -> fx.Graph:
-    """The graph with its state as get_attr nodes and without placeholders for constants."""
-    state = {
-        spec.arg.name: spec.target
-        for spec in exported.graph_signature.input_specs
-        if spec.target is not None and hasattr(spec.arg, "name")
-    }
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    look: Callable[[fx.Node], fx.Node] = new.__getitem__
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            if node.name in state:
-                new[node] = graph.create_node("get_attr", state[node.name], name=node.name)
-            elif isinstance(node.meta.get("val"), torch.Tensor):
-                new[node] = graph.placeholder(node.name)
-            else:
-                continue  # a constant of the call
-            new[node].meta = dict(node.meta)
-        elif node.op == "output":
-            graph.output(fx.map_arg(node.args[0], look))
-        elif node.target is torch.ops.aten._assert_tensor_metadata.default:
-            continue
+    module: torch.nn.Module, form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None
+) -> Program:
+    """Export a module, in the mode it is in, on an example call."""
+    marks = RegionMarks()
+    call = export_call(form, args, kwargs)
+    try:
+        if dynamic_shapes is not None:
+            exported = _export(module, call, dynamic_shapes, marks)
         else:
-            new[node] = graph.node_copy(node, look)
-    return graph
+            exported = _export_open(module, call, _open_batch(form, args, kwargs), marks)
+    except Exception as error:
+        raise capture_error(module, call, error) from error
+    flattener = Flattener(exported, marks.regions)
+    graph = flattener.flatten()
+    return Program(graph, exported.call_spec.out_spec, {**exported.constants, **flattener.submodules})
+
+
+def _export(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
+    marks.regions.clear()
+    with quiet_torch(), marks.recording():
+        return torch.export.export(module, *call, dynamic_shapes=shapes, strict=False)
+
+
+def _export_open(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
+    """Export with the batch open; where that fails, as the example is."""
+    if shapes is None:
+        return _export(module, call, None, marks)
+    try:
+        return _export(module, call, shapes, marks)
+    except Exception as about_symbols:
+        try:
+            return _export(module, call, None, marks)
+        except Exception as error:
+            raise error from about_symbols
+
+
+def _open_batch(form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Dimension 0 of every tensor open, if the model takes it; None if no tensor has a batch."""
+    found = []
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] < 2:
+            return None
+        found.append(value)
+        return {0: torch.export.Dim.AUTO}
+
+    shapes = pytree.tree_map(leaf, dict(form.signature.bind(*args, **kwargs).arguments))
+    return shapes if found else None

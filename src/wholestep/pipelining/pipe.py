@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,118 +10,150 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import pytree
-from wholestep.pipelining.build import build_stage
-from wholestep.pipelining.capture import Captured, capture
-from wholestep.pipelining.cut import stages_by_marks
-from wholestep.pipelining.markers import annotate_split_points
-from wholestep.pipelining.routing import Need, Routing, plan_routes
-from wholestep.pipelining.shared import SharedParameter
+from wholestep.errors import PipelineInputError
+from wholestep.pipelining.calls import CallForm
+from wholestep.pipelining.capture import Program
+from wholestep.pipelining.info import PipeInfo, readable
+from wholestep.pipelining.routing import Routing
+from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
+from wholestep.pipelining.stage_module import StageModule
+
+
+def get_submod_name(stage_idx: int) -> str:
+    """What the module of a stage is called in `Pipe.split_gm`."""
+    return f"submod_pp_{stage_idx}"
 
 
 class Pipe(torch.nn.Module):
-    """A model cut into stages."""
+    """A model cut into stages.
+
+    Called, it runs all stages here, with the model's own parameters, and returns what the model returns. A model that
+    returns one tensor gives a tuple of it, as torch's `Pipe` does.
+    """
 
     def __init__(
         self,
-        captured: Captured,
+        form: CallForm,
+        program: Program,
         routing: Routing,
-        stages: Sequence[fx.GraphModule],
+        stages: Sequence[StageModule],
         shared: Sequence[SharedParameter] = (),
     ) -> None:
         super().__init__()
-        self.captured = captured
         self.routing = routing
-        self.shared = tuple(shared)
-        self.stages = torch.nn.ModuleList(stages)
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return self.routing.stages
+        self.shared = tuple(s for s in shared if s.mode is MultiUseParameterConfig.REPLICATE)
+        """Parameters of which several stages have a copy. In this process the copies are one tensor."""
+        self.transmitted = tuple(s for s in shared if s.mode is MultiUseParameterConfig.TRANSMIT)
+        self.num_stages = routing.stages
+        self.has_loss_and_backward = False
+        self.loss_spec: Any = None
+        self.split_gm = _chain(routing, stages)
+        self._form = form
+        self._out_spec = program.out_spec
+        self._out_leaves = tuple(None if isinstance(leaf, fx.Node) else (leaf,) for leaf in program.outputs)
+        self._input_shapes = [
+            tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+            for node in program.graph.nodes
+            if node.op == "placeholder"
+        ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages here, one after the other. A model that returns one tensor gives a tuple of it, as torch's."""
-        values: Any = self.flatten_inputs(args, kwargs)
+        """Run all stages here, one after the other."""
+        values: Sequence[Any] = self.flatten_inputs(args, kwargs)
         for stage in self.stages:
-            values = stage(*values)
-            values = [values] if isinstance(values, torch.Tensor) else list(values)
+            result = stage(*values)
+            values = result if isinstance(result, tuple) else (result,)
         result = self.unflatten_outputs(values)
         return (result,) if isinstance(result, torch.Tensor) else result
 
-    def get_stage_module(self, stage_idx: int) -> torch.nn.Module:
-        """The module of a stage. It takes `routing.inputs[i]` and returns a tuple of `routing.outputs[i]`, or the
-        tensor itself if it is only one."""
+    @property
+    def stages(self) -> list[StageModule]:
+        """The modules of all stages."""
+        return [getattr(self.split_gm, get_submod_name(i)) for i in range(self.num_stages)]
+
+    @property
+    def replicated_params(self) -> list[dict[str, str]]:
+        """For each parameter of which several stages have a copy, its name in each of them."""
+        return [{get_submod_name(stage): each.names[0] for stage in each.stages} for each in self.shared]
+
+    def get_stage_module(self, stage_idx: int) -> StageModule:
+        """The module of a stage. It takes the values of `routing.inputs[i]`, one argument each, and returns a tuple of
+        those of `routing.outputs[i]`, or the tensor itself if it is only one."""
         if not 0 <= stage_idx < self.num_stages:
             raise ValueError(f"Invalid stage index {stage_idx}!")
         return self.stages[stage_idx]
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensors of a call in the order of `routing.inputs[0]`."""
-        return self.captured.form.flatten(args, kwargs or {})
+        tensors = self._form.flatten(args, kwargs or {})
+        for name, tensor, wanted in zip(self.routing.inputs[0], tensors, self._input_shapes, strict=True):
+            fits = len(wanted) == tensor.dim() and all(
+                w is None or w == s for w, s in zip(wanted, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise PipelineInputError(
+                    f"{name} has the shape {list(tensor.shape)}; the graph is for {_shown(wanted)}",
+                    fix="name the dimensions that change in dynamic_shapes of pipeline()",
+                )
+        return tensors
 
-    def unflatten_outputs(self, flat: Sequence[torch.Tensor]) -> Any:
+    def unflatten_outputs(self, flat: Sequence[Any]) -> Any:
         """What the model returns, from the values of `routing.outputs[-1]`."""
         values = iter(flat)
-        result: Any = next(iter(reversed(self.captured.graph.nodes))).args[0]
-        leaves = [next(values) if isinstance(leaf, fx.Node) else leaf for leaf in result]
-        return pytree.tree_unflatten(leaves, self.captured.out_spec)
+        leaves = [next(values) if leaf is None else leaf[0] for leaf in self._out_leaves]
+        return pytree.tree_unflatten(leaves, self._out_spec)
+
+    def info(self) -> PipeInfo:
+        """The graph of the stages, their number, and whether there is a loss."""
+        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+
+    def print_readable(self) -> str:
+        """Print the stages as Python, with the routing table above; also returned."""
+        text = readable(self.routing, self.stages, self.shared + self.transmitted)
+        print(text)
+        return text
+
+    def __str__(self) -> str:
+        return str(self.split_gm)
+
+    def __repr__(self) -> str:
+        return repr(self.split_gm)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state of the model, under the model's names."""
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            found.update(stage.state_dict(*args, **kwargs))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the state of the model."""
+        missing: list[str] = []
+        known: set[str] = set()
+        for stage in self.stages:
+            own = stage.state_dict().keys()
+            known |= set(own)
+            given = {name: state_dict[name] for name in own if name in state_dict}
+            missing += stage.load_state_dict(given, strict=False, assign=assign).missing_keys
+        unexpected = [name for name in state_dict if name not in known]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"Error(s) in loading state_dict for Pipe: missing {missing}, unexpected {unexpected}")
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
-def pipeline(
-    module: torch.nn.Module,
-    mb_args: Sequence[Any],
-    mb_kwargs: Mapping[str, Any] | None = None,
-    split_spec: Mapping[str, Any] | None = None,
-) -> Pipe:
-    """Cut a module into stages."""
-    with annotate_split_points(module, split_spec or {}):
-        captured = capture(module, mb_args, mb_kwargs or {})
-    return cut_pipe(module, captured)
+def _shown(shape: Sequence[int | None]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
-def cut_pipe(module: torch.nn.Module, captured: Captured) -> Pipe:
-    """The pipe of a captured model whose graph has its marks."""
-    stage_of = stages_by_marks(captured.graph)
-    count = max(stage_of.values(), default=0) + 1
-    routing = routes(captured, module, stage_of, count)
-    members: list[list[fx.Node]] = [[] for _ in range(count)]
-    for node, stage in stage_of.items():
-        members[stage].append(node)
-    states = {
-        str(node.target): _owner(module, str(node.target)) for node in captured.graph.nodes if node.op == "get_attr"
-    }
-    stages = [build_stage(i, members[i], routing, states) for i in range(count)]
-    return Pipe(captured, routing, stages)
-
-
-def routes(captured: Captured, module: torch.nn.Module, stage_of: Mapping[fx.Node, int], count: int) -> Routing:
-    """The routing table of a graph whose nodes have their stages."""
-    differentiable: dict[fx.Node, bool] = {}
-    needs: list[Need] = []
-    inputs: list[str] = []
-    outputs: list[str] = []
-    for node in captured.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "get_attr":
-            owner, name = _owner(module, str(node.target))
-            differentiable[node] = getattr(owner, name).requires_grad
-            continue
-        if node.op == "output":
-            outputs = [leaf.name for leaf in node.args[0] if isinstance(leaf, fx.Node)]
-            continue
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        differentiable[node] = floating and any(differentiable[given] for given in node.all_input_nodes)
-        if not isinstance(value, torch.Tensor):
-            continue
-        users = sorted({stage_of[user] for user in node.users if user in stage_of})
-        if node.op == "placeholder":
-            inputs.append(node.name)
-            needs.append(Need(node.name, "input", tuple(users), value, differentiable[node]))
-        elif node in stage_of:
-            needs.append(Need(node.name, stage_of[node], tuple(users), value, differentiable[node]))
-    return plan_routes(count, needs, inputs, outputs)
-
-
-def _owner(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return module.get_submodule(path), last
+def _chain(routing: Routing, stages: Sequence[StageModule]) -> fx.GraphModule:
+    """A graph that calls the stages one after the other."""
+    graph = fx.Graph()
+    root = torch.nn.Module()
+    values = [graph.placeholder(name) for name in routing.inputs[0]]
+    for i, stage in enumerate(stages):
+        root.add_module(get_submod_name(i), stage)
+        call = graph.create_node("call_module", get_submod_name(i), tuple(values))
+        count = len(routing.outputs[i])
+        values = [call] if count == 1 else [graph.call_function(operator.getitem, (call, k)) for k in range(count)]
+    graph.output(tuple(values))
+    return fx.GraphModule(root, graph, class_name="Pipe")

@@ -1,0 +1,111 @@
+"""From captured programs to a pipe: cut, edit, route, build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.pipelining.build import build_stages
+from wholestep.pipelining.calls import CallForm
+from wholestep.pipelining.cut import stages_by_marks
+from wholestep.pipelining.differentiable import find_differentiable
+from wholestep.pipelining.modes import MismatchError, Modes, match, shared_names, stages_like
+from wholestep.pipelining.pipe import Pipe
+from wholestep.pipelining.routing import Need
+from wholestep.pipelining.shared import MultiUseParamSpec, SharingRule, settle_state
+from wholestep.pipelining.sizes import localize_sizes
+from wholestep.pipelining.stage_module import StageAbout, StageModule
+from wholestep.pipelining.staged import Staged
+from wholestep.pipelining.state import ModelState, place
+from wholestep.pipelining.table import check_same_values, find_needs, merge_needs, routes
+from wholestep.pipelining.writes import copy_before_writing
+
+ChooseStages = Callable[[fx.Graph], Mapping[fx.Node, int]]
+
+
+def assemble(
+    module: torch.nn.Module,
+    modes: Modes,
+    form: CallForm,
+    inputs_require_grad: Mapping[str, bool],
+    multi_use_params: MultiUseParamSpec | None,
+    choose: ChooseStages | None,
+) -> Pipe:
+    """The pipe of a model. `choose` gives the stage of each operator; without it the marks in the graph do."""
+    state = ModelState(module, [program.constants for program in modes.programs.values()])
+    rule = SharingRule(multi_use_params, state)
+    staged, missing = _stage_all(modes, choose)
+    used, shared = settle_state(list(staged.values()), state, rule)
+    for each in staged.values():
+        copy_before_writing(each)
+        own_outputs(each)
+        localize_sizes(each)
+    needs = {mode: _needs(each, state, inputs_require_grad) for mode, each in staged.items()}
+    main = staged[modes.main]
+    merged = needs[modes.main]
+    for mode in list(staged):
+        try:
+            merged = merge_needs(merged, needs[mode], staged[mode])
+            check_same_values(routes(main, merged), needs[mode])
+        except MismatchError as reason:
+            missing[mode] = str(reason)
+            del staged[mode]
+    routing = routes(main, merged)
+    codes = {mode: build_stages(each, routing, mode) for mode, each in staged.items()}
+    entries = place(state, used)
+    flags = {path: submodule.training for path, submodule in module.named_modules(remove_duplicate=False)}
+    stages = [
+        StageModule(
+            StageAbout(i, routing.inputs[i], routing.outputs[i], missing),
+            {mode: rows[i] for mode, rows in codes.items()},
+            modes.main,
+            entries[i] if i < len(entries) else (),
+            flags,
+        )
+        for i in range(routing.stages)
+    ]
+    return Pipe(form, modes.programs[modes.main], routing, stages, shared)
+
+
+def _stage_all(modes: Modes, choose: ChooseStages | None) -> tuple[dict[str, Staged], dict[str, str]]:
+    """Every mode with its stages; and why some are missing."""
+    main = modes.programs[modes.main]
+    stage_of = stages_by_marks(main.graph) if choose is None else dict(choose(main.graph))
+    found = {modes.main: Staged(main, stage_of, {node: node.name for node in main.graph.nodes})}
+    missing = dict(modes.missing)
+    for mode, program in modes.programs.items():
+        if mode == modes.main:
+            continue
+        try:
+            matched = match(main, program)
+            other = stages_by_marks(program.graph) if choose is None else stages_like(stage_of, program, matched)
+            if max(other.values(), default=0) != max(stage_of.values(), default=0):
+                raise MismatchError("the model has another number of cuts")
+            found[mode] = Staged(program, other, shared_names(main, program, matched))
+        except MismatchError as reason:
+            missing[mode] = str(reason)
+    return found, missing
+
+
+def own_outputs(staged: Staged) -> None:
+    """Let the last stage compute what the model returns of its state: a value like any other."""
+    for leaf in dict.fromkeys(staged.program.outputs):
+        if isinstance(leaf, fx.Node) and leaf.op == "get_attr":
+            last = staged.count - 1
+            op: Any = torch.ops.aten.alias.default
+            value = staged.add(last, op, (leaf,), f"{staged.names[leaf]}_returned", leaf, at_end=True)
+            staged.use_instead(leaf, value, range(staged.count, staged.count + 1))
+
+
+def _needs(staged: Staged, state: ModelState, inputs_require_grad: Mapping[str, bool]) -> dict[str, Need]:
+    def requires_grad(node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return inputs_require_grad.get(node.name, False)
+        value = state.entries[str(node.target)].value
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
+    differentiable = find_differentiable(staged.graph, requires_grad, staged.program.constants)
+    return find_needs(staged, differentiable)

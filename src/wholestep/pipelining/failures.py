@@ -1,0 +1,49 @@
+"""What to say when export cannot capture a model: the line, the reason, and the split by modules that still works."""
+
+from __future__ import annotations
+
+import linecache
+import os
+
+import torch
+
+import wholestep
+from wholestep.errors import Location, PipelineCaptureError
+from wholestep.pipelining.calls import Call
+from wholestep.pipelining.modulewise import find_chain
+
+_FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
+
+
+def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> PipelineCaptureError:
+    """The error for a model that export cannot capture."""
+    chain = find_chain(module, call)
+    fix = "write the line with tensor operators (torch.where, torch.cond)"
+    if chain is None:
+        fix += ", or write the stages as modules of your own: torch.distributed.pipelining.PipelineStage runs them"
+    else:
+        shown = ", ".join(map(repr, chain if len(chain) <= 6 else (*chain[:3], "...", *chain[-2:])))
+        fix += f". Without capturing, the model can be cut between its submodules: split_modules(model, ...) of {shown}"
+    return PipelineCaptureError(
+        f"torch.export cannot turn {type(module).__name__} into one graph: {_first_lines(error)}",
+        fix=fix,
+        location=location_of_error(error),
+    )
+
+
+def location_of_error(error: BaseException) -> Location | None:
+    """The deepest line of the user's code in a traceback."""
+    found: Location | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_FOREIGN) and not code.co_filename.startswith("<frozen"):
+            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            found = Location(code.co_filename, trace.tb_lineno, code.co_name, text)
+        trace = trace.tb_next
+    return found
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}" if lines else type(error).__name__

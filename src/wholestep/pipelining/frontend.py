@@ -1,0 +1,78 @@
+"""`pipeline`: one call from a model to a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import PipelineError
+from wholestep.pipelining.assemble import assemble
+from wholestep.pipelining.calls import call_form
+from wholestep.pipelining.capture import Program, capture
+from wholestep.pipelining.markers import annotate_split_points
+from wholestep.pipelining.modes import Modes, capture_modes
+from wholestep.pipelining.pipe import Pipe
+from wholestep.pipelining.shared import MultiUseParamSpec
+from wholestep.pipelining.state import ModelState, attach
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def pipeline(
+    module: torch.nn.Module,
+    mb_args: Sequence[Any],
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, Any] | None = None,
+    split_policy: SplitPolicy | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    multi_use_params: MultiUseParamSpec = "replicate",
+) -> Pipe:
+    """Cut a model into stages.
+
+    `mb_args` and `mb_kwargs` are one microbatch, real, fake or on the meta device; nothing runs. Cuts come from
+    `pipe_split()` in the code and from one of `split_spec` (`{"layers.2": SplitPoint.BEGINNING}`), `split_policy` (a
+    function that puts `pipe_split` nodes into the graph) or `stages` (a number: balanced automatically).
+
+    `multi_use_params` says what happens to parameters that several stages use: "replicate", "transmit", or a mapping
+    from names. `dynamic_shapes` is that of `torch.export.export`; without it the batch dimension is open where the
+    model allows it.
+
+    The module is not changed. Its parameters are those of the stages.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise PipelineError(
+            "Cannot specify both `split_spec` and `split_policy`. Please use only one of them.",
+            fix="give one of them",
+        )
+    kwargs = dict(mb_kwargs or {})
+    form = call_form(module, mb_args, kwargs)
+    with annotate_split_points(module, split_spec or {}):
+        modes = capture_modes(module, lambda: capture(module, form, mb_args, kwargs, dynamic_shapes))
+    if split_policy is not None:
+        modes = _apply_policy(module, modes, split_policy)
+    main = modes.programs[modes.main]
+    tensors = form.flatten(mb_args, kwargs)
+    names = [node.name for node in main.graph.nodes if node.op == "placeholder"]
+    inputs_require_grad = {name: tensor.requires_grad for name, tensor in zip(names, tensors, strict=True)}
+    return assemble(module, modes, form, inputs_require_grad, multi_use_params, None)
+
+
+def _apply_policy(module: torch.nn.Module, modes: Modes, policy: SplitPolicy) -> Modes:
+    main = modes.programs[modes.main]
+    edited = policy(as_module(module, main))
+    program = replace(main, graph=edited.graph)
+    return replace(modes, programs={**modes.programs, modes.main: program})
+
+
+def as_module(module: torch.nn.Module, program: Program) -> fx.GraphModule:
+    """The flat graph with the state that it reads, for a split policy."""
+    state = ModelState(module, [program.constants])
+    root = torch.nn.Module()
+    for name in dict.fromkeys(str(node.target) for node in program.graph.nodes if node.op == "get_attr"):
+        attach(root, state.entries[name])
+    return fx.GraphModule(root, program.graph)

@@ -1,0 +1,104 @@
+"""Blocks of a model that change how operators run: autocast, gradients on or off, activation checkpointing.
+
+While a graph is cut it is flat, and each node knows the blocks around it, the outermost first:
+
+    with torch.autocast("cpu", torch.bfloat16):       h = linear(x, w)      regions: (autocast,)
+        h = self.fc(x)
+    y = h * 2                                         y = mul(h, 2)         regions: ()
+
+A stage puts them back: nodes that follow each other in one block become a module that runs them inside of it. A block
+that is cut becomes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from wholestep._torch_compat_pipelining import checkpoints_replaced, define_marker
+
+KEY = "wholestep_regions"
+BEGIN = define_marker("wholestep::region_begin", "(int number) -> ()")
+END = define_marker("wholestep::region_end", "(int number) -> ()")
+
+
+@dataclass(frozen=True)
+class Region:
+    """One block."""
+
+    kind: Literal["autocast", "grad", "checkpoint"]
+    settings: tuple[Any, ...]
+    """autocast: (device, dtype, enabled, cache); grad: (enabled,); checkpoint: (preserve_rng_state,)."""
+    number: int
+    """Tells two blocks with the same settings apart."""
+    context_fn: Any = field(default=None, compare=False)
+    """checkpoint: what selects the values to keep."""
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """The block, for autocast and gradients."""
+        if self.kind == "autocast":
+            device, dtype, enabled, cache = self.settings
+            return torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache)
+        assert self.kind == "grad"
+        return torch.set_grad_enabled(self.settings[0])
+
+    def run(self, body: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a function inside of the block."""
+        if self.kind != "checkpoint":
+            with self.enter():
+                return body(*args)
+        chosen = {} if self.context_fn is None else {"context_fn": self.context_fn}
+        return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=self.settings[0], **chosen)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(str, self.settings))})"
+
+
+def regions_of(node: fx.Node) -> tuple[Region, ...]:
+    """The blocks around a node, the outermost first."""
+    found: tuple[Region, ...] = node.meta.get(KEY, ())
+    return found
+
+
+class RegionModule(torch.nn.Module):
+    """The nodes of one block in a stage. All that they read comes in as arguments."""
+
+    def __init__(self, region: Region, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.region = region
+        self.body = body
+
+    def forward(self, *args: Any) -> Any:
+        """Run the nodes inside of the block."""
+        return self.region.run(self.body, args)
+
+    def extra_repr(self) -> str:
+        """Which block it is."""
+        return str(self.region)
+
+
+class RegionMarks:
+    """Marks around checkpointed functions while a model is exported: export itself would leave no trace of them."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, Region] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Put marks around each call of `torch.utils.checkpoint.checkpoint`."""
+        with checkpoints_replaced(self._around):
+            yield
+
+    @contextmanager
+    def _around(self, preserve_rng_state: bool, context_fn: Any) -> Iterator[None]:
+        number = len(self.regions)
+        self.regions[number] = Region("checkpoint", (bool(preserve_rng_state),), number, context_fn)
+        BEGIN(number)
+        yield
+        END(number)
