@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd holds a tensor for a view: such a one cannot be detached in place."""
     return bool(tensor._is_view())
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of this rank that a schedule runs."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else list(schedule._stages)
+
+
+def has_merge_spec(schedule: Any) -> bool:
+    """Whether the user said how results of microbatches become one."""
+    return schedule._output_merge_spec is not None
+
+
+def reduced_stages(schedule: Any) -> set[int] | None:
+    """The stages of this rank whose gradients the list of actions reduces; None if there is no list or no backward."""
+    actions = getattr(schedule, "pipeline_order_with_comms", None)
+    if not actions or not schedule._has_backward:
+        return None
+    return {action.stage_index for action in actions[schedule.rank] if action.computation_type.name == "REDUCE_GRAD"}

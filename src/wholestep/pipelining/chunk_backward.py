@@ -34,7 +34,7 @@ def begin(
     for output, gradient in zip(outputs, gradients, strict=True):
         if gradient is None or not output.requires_grad:
             continue
-        place = places.get(id(output))
+        place = places.get(id(_source(output)))
         if place is not None:
             before = found.passed.get(place)
             found.passed[place] = gradient if before is None else before + gradient
@@ -44,6 +44,15 @@ def begin(
             found.roots.append(output)
             found.gradients.append(gradient)
     return found
+
+
+def _source(output: torch.Tensor) -> torch.Tensor:
+    """The leaf that an output is only another name of, or the output itself."""
+    function = output.grad_fn
+    if function is None or not function.name().startswith("AliasBackward"):
+        return output
+    leaf = getattr(function.next_functions[0][0], "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else output
 
 
 def add_passed(

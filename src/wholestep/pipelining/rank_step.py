@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
 from wholestep.pipelining.faults import StepWatch
 from wholestep.pipelining.gradients import Copy, exchange_over, sum_copies
@@ -38,6 +39,21 @@ class RankStep:
         """A stage of this rank; one that was built again replaces the one before."""
         self._stages[stage.stage_index] = stage
 
+    def own_copies(self, stage: int, module: nn.Module) -> None:
+        """Give a stage parameters of its own where another stage of this rank has the same tensor.
+
+        Otherwise an optimizer over all stages of the rank would step them twice. Gradients of copies are summed, so
+        that they stay equal.
+        """
+        others = [each for index, each in self._stages.items() if index != stage]
+        taken = {id(parameter) for other in others for parameter in other.submod.parameters()}
+        copies: dict[int, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if id(parameter) in taken:
+                path, _, last = name.rpartition(".")
+                fresh = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                module.get_submodule(path).register_parameter(last, copies.setdefault(id(parameter), fresh))
+
     def begin(self, stage: Stage) -> None:
         """A stage begins a step; the first of them begins it for the rank."""
         if not self._begun or stage.stage_index in self._begun:
@@ -60,6 +76,11 @@ class RankStep:
             self._sum_shared(stages)
             for each in stages:
                 each.earlier.add()
+        self._begun, self._over = set(), set()
+        self.watch.end()
+
+    def end_all(self) -> None:
+        """The schedule has returned. One that only runs forward does not tell its stages."""
         self._begun, self._over = set(), set()
         self.watch.end()
 

@@ -7,7 +7,8 @@
 This is the one place where torch's stage is subclassed. The schedules call: `clear_runtime_states` (a step begins),
 `get_fwd_recv_ops` .. `get_bwd_send_ops` (messages; links.py), `set_local_*` and `get_local_bwd_output` (the neighbour
 is on the same rank), `forward_one_chunk`, `backward_one_chunk` (all of it, or only as far as inputs need),
-`backward_weight_one_chunk`, `perform_reduce_grad` (gradients.py). torch runs the whole model once to learn shapes; here no such run is needed.
+`backward_weight_one_chunk`, `perform_reduce_grad` (gradients.py). torch runs the whole model once to learn shapes;
+here no such run is needed.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ class Stage(PipelineStage):
         weights: Weights,
     ) -> None:
         module = source.get_stage_module(index).to(device)
+        rank_step.own_copies(index, module)
         super().__init__(module, index, source.num_stages, device, group=group)
         self._source = source
-        self._rank_step = rank_step
+        self.rank_step = rank_step
         self._weighted = weights == "rows"
         self._written = written_inputs(module)
         self._wire = Wire(group, device)
@@ -147,7 +149,7 @@ class Stage(PipelineStage):
 
     def _make_side_group(self) -> None:
         """Backends without tags need a second group for messages that were not expected. All ranks come here once."""
-        together = self._rank_step
+        together = self.rank_step
         if not together.prepared:
             together.prepared = True
             if self.device.type != "cpu":
@@ -169,7 +171,7 @@ class Stage(PipelineStage):
         self._local_inputs.clear()
         self._local_gradients.clear()
         self._first_sizes.clear()
-        self._rank_step.begin(self)
+        self.rank_step.begin(self)
         if self.has_backward:
             self._reshard()
             self.earlier.put_aside(self.submod.parameters())
@@ -185,14 +187,14 @@ class Stage(PipelineStage):
                 divide(parameters, self._divisor(grad_scale_factor))
                 if self._averaging is not None:
                     self._averaging.start(parameters)
-            self._rank_step.end(self)
+            self.rank_step.end(self)
         except Exception as error:
-            self._rank_step.failed(error)
+            self.rank_step.failed(error)
             raise
 
     def _divisor(self, factor: int) -> float:
         """The number of microbatches, or what they weigh together. 1: losses are sums, and nothing is divided."""
-        weights = [self._rank_step.weights.get(chunk, 1.0) for chunk in range(self.chunks or 0)]
+        weights = [self.rank_step.weights.get(chunk, 1.0) for chunk in range(self.chunks or 0)]
         if not self._weighted or all(weight == 1.0 for weight in weights):
             return factor
         if factor == 1:
@@ -231,7 +233,7 @@ class Stage(PipelineStage):
             del self._forwarded[fwd_chunk_id]
         if self.is_last:
             return []
-        weight = self._rank_step.weights.get(fwd_chunk_id, 1.0)
+        weight = self.rank_step.weights.get(fwd_chunk_id, 1.0)
         peer = self._peer(self.stage_index + 1)
         return self._sender.send(fwd_chunk_id, forwarded.outputs, weight, self.has_backward, peer)
 
@@ -287,18 +289,18 @@ class Stage(PipelineStage):
                 self.output_chunks.append(self._kept_result(outputs))
             return self._source.unflatten_outputs(outputs)
         except Exception as error:
-            self._rank_step.failed(error)
+            self.rank_step.failed(error)
             raise
 
     def _inputs(self, chunk: int, args: Sequence[Any], kwargs: Any) -> tuple[torch.Tensor, ...]:
         if self.is_first:
             inputs = tuple(value.to(self.device) for value in self._source.flatten_inputs(args, kwargs or {}))
-            self._rank_step.weights[chunk] = self._weigh(inputs)
+            self.rank_step.weights[chunk] = self._weigh(inputs)
             return inputs
         if chunk in self._local_inputs:
             return self._local_inputs.pop(chunk)
         values, layout = self._receiver.take(chunk, self._peer(self.stage_index - 1))
-        self._rank_step.weights[chunk] = layout.weight
+        self.rank_step.weights[chunk] = layout.weight
         grad = torch.is_grad_enabled()
         return tuple(
             [_leaf(value, grad and form.requires_grad) for value, form in zip(values, layout.forms, strict=True)]
@@ -350,7 +352,7 @@ class Stage(PipelineStage):
                 found[place] = gradient
             self.bwd_cache[bwd_chunk_id] = add_passed(found, beginning.passed)
         except Exception as error:
-            self._rank_step.failed(error)
+            self.rank_step.failed(error)
             raise
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -367,7 +369,7 @@ class Stage(PipelineStage):
                 self.backward_maybe_with_nosync("weight", arguments, last_backward=last_backward)
                 accumulate(state.late)
         except Exception as error:
-            self._rank_step.failed(error)
+            self.rank_step.failed(error)
             raise
 
     def _beginning(
@@ -381,7 +383,7 @@ class Stage(PipelineStage):
                 f"the loss of microbatch {chunk} is {_describe(loss)}.",
                 fix="give the schedule a loss_fn that returns one number, as a tensor.",
             )
-        weight = self._rank_step.weights.get(chunk, 1.0)
+        weight = self.rank_step.weights.get(chunk, 1.0)
         return begin([loss], [torch.full_like(loss, weight)], inputs)
 
     def _whole(self, beginning: Beginning, inputs: Sequence[torch.Tensor], last: bool) -> Sequence[torch.Tensor | None]:

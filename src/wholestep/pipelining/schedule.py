@@ -1,0 +1,125 @@
+"""Schedules of torch, with what a stage alone cannot do for them.
+
+    schedule = ws.pipelining.schedule("1F1B", stage, 8, loss_fn)      what Schedule1F1B(stage, 8, loss_fn) is, and also:
+
+    targets       a dict, tuple or list of tensors, not only a tensor: torch's `step` splits the target itself
+    results       numbers and None among what the model returns: torch's `step` joins microbatches itself
+    errors        a rank that raises or dies is named, also where the schedule waits: the wait is in torch's `step`
+    actions       a list that never reduces gradients is refused: a stage cannot know that nothing more will come
+
+Everything else is torch's: the order of the actions, and the loop that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from wholestep._torch_compat import pytree
+from wholestep._torch_compat_running import has_merge_spec, reduced_stages, stages_of
+from wholestep.errors import OptionError, ScheduleError, StageError
+from wholestep.pipelining.stage import Stage
+
+
+def schedule(
+    kind: str | type[Any],
+    stages: Stage | Sequence[Stage],
+    n_microbatches: int,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """A schedule of torch over stages of `pipe.build_stage`. `kind`: "1F1B", "ZBVZeroBubble", ... or torch's class.
+
+    `options` are those of torch's class. The result is an instance of it.
+    """
+    cls = _class_of(kind)
+    given = [stages] if isinstance(stages, Stage) else list(stages)
+    if not given or not all(isinstance(stage, Stage) for stage in given):
+        raise StageError("a schedule takes stages of pipe.build_stage.", fix="pass the stage, or the list of stages.")
+    whole = type(cls.__name__, (_Whole, cls), {})
+    if not issubclass(cls, PipelineScheduleSingle):
+        return whole(given, n_microbatches, loss_fn, **options)
+    if len(given) != 1:
+        raise OptionError(
+            f"{cls.__name__} has one stage on each rank; this rank has {len(given)}.",
+            fix="use a schedule for several, such as Interleaved1F1B.",
+        )
+    return whole(given[0], n_microbatches, loss_fn, **options)
+
+
+def _class_of(kind: str | type[Any]) -> type[Any]:
+    if isinstance(kind, str):
+        try:
+            found: type[Any] = torchs.get_schedule_class(kind)
+        except ValueError as error:
+            raise OptionError(f"there is no schedule {kind!r}.", fix=str(error)) from error
+        return found
+    if not issubclass(kind, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise OptionError(f"{kind.__name__} is not a schedule of torch.", fix='use a name such as "1F1B".')
+    return kind
+
+
+class _Whole:
+    """What is put before a class of torch."""
+
+    _targets: list[Any] | None = None
+    _n_microbatches: int
+
+    def step(self, *args: Any, target: Any = None, **named: Any) -> Any:
+        """One step; see torch's class."""
+        self._check_actions()
+        rank_step = stages_of(self)[0].rank_step
+        try:
+            self._targets = None if target is None else split(target, self._n_microbatches)
+            result = super().step(*args, **named)  # type: ignore[misc]
+            rank_step.end_all()
+            return result
+        except Exception as error:
+            rank_step.failed(error)
+            raise
+
+    def _step_microbatches(self, args: Any, kwargs: Any, targets: Any = None, *rest: Any, **named: Any) -> Any:
+        return super()._step_microbatches(args, kwargs, self._targets, *rest, **named)  # type: ignore[misc]
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        if has_merge_spec(self):
+            return super()._merge_outputs(output_chunks)  # type: ignore[misc]
+        return join(output_chunks)
+
+    def _check_actions(self) -> None:
+        reduced = reduced_stages(self)
+        missing = [] if reduced is None else [s.stage_index for s in stages_of(self) if s.stage_index not in reduced]
+        if missing:
+            raise ScheduleError(
+                f"the schedule never reduces the gradients of stage {missing[0]}.",
+                fix=f"end its actions with {missing[0]}REDUCE_GRAD.",
+            )
+
+
+def split(batch: Any, chunks: int) -> list[Any]:
+    """Microbatches of a structure of tensors, along their first dim, as torch splits a tensor. Others go to all."""
+    leaves, spec = pytree.tree_flatten(batch)
+    columns = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            columns.append([leaf] * chunks)
+            continue
+        if leaf.size(0) < chunks:
+            raise OptionError(
+                f"a target of {leaf.size(0)} rows cannot be split into {chunks} microbatches.",
+                fix="use fewer microbatches.",
+            )
+        columns.append(list(torch.tensor_split(leaf, chunks)))
+    return [pytree.tree_unflatten([column[chunk] for column in columns], spec) for chunk in range(chunks)]
+
+
+def join(chunks: Sequence[Any]) -> Any:
+    """One result from those of microbatches: tensors along their first dim; anything else as the first has it."""
+    flat = [pytree.tree_flatten(chunk) for chunk in chunks]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    joined = [torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns]
+    return pytree.tree_unflatten(joined, flat[0][1])
