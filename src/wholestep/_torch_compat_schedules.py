@@ -45,6 +45,11 @@ def is_single(schedule: Any) -> bool:
     return issubclass(cls, PipelineScheduleSingle)
 
 
+def class_of_loop(schedule: Any) -> type[Any]:
+    """The class whose loop a schedule with one stage per rank runs (`_step_microbatches`)."""
+    return next(cls for cls in type(schedule).__mro__ if "_step_microbatches" in vars(cls))
+
+
 def listed_actions(cls: type[Any], ranks: int, microbatches: int, stages_per_rank: int) -> Actions:
     """The lists of a schedule with several stages per rank, computation alone (`pipeline_order`).
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from wholestep._torch_compat_schedules import torchs_action, with_torchs_communication
-from wholestep.errors import ScheduleError
 from wholestep.simulate.actions import Action, Kind
 from wholestep.simulate.schedule import Schedule
 
@@ -29,21 +28,23 @@ Receives = Literal["torch", "late"]
 
 
 def with_communication(schedule: Schedule, receives: Receives = "torch") -> Schedule:
-    """The schedule as it is if it communicates already, else with sends and receives."""
+    """The schedule as it is if it communicates already, else with sends and receives.
+
+    Where torch has no place for them, because it would not run the lists, they are late: that shows where ranks stick.
+    """
     if schedule.communicates:
         return schedule
-    if receives == "late":
-        late = [list(_with_late_receives(schedule, rank)) for rank in range(len(schedule.ranks))]
-        return Schedule.of(late, schedule.name)
-    compute = schedule.compute_only()
-    if not compute.has_backward:
-        return with_communication(schedule, "late")  # torch's runtime has no list for a forward alone
-    lists = {rank: [torchs_action(str(action)) for action in row] for rank, row in enumerate(compute.ranks)}
+    return (_at_torchs_places(schedule) if receives == "torch" else None) or _late(schedule)
+
+
+def _at_torchs_places(schedule: Schedule) -> Schedule | None:
+    if schedule.compute_only() != schedule or not schedule.has_backward:
+        return None
+    lists = {rank: [torchs_action(str(action)) for action in row] for rank, row in enumerate(schedule.ranks)}
     try:
-        lowered = with_torchs_communication(lists, compute.stages, compute.microbatches, sharded=False)
-    except AssertionError as error:
-        fix = 'pass receives="late" to see where the ranks get stuck.'
-        raise ScheduleError(f"torch cannot run {schedule.name}: {error}.", fix=fix) from error
+        lowered = with_torchs_communication(lists, schedule.stages, schedule.microbatches, sharded=False)
+    except AssertionError:
+        return None
     return Schedule.of(lowered, schedule.name)
 
 
@@ -71,6 +72,11 @@ def _travelling(action: Action, schedule: Schedule, table: dict[Kind, tuple[int,
     if there is None or there == schedule.rank_of[action.stage]:
         return None
     return Action(action.stage, kind, action.microbatch)
+
+
+def _late(schedule: Schedule) -> Schedule:
+    lists = [list(_with_late_receives(schedule, rank)) for rank in range(len(schedule.ranks))]
+    return Schedule.of(lists, schedule.name)
 
 
 def _with_late_receives(schedule: Schedule, rank: int) -> Iterator[Action]:

@@ -107,12 +107,9 @@ class _Explainer:
                 before = self.program.transfers[first[0]]
                 stands = before.send if before.sender == owner else before.receive
                 mine = each.send if each.sender == owner else each.receive
-                if self.run.sent[first[0]] == UNSET or self.run.received[first[0]] == UNSET:
-                    missing = before.receive if before.sender == owner else before.send
-                    why = f" of {self._name(peer, rank)}: rank {owner} began {stands} before {mine}, in order"
-                    return Blocked(rank, action, missing, peer, why)
-                why = f" of {self._name(owner, rank)}, which it began before {mine}, in order"
-                return Blocked(rank, action, stands, owner, why)
+                other_end = before.receive if before.sender == owner else before.send
+                why = f" of rank {peer}, since rank {owner} began {stands} before {mine}"
+                return Blocked(rank, action, other_end, peer, why)
         raise AssertionError("a transfer that is first on both sides begins")
 
     def _name(self, owner: int, rank: int) -> str:

@@ -65,7 +65,7 @@ def schedule_of(given: Any) -> Schedule:
     microbatches = torchs.microbatches_of(given)
     if torchs.is_single(given):
         stages, _ = torchs.stages_and_ranks(given)
-        return _loop(_short(type(given)), stages, microbatches)
+        return _loop(_short(torchs.class_of_loop(given)), stages, microbatches)
     return with_communication(Schedule.of(torchs.actions_that_run(given), _short(type(given))))
 
 
