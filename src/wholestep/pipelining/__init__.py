@@ -1,6 +1,7 @@
 """Any model cut into stages, every value routed."""
 
 from wholestep.pipelining.frontend import pipeline as pipeline
+from wholestep.pipelining.gradients import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.info import PipeInfo as PipeInfo
 from wholestep.pipelining.markers import PipeSplitWrapper as PipeSplitWrapper
 from wholestep.pipelining.markers import SplitPoint as SplitPoint
@@ -10,5 +11,8 @@ from wholestep.pipelining.modulewise import split_modules as split_modules
 from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
+from wholestep.pipelining.schedule import schedule as schedule
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
+from wholestep.pipelining.stage import Stage as Stage
+from wholestep.pipelining.stage import build_stage as build_stage
