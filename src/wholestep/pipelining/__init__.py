@@ -11,7 +11,7 @@ from wholestep.pipelining.modulewise import split_modules as split_modules
 from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
-from wholestep.pipelining.schedule import schedule as schedule
+from wholestep.pipelining.schedules import schedule as schedule
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
 from wholestep.pipelining.stage import Stage as Stage
