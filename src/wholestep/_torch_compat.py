@@ -886,20 +886,29 @@ def _torchs_own_warnings_ignored() -> Iterator[None]:
 
 
 def decomposed(
-    function: Callable[..., Any], inputs: list[Any], mode: Any, *, same_random_numbers: bool, functionalize: bool
+    function: Callable[..., Any], inputs: list[Any], mode: Any, *, settings: dict[str, Any], functionalize: bool
 ) -> fx.GraphModule:
-    """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13."""
+    """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13.
+
+    `settings` of Inductor: some decide on decompositions, and `emulate_precision_casts` marks nodes in the trace.
+    """
     with _torchs_own_warnings_ignored():
         from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with config.patch(fallback_random=same_random_numbers), mode, torch.no_grad():
+        with config.patch(settings), mode, torch.no_grad():
             if functionalize:
                 function = torch.func.functionalize(function, remove="mutations_and_views")
             traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
     found: fx.GraphModule = traced
     return found
+
+
+def keeps_roundings() -> bool:
+    """Whether `emulate_precision_casts` holds on the CPU too: before 2.13 kernels reused values as they were before
+    they were rounded (pytorch#185337)."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def compile_inductor(

@@ -34,7 +34,7 @@ class Options:
     """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch; `debug`:
     like `eager`, and each value is checked against the graph's metadata (`ws.compilers.DebugInterpreter`)."""
     lower_options: Any = None
-    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, config, region_config."""
+    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, remat, exact, config, region_config."""
     cuda_graph: bool | str = "auto"
     """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
     passes: Any = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import compile_inductor, improve_joint, shape_env_of, symbols_in
@@ -88,9 +87,3 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
-
-
-def default_config(device: torch.device) -> dict[str, Any]:
-    """Inductor settings of a region before the user's own."""
-    # On the CPU random numbers are eager's own, in eager's order; on a GPU Inductor's generator is part of its kernels.
-    return {"fallback_random": device.type == "cpu"}

@@ -21,6 +21,8 @@ class LowerOptions:
     """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
     remat: bool = True
     """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
+    exact: bool = False
+    """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of Inductor for all regions (`torch._inductor.config` names)."""
     region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -29,7 +31,7 @@ class LowerOptions:
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
             raise OptionError(f"min_aten_ops={self.min_aten_ops!r}", fix="use a whole number, 0 or more.")
-        for name in ("strict", "remat"):
+        for name in ("strict", "remat", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}", fix="use True or False.")
         _check_settings("config", self.config)

@@ -25,7 +25,7 @@ from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.assumptions import Assumptions
 from wholestep.lower.compiled import CompiledRegion
 from wholestep.lower.in_place import name_what_was_written, written_inputs
-from wholestep.lower.inductor import RegionCache, compile_whole, default_config
+from wholestep.lower.inductor import RegionCache, compile_whole
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
 from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
@@ -33,6 +33,7 @@ from wholestep.lower.remat import compile_in_two, find_seed
 from wholestep.lower.report import Lowering, RegionReport, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
+from wholestep.lower.settings import region_settings
 from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of, tell_sizes
 from wholestep.lower.support import is_generator
 
@@ -66,7 +67,9 @@ def partial_lower(
     _check_graph(gm)
     name_what_was_written(gm.graph)
     tell_sizes(gm.graph)
-    plan = plan_regions(gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias)
+    plan = plan_regions(
+        gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias, exact=options.exact
+    )
     _log_breaks(plan)
     rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)
     lowering = rewriter.run()
@@ -165,12 +168,8 @@ class _Rewriter:
         tag = self._tag(region)
         try:
             seed = find_seed(region) if self._options.remat else None
-            retraced = retrace(region, same_random_numbers=self._same_random(region), seed=seed)
-            config = {
-                **default_config(retraced.device),
-                **self._options.config,
-                **self._options.region_config.get(region.number, {}),
-            }
+            config = region_settings(self._options, region)
+            retraced = retrace(region, config, seed=seed)
             compiled = self._cache.compile(retraced, config, compile_whole if seed is None else compile_in_two)
         except Exception as error:
             return self._failed(region, error)
@@ -187,13 +186,6 @@ class _Rewriter:
             conditions = SizeConditions([], {})
         if written or conditions:
             module.assume(Assumptions(region, self._gm, written, conditions, packs))
-
-    def _same_random(self, region: Region) -> bool:
-        given = {**self._options.config, **self._options.region_config.get(region.number, {})}
-        if "fallback_random" in given:
-            return bool(given["fallback_random"])
-        val = next((n.meta["val"] for n in region.inputs if isinstance(n.meta.get("val"), torch.Tensor)), None)
-        return val is None or bool(default_config(val.device)["fallback_random"])
 
     def _failed(self, region: Region, error: Exception) -> str:
         first, last = region.nodes[0], region.nodes[-1]

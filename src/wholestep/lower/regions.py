@@ -17,6 +17,7 @@ from wholestep._torch_compat import may_copy, shares_storage
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
 from wholestep.ir.graphs import epilogue
+from wholestep.lower.exact import why_not_exact
 from wholestep.lower.groups import Group, form_groups
 from wholestep.lower.predicates import (
     NodePredicate,
@@ -84,12 +85,14 @@ def plan_regions(
     min_aten_ops: int = MIN_ATEN_OPS,
     *,
     may_alias: bool = True,
+    exact: bool = False,
 ) -> Plan:
     """Which nodes are compiled together, in which order everything runs, and why the rest stays outside.
 
     `may_alias`: two inputs may be given the same memory, so that no write moves before a read of any other input.
+    `exact`: only operators whose compiled form equals eager to the last bit.
     """
-    reasons = _reasons(graph, node_predicate)
+    reasons = _reasons(graph, node_predicate, exact)
     write_backs = epilogue(graph)
     groups: list[Group | Region] = []
     count = 0
@@ -111,11 +114,11 @@ def plan_regions(
     return plan
 
 
-def _reasons(graph: fx.Graph, node_predicate: NodePredicate) -> dict[fx.Node, str]:
+def _reasons(graph: fx.Graph, node_predicate: NodePredicate, exact: bool) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
-            found[node] = why_not(node)
+            found[node] = why_not(node) or (why_not_exact(node) if exact else "")
     gpu = any(is_on_gpu(node) for node in graph.nodes)
     feeding = _feeding_numbers(found)
     for node, reason in found.items():

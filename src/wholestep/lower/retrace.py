@@ -6,7 +6,7 @@ come out of one tensor (`scalars.py`). Inputs: the tensors of the region, then t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,13 @@ class Retraced:
     """The node that the last input stands for."""
 
 
-def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None = None) -> Retraced:
-    """Trace a region on fake copies of its inputs. `seed`: a node that becomes one more input, the last."""
+def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None = None) -> Retraced:
+    """Trace a region on fake copies of its inputs, under settings of Inductor. `seed`: a node that becomes one more
+    input, the last."""
     tensors = [node.meta["val"] for node in region.inputs]
     mode = next((val.fake_mode for val in _fakes(region, tensors)), None)
     assert mode is not None, "a region has values"
-    device = _device(region, tensors)
+    device = device_of(region)
     packs = _packs(region)
     inputs = [_fresh(val, mode) for val in tensors]
     with mode:
@@ -58,8 +59,8 @@ def retrace(region: Region, *, same_random_numbers: bool, seed: fx.Node | None =
         given = {} if seed is None else {seed: flat[-1]}
         return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
-    traced = decomposed(run, inputs, mode, same_random_numbers=same_random_numbers, functionalize=mutates)
-    if same_random_numbers:
+    traced = decomposed(run, inputs, mode, settings=dict(settings), functionalize=mutates)
+    if settings["fallback_random"]:
         throw_opaque_coins(traced)
     return Retraced(traced, inputs, packs, device, seed)
 
@@ -128,8 +129,9 @@ def _fakes(region: Region, tensors: list[Any]) -> list[FakeTensor]:
     return [val for val in (*tensors, *made) if isinstance(val, FakeTensor)]
 
 
-def _device(region: Region, tensors: list[Any]) -> torch.device:
+def device_of(region: Region) -> torch.device:
     """Where the region computes; numbers are sent there."""
+    tensors = [node.meta["val"] for node in region.inputs]
     found = [val.device for val in _fakes(region, tensors) if val.dim() > 0]
     return next((device for device in found if device.type != "cpu"), found[0] if found else torch.device("cpu"))
 

@@ -1,0 +1,21 @@
+"""The settings of Inductor for a region: ours, then those that `exact` asks for, then the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wholestep._torch_compat import unknown_inductor_settings
+from wholestep.lower.exact import SETTINGS
+from wholestep.lower.options import LowerOptions
+from wholestep.lower.regions import Region
+from wholestep.lower.retrace import device_of
+
+
+def region_settings(options: LowerOptions, region: Region) -> dict[str, Any]:
+    """What the trace and the compilation of a region run under."""
+    # On the CPU random numbers are eager's own, in eager's order; on a GPU Inductor's generator is part of its kernels.
+    found: dict[str, Any] = {"fallback_random": device_of(region).type == "cpu"}
+    if options.exact:
+        unknown = unknown_inductor_settings(SETTINGS)
+        found.update({name: value for name, value in SETTINGS.items() if name not in unknown})
+    return {**found, **options.config, **options.region_config.get(region.number, {})}
