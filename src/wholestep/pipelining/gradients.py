@@ -97,11 +97,14 @@ def sum_copies(
             # Each of several copies here would get the same part: it comes once for each, into the same place.
             transfers.append(_Transfer(parts[copy.number, other], peer, copy.number, other, copy.stage, sends=False))
     exchange(sorted(transfers, key=lambda each: each.order))
+    totals: dict[int, torch.Tensor] = {}
     for copy in ordered:
-        total = parts[copy.number, copy.stages[0]]
-        for stage in copy.stages[1:]:
-            total = total + parts[copy.number, stage]
-        _set_local_gradient(copy.parameter, total)
+        if copy.number not in totals:
+            totals[copy.number] = sum(
+                (parts[copy.number, s] for s in copy.stages[1:]), parts[copy.number, copy.stages[0]]
+            )
+    for copy in ordered:
+        _set_local_gradient(copy.parameter, totals[copy.number])
 
 
 @dataclass(frozen=True)
