@@ -46,8 +46,9 @@ def is_single(schedule: Any) -> bool:
 
 
 def class_of_loop(schedule: Any) -> type[Any]:
-    """The class whose loop a schedule with one stage per rank runs (`_step_microbatches`)."""
-    return next(cls for cls in type(schedule).__mro__ if "_step_microbatches" in vars(cls))
+    """The class whose loop a schedule with one stage per rank runs (`_step_microbatches`); ours call torch's."""
+    having = (cls for cls in type(schedule).__mro__ if "_step_microbatches" in vars(cls))
+    return next(cls for cls in having if not cls.__module__.startswith("wholestep."))
 
 
 def listed_actions(cls: type[Any], ranks: int, microbatches: int, stages_per_rank: int) -> Actions:

@@ -18,7 +18,9 @@ from wholestep.errors import OptionError
 from wholestep.simulate.actions import Action, Kind, parse
 from wholestep.simulate.communication import Receives, with_communication
 from wholestep.simulate.deadlock import Blocked, Deadlock, find_deadlock
+from wholestep.simulate.draw import svg, write_svg
 from wholestep.simulate.engine import UNSET, Engine, Run
+from wholestep.simulate.measured import Record, Recorder, read_json, timeline_of, times_of
 from wholestep.simulate.memory import Bytes, peak_activations, peak_bytes
 from wholestep.simulate.named import NAMES, named_schedule, schedule_of
 from wholestep.simulate.network import Network
@@ -26,6 +28,7 @@ from wholestep.simulate.program import Program, build
 from wholestep.simulate.schedule import Schedule
 from wholestep.simulate.timeline import Span, Timeline
 from wholestep.simulate.times import Number, Time, Times
+from wholestep.simulate.trace import perfetto, write_perfetto
 
 __all__ = [
     "NAMES",
@@ -37,6 +40,8 @@ __all__ = [
     "Network",
     "Number",
     "Receives",
+    "Record",
+    "Recorder",
     "Schedule",
     "Span",
     "Time",
@@ -44,9 +49,16 @@ __all__ = [
     "Times",
     "named_schedule",
     "parse",
+    "perfetto",
+    "read_json",
     "schedule_of",
     "simulate",
+    "svg",
+    "timeline_of",
+    "times_of",
     "with_communication",
+    "write_perfetto",
+    "write_svg",
 ]
 
 

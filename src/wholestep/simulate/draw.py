@@ -1,0 +1,132 @@
+"""A timeline as a picture (SVG): a lane per rank, a block per action; several timelines below each other on one axis.
+
+    picture = svg(predicted, measured, titles=("predicted", "measured"))
+
+Forwards are blue, backwards orange; split into teal (for the input) and green (for the weights). A block says stage and
+microbatch if there is room, and all of it where a pointer rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from wholestep.simulate.actions import Kind
+from wholestep.simulate.timeline import Span, Timeline, short
+from wholestep.simulate.times import Number
+
+_COLOURS = {
+    Kind.F: "#7fb2e5",
+    Kind.B: "#f2a65a",
+    Kind.I: "#5fb8b0",
+    Kind.W: "#8cc77b",
+    Kind.OVERLAP_F_B: "#b79ad8",
+    Kind.REDUCE_GRAD: "#b5b5b5",
+}
+_MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward for the input",
+    Kind.W: "backward for the weights",
+    Kind.OVERLAP_F_B: "forward and backward together",
+    Kind.REDUCE_GRAD: "gradients reduced",
+}
+_LEFT, _RIGHT, _LANE, _GAP, _HEAD, _AXIS = 64, 24, 26, 6, 30, 26
+_LETTER = 5.4  # width of a letter of the blocks
+
+
+def svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 1200, transfers: bool = True) -> str:
+    """The text of the picture. `transfers` draws a line for each value that travels."""
+    end = float(max((each.makespan for each in timelines), default=0)) or 1.0
+    scale = (width - _LEFT - _RIGHT) / end
+    body: list[str] = []
+    top = 34
+    for index, timeline in enumerate(timelines):
+        title = titles[index] if index < len(titles) else timeline.schedule.name
+        body += _panel(timeline, title, top, scale, width, transfers)
+        top += _height(timeline)
+    body += _axis(end, scale, top)
+    height = top + _AXIS
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    style = 'font-family="system-ui, sans-serif" font-size="11"'
+    background = f'<rect width="{width}" height="{height}" fill="white"/>'
+    return "\n".join([f"{head} {style}>", background, *_legend(timelines), *body, "</svg>", ""])
+
+
+def write_svg(path: str | Path, *timelines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> None:
+    Path(path).write_text(svg(*timelines, titles=titles, width=width), encoding="utf-8")
+
+
+def _height(timeline: Timeline) -> int:
+    return _HEAD + len(timeline.schedule.ranks) * (_LANE + _GAP) + 8
+
+
+def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, transfers: bool) -> Iterator[str]:
+    start = min((span.start for span in timeline.spans), default=0)
+    summary = f"{short(timeline.makespan)} in all, bubble {timeline.bubble_fraction:.1%}"
+    stuck = ", then a deadlock" if timeline.deadlock else ""
+    yield f'<text x="8" y="{top + 17}" font-weight="600">{escape(title)}: {summary}{stuck}</text>'
+    for rank in range(len(timeline.schedule.ranks)):
+        lane = _lane(top, rank)
+        yield f'<text x="8" y="{lane + 17}">rank {rank}</text>'
+        yield f'<rect x="{_LEFT}" y="{lane}" width="{width - _LEFT - _RIGHT}" height="{_LANE}" fill="#f3f3f3"/>'
+    for span in timeline.spans:
+        if span.length or span.action.kind is not Kind.REDUCE_GRAD:
+            yield _block(span, top, start, scale)
+    for span in timeline.transfers if transfers else ():
+        yield _line(span, top, start, scale)
+
+
+def _lane(top: int, rank: int) -> int:
+    return top + _HEAD + rank * (_LANE + _GAP)
+
+
+def _block(span: Span, top: int, start: Number, scale: float) -> str:
+    x, w = _LEFT + float(span.start - start) * scale, float(span.length) * scale
+    y = _lane(top, span.rank)
+    parts = span.action.leaves()
+    label = " ".join(f"{part.stage}.{part.microbatch}" for part in parts if part.microbatch is not None)
+    what = f"{span.action} on rank {span.rank}: {short(span.start)} to {short(span.end)}"
+    fill = _COLOURS[span.action.kind]
+    size = f'width="{w:.2f}" height="{_LANE}"'
+    box = f'<rect x="{x:.2f}" y="{y}" {size} fill="{fill}" stroke="white" stroke-width="0.7"/>'
+    inside = f'<text x="{x + w / 2:.2f}" y="{y + 17}" font-size="9" text-anchor="middle">{label}</text>'
+    return f"<g><title>{escape(what)}</title>{box}{inside if len(label) * _LETTER < w else ''}</g>"
+
+
+def _line(span: Span, top: int, start: Number, scale: float) -> str:
+    assert span.to is not None
+    x1, x2 = (_LEFT + float(at - start) * scale for at in (span.start, span.end))
+    down = span.to > span.rank
+    y1 = _lane(top, span.rank) + (_LANE if down else 0)
+    y2 = _lane(top, span.to) + (0 if down else _LANE)
+    what = f"{span.action} to rank {span.to}: {short(span.start)} to {short(span.end)}"
+    line = f'<line x1="{x1:.2f}" y1="{y1}" x2="{x2:.2f}" y2="{y2}" stroke="#555" stroke-width="0.6" opacity="0.6"/>'
+    return f"<g><title>{escape(what)}</title>{line}</g>"
+
+
+def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
+    there = {span.action.kind for timeline in timelines for span in timeline.spans if span.length}
+    x = 8
+    for kind, meaning in _MEANINGS.items():
+        if kind in there:
+            yield f'<rect x="{x}" y="10" width="12" height="12" fill="{_COLOURS[kind]}"/>'
+            yield f'<text x="{x + 17}" y="20">{meaning}</text>'
+            x += 35 + int(len(meaning) * 6)
+    yield f'<text x="{x}" y="20" fill="#666">blocks: stage.microbatch</text>'
+
+
+def _axis(end: float, scale: float, y: int) -> Iterator[str]:
+    step = _round_step(end / 10)
+    yield f'<line x1="{_LEFT}" y1="{y}" x2="{_LEFT + end * scale:.2f}" y2="{y}" stroke="#555"/>'
+    for index in range(int(end / step + 1e-9) + 1):
+        x = _LEFT + index * step * scale
+        yield f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 4}" stroke="#555"/>'
+        yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" font-size="9">{index * step:.6g}</text>'
+
+
+def _round_step(about: float) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that is not smaller."""
+    power = 10.0 ** (len(f"{about:.0f}") - 1) if about >= 1 else 10.0 ** -(len(f"{1 / about:.0f}"))
+    return next(factor * power for factor in (1, 2, 5, 10, 20, 50, 100) if factor * power >= about)
