@@ -82,4 +82,6 @@ def quiet_torch() -> Iterator[None]:
     """Warnings that torch gives about itself while it exports are not the user's; those from user code are."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")
+        # About attributes such as the flat weights of an LSTM, which point to parameters: said from `contextlib`.
+        warnings.filterwarnings("ignore", message=r"The tensor attribute")
         yield

@@ -1,7 +1,7 @@
 """Any model cut into stages, every value routed."""
 
+from wholestep.pipelining.clip import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.frontend import pipeline as pipeline
-from wholestep.pipelining.gradients import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.info import PipeInfo as PipeInfo
 from wholestep.pipelining.markers import PipeSplitWrapper as PipeSplitWrapper
 from wholestep.pipelining.markers import SplitPoint as SplitPoint

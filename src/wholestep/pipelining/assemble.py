@@ -64,6 +64,7 @@ def assemble(
             modes.main,
             entries[i] if i < len(entries) else (),
             flags,
+            _device(main),
         )
         for i in range(routing.stages)
     ]
@@ -88,6 +89,12 @@ def _stage_all(modes: Modes, choose: ChooseStages | None) -> tuple[dict[str, Sta
         except MismatchError as reason:
             missing[mode] = str(reason)
     return found, missing
+
+
+def _device(staged: Staged) -> torch.device:
+    """Where the model was captured: the device of its first parameter or input."""
+    values = [node.meta.get("val") for node in staged.graph.nodes if node.op in ("get_attr", "placeholder")]
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
 
 def own_outputs(staged: Staged) -> None:

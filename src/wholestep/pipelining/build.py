@@ -108,8 +108,10 @@ class _Builder:
     ) -> None:
         inside = set(nodes)
         needed = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
+        needed.sort(key=lambda node: node.op != "get_attr")
         results = [node for node in nodes if node in self._results or any(user not in inside for user in node.users)]
         results = [node for node in results if node in self._results or self._used_here(node, inside)]
+        held = sum(node.op == "get_attr" for node in needed)
         body = fx.Graph()
         inner: dict[fx.Node, fx.Node] = {}
         for node in needed:
@@ -121,7 +123,7 @@ class _Builder:
         for name, block in self._blocks.items():
             holder.add_module(name, block)
         body.output(tuple(inner[node] for node in results))
-        module = RegionModule(region, fx.GraphModule(holder, body, class_name="Block"))
+        module = RegionModule(region, fx.GraphModule(holder, body, class_name="Block"), held)
         self._blocks = outer_blocks
         name = f"_{self._mode}_{region.kind}_{len(self._blocks)}"
         self._blocks[name] = module

@@ -58,8 +58,14 @@ def capture(
 
 def _export(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
     marks.regions.clear()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _marked_apart, call)
     with quiet_torch(), marks.recording():
-        return torch.export.export(module, *call, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _marked_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in another object: export marks open dimensions on the tensors it is given."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _export_open(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:

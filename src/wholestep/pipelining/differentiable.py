@@ -6,14 +6,15 @@ Rules about operators would have to know that `zeros_like(h)` needs no gradient,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep._torch_compat import FakeTensor
+from wholestep._torch_compat import FakeTensorMode, new_fake_mode, pytree
+from wholestep.pipelining.example_values import example_value
 from wholestep.pipelining.regions import Region, regions_of
 
 
@@ -22,39 +23,34 @@ def find_differentiable(
 ) -> set[fx.Node]:
     """The nodes whose tensors require a gradient at the end of the graph."""
     env: dict[fx.Node, Any] = {}
-    leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    fakes = [node.meta["val"] for node in leaves if isinstance(node.meta.get("val"), FakeTensor)]
-    with torch.enable_grad(), fakes[0].fake_mode if fakes else nullcontext():
-        for node in leaves:
-            env[node] = _leaf(node, requires_grad, submodules)
+    mode = new_fake_mode(None)
+    with torch.enable_grad(), mode:
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                value = example_value(node.meta.get("val"), mode)
+                env[node] = submodules.get(str(node.target)) if value is None else _leaf(value, requires_grad(node))
         work = [node for node in graph.nodes if node.op == "call_function"]
         for regions, nodes in groupby(work, regions_of):
             with _inside(regions):
                 for node in nodes:
-                    env[node] = _run(node, env)
+                    env[node] = _run(node, env, mode)
     return {node for node, value in env.items() if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
-def _leaf(node: fx.Node, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return submodules.get(str(node.target), value)
-    fresh = value.detach()
-    return fresh.requires_grad_(True) if requires_grad(node) and fresh.is_floating_point() else fresh
+def _leaf(value: Any, requires_grad: bool) -> Any:
+    can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.requires_grad_(True) if can and requires_grad and torch.is_grad_enabled() else value
 
 
-def _run(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+def _run(node: fx.Node, env: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
     args = fx.map_arg(node.args, env.__getitem__)
     kwargs = fx.map_arg(node.kwargs, env.__getitem__)
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:
-        # An operator that only export can trace. Its result follows its inputs, which is at most too much.
-        value = node.meta.get("val")
+        # An operator that only export can trace. Its results follow its inputs, which is at most too much.
         given = any(isinstance(env[arg], torch.Tensor) and env[arg].requires_grad for arg in node.all_input_nodes)
-        if isinstance(value, torch.Tensor) and given and value.is_floating_point() and torch.is_grad_enabled():
-            return value.detach().requires_grad_(True)
-        return value
+        return pytree.tree_map(lambda value: _leaf(value, given), example_value(node.meta.get("val"), mode))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Flattener:
         """The flat graph."""
         results = self._body(self._exported.graph_module, None)
         self.graph.output(results)
-        drop_dead_sizes(self.graph)
+        drop_unused(self.graph)
         return self.graph
 
     def _body(self, gm: fx.GraphModule, operands: list[Any] | None) -> Any:
@@ -134,10 +134,11 @@ def _same_geometry(a: Any, b: Any) -> bool:
     return both and a.dtype == b.dtype and str((a.shape, a.stride())) == str((b.shape, b.stride()))
 
 
-def drop_dead_sizes(graph: fx.Graph) -> None:
-    """Take out arithmetic on sizes that only checks of export had used."""
+def drop_unused(graph: fx.Graph) -> None:
+    """Take out state that nothing reads, and arithmetic on sizes that only checks of export had used."""
     for node in reversed(graph.nodes):
         value = node.meta.get("val")
         is_number = isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat | int | bool | float)
-        if node.op == "call_function" and is_number and not node.users:
+        unused = node.op == "get_attr" or (node.op == "call_function" and is_number)
+        if unused and not node.users:
             graph.erase_node(node)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from wholestep._torch_compat import pytree
@@ -14,8 +15,10 @@ from wholestep.errors import PipelineInputError
 from wholestep.pipelining.calls import CallForm
 from wholestep.pipelining.capture import Program
 from wholestep.pipelining.info import PipeInfo, readable
+from wholestep.pipelining.materialize import materialize
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
+from wholestep.pipelining.stage import Stage, build_stage
 from wholestep.pipelining.stage_module import StageModule
 
 
@@ -57,6 +60,19 @@ class Pipe(torch.nn.Module):
             if node.op == "placeholder"
         ]
 
+    @staticmethod
+    def from_tracing(
+        mod: torch.nn.Module,
+        example_args: Sequence[Any],
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: Any = None,
+        **options: Any,
+    ) -> Pipe:
+        """Cut a model that has its marks, or by a policy: `pipeline` under the name that PiPPy has for it."""
+        from wholestep.pipelining.frontend import pipeline
+
+        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages here, one after the other."""
         values: Sequence[Any] = self.flatten_inputs(args, kwargs)
@@ -82,6 +98,22 @@ class Pipe(torch.nn.Module):
         if not 0 <= stage_idx < self.num_stages:
             raise ValueError(f"Invalid stage index {stage_idx}!")
         return self.stages[stage_idx]
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> Stage:
+        """The stage on this rank, on a device, for any schedule of torch. Options: see `stage.build_stage`."""
+        return build_stage(self, stage_index, device, group, **options)
+
+    def materialize_stage(
+        self, stage_index: int, device: torch.device | str, state: Mapping[str, torch.Tensor]
+    ) -> torch.nn.Module:
+        """Give a stage of a model without memory (meta or fake) its tensors, from a state with the model's names."""
+        return materialize(self.get_stage_module(stage_index), device, state)
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensors of a call in the order of `routing.inputs[0]`."""

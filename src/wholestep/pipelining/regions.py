@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,13 +49,15 @@ class Region:
         assert self.kind == "grad"
         return torch.set_grad_enabled(self.settings[0])
 
-    def run(self, body: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Call a function inside of the block."""
+    def run(self, body: Callable[..., Any], held: int, args: Sequence[Any]) -> Any:
+        """Call a function inside of the block. The first `held` arguments are state: as in eager, it is not saved with
+        the inputs of a checkpoint, so that buffers may be written in it."""
         if self.kind != "checkpoint":
             with self.enter():
                 return body(*args)
         chosen = {} if self.context_fn is None else {"context_fn": self.context_fn}
-        return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=self.settings[0], **chosen)
+        with_state = partial(body, *args[:held])
+        return checkpoint(with_state, *args[held:], use_reentrant=False, preserve_rng_state=self.settings[0], **chosen)
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(str, self.settings))})"
@@ -67,16 +70,17 @@ def regions_of(node: fx.Node) -> tuple[Region, ...]:
 
 
 class RegionModule(torch.nn.Module):
-    """The nodes of one block in a stage. All that they read comes in as arguments."""
+    """The nodes of one block in a stage. All that they read comes in as arguments, state first."""
 
-    def __init__(self, region: Region, body: fx.GraphModule) -> None:
+    def __init__(self, region: Region, body: fx.GraphModule, held: int) -> None:
         super().__init__()
         self.region = region
         self.body = body
+        self.held = held
 
     def forward(self, *args: Any) -> Any:
         """Run the nodes inside of the block."""
-        return self.region.run(self.body, args)
+        return self.region.run(self.body, self.held, args)
 
     def extra_repr(self) -> str:
         """Which block it is."""

@@ -36,10 +36,9 @@ def localize_sizes(staged: Staged) -> None:
 
     for node in numbers:
         for stage, users in sorted(staged.users(node).items()):
-            if stage not in (staged.stage_of[node], staged.count):
-                local = here(node, stage)
-                for user in users:
-                    user.replace_input_with(node, local)
+            local = here(node, min(stage, staged.count - 1))  # what the model returns is made by the last stage
+            for user in users:
+                user.replace_input_with(node, local)
 
 
 def _read_again(

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineModeError
+from wholestep.pipelining.device import change_device, same_device
 from wholestep.pipelining.state import Entry, attach
 
 
@@ -47,11 +48,13 @@ class StageModule(fx.GraphModule):
         main: str,
         entries: Sequence[Entry],
         flags: Mapping[str, bool],
+        device: torch.device,
     ) -> None:
         super().__init__(torch.nn.Module(), fx.Graph(), class_name=f"Stage{about.index}")
         self._about = about  # the user's names are attributes here too: ours begin with an underscore
         self._codes = dict(codes)
         self._mode = main
+        self._device = device
         for entry in entries:
             attach(self, entry)
         for path, module in self.named_modules():
@@ -66,6 +69,20 @@ class StageModule(fx.GraphModule):
             self._mode = wanted
             if wanted in self._codes:
                 self._use(wanted)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
+        """Behind `to()`, `cuda()` and `to_empty()`: constants of the graphs move with the state."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        new = fn(torch.empty(0, device=self._device)).device
+        if not same_device(new, self._device):
+            for code in self._codes.values():
+                holder = torch.nn.Module()
+                for name, block in code.blocks.items():
+                    holder.add_module(name, block)
+                change_device(holder, code.graph, self._device, new)
+            self._device = new
+            self.recompile()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from wholestep._torch_compat import fake_tensor, new_fake_mode
-from wholestep.ir.values import hint_of
+from wholestep._torch_compat import new_fake_mode
+from wholestep.pipelining.example_values import example_value
 from wholestep.pipelining.modes import MismatchError
 from wholestep.pipelining.routing import Need, Routing, plan_routes
 from wholestep.pipelining.staged import Staged
@@ -27,7 +27,7 @@ def find_needs(staged: Staged, differentiable: set[fx.Node]) -> dict[str, Need]:
         stages = staged.users(node)
         consumers = tuple(sorted(stage for stage in stages if stage < staged.count))
         crosses = max(stages, default=0) > staged.made_at(node) or node.op == "placeholder"
-        meta = _plain(value, mode) if crosses and isinstance(value, torch.Tensor) else None
+        meta = example_value(value, mode) if crosses and isinstance(value, torch.Tensor) else None
         producer = staged.stage_of.get(node, "input")
         found[staged.names[node]] = Need(staged.names[node], producer, consumers, meta, node in differentiable)  # type: ignore[arg-type]
     return found
@@ -67,12 +67,3 @@ def check_same_values(routing: Routing, other: Mapping[str, Need]) -> None:
         for name in row:
             if name not in other:
                 raise MismatchError(f"{name} crosses a cut and is not computed in this mode")
-
-
-def _plain(value: torch.Tensor, mode: object) -> torch.Tensor:
-    """A fake tensor with the sizes of the example, whatever symbols were in their place."""
-    if value.layout is not torch.strided:
-        return value
-    shape = [int(hint_of(size)) for size in value.shape]
-    stride = [int(hint_of(step)) for step in value.stride()]
-    return fake_tensor(mode, shape, stride, value.dtype, value.device)  # type: ignore[arg-type]
