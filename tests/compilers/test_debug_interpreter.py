@@ -98,6 +98,37 @@ def test_an_operator_that_returns_its_argument_although_it_says_not_to_is_found(
     assert found(gm, torch.randn(3)) == [("same", "memory")]
 
 
+def test_the_memory_of_each_of_several_results_is_checked(library: Any) -> None:
+    library.define("halves(Tensor x) -> (Tensor, Tensor)")
+    library.impl("halves", lambda x: (x[2:].clone(), x[:2]), "CPU")
+    library.impl("halves", lambda x: (x.new_empty(2), x.new_empty(2)), "Meta")
+    gm = traced(lambda x: torch.ops.ws_test_compilers.halves(x)[1] + 1, torch.randn(4))
+    assert found(gm, torch.randn(4)) == [("halves", "memory")]
+    gm = traced(lambda x: x.split(2)[1] + 1, torch.randn(4))
+    assert found(gm, torch.randn(4)) == []
+    node_of(gm, "split").target = lambda x, size: [part.clone() for part in x.split(size)]
+    assert ("split", "memory") in found(gm, torch.randn(4))
+
+
+def test_operators_that_are_made_of_others_may_give_their_argument_back() -> None:
+    with torch.inference_mode():
+        gm = traced(lambda x: torch.dropout(x, 0.5, False) + 1, torch.randn(3))
+        node_of(gm, "add").prev.meta["val"] = node_of(gm, "add").meta["val"]
+        assert found(gm, torch.randn(3)) == []
+
+
+def test_norms_of_half_precision_with_statistics_in_float32_are_no_news() -> None:
+    def norms(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        layer = torch.native_layer_norm(x, [4], weight, bias, 1e-5)
+        return [*layer, *torch.native_group_norm(x, weight, bias, 3, 4, 1, 2, 1e-5)]
+
+    inputs = torch.randn(3, 4).bfloat16(), torch.ones(4), torch.zeros(4)
+    gm = traced(norms, *inputs)
+    assert found(gm, *inputs) == []
+    fake_like(gm, "getitem", lambda val: val.float())
+    assert found(gm, *inputs) == [("getitem", "dtype")]
+
+
 def test_a_custom_operator_with_a_wrong_fake_kernel_is_named_with_the_line_of_the_user(library: Any) -> None:
     library.define("turned(Tensor x) -> Tensor")
     library.impl("turned", lambda x: x.t().contiguous(), "CPU")

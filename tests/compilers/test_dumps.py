@@ -148,6 +148,14 @@ def test_any_input_comes_back_as_it_was(tmp_path: Path) -> None:
     assert int((found[1] == -1).sum()) == 5  # they still share memory
 
 
+def test_a_conjugate_that_shares_memory_comes_back_as_its_own_numbers(tmp_path: Path) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    GraphDump(tmp_path / "one", fx.symbolic_trace(lambda a, b: (a + b,)), [numbers, numbers.conj()], "one")
+    found = get_inputs(tmp_path / "one", values=True)
+    assert torch.equal(found[0], numbers)
+    assert torch.equal(found[1], numbers.conj())
+
+
 def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
     gm = fx.symbolic_trace(lambda x, n, f, b, o: (x,))
     GraphDump(tmp_path / "one", gm, [torch.ones(2), 7, 0.1, True, None], "one")

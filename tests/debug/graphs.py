@@ -34,6 +34,13 @@ def gives_nan(gm: fx.GraphModule, inputs: list[Any]) -> bool:
     return any(bool(each.isnan().any()) for each in (found if isinstance(found, tuple | list) else [found]))
 
 
+def rest_follows(gm: fx.GraphModule, inputs: list[Any]) -> bool:
+    """Whether a graph that writes its first input has changed its second one."""
+    before = inputs[1].clone() if len(inputs) > 1 else None
+    gm(*inputs)
+    return before is not None and not torch.equal(before, inputs[1])
+
+
 def die(x: Tensor) -> Tensor:
     os.kill(os.getpid(), signal.SIGSEGV)
     return x

@@ -187,8 +187,47 @@ def test_an_operator_with_wrong_metadata_is_found_in_the_captured_graph():
     found = bisect(ws.compile(forward, lower="eager"), (torch.randn(4, 3),), quiet=True)
     assert found.stage == "capture"
     assert "rows" in found.text
-    assert "[3, 3]" in found.what
+    assert "(3, 3)" in found.what
     assert found.repro_path is not None
+
+
+@torch.library.custom_op("wholestep_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """A copy with other strides than its metadata say."""
+    return x.t().contiguous().t()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_with_wrong_strides_in_its_metadata_is_named():
+    found = bisect(
+        ws.compile(lambda x: turned(x.cos() * 2).sin().sum(), lower="eager"),
+        (torch.randn(4, 3),),
+        quiet=True,
+        minimise=False,
+    )
+    assert (found.stage, found.node) == ("capture", "turned_default")
+    assert "stride" in found.what
+
+
+def test_half_precision_that_a_compiler_rounds_less_often_is_no_fault(monkeypatch):
+    """Norms on the CPU keep statistics in float32, which their metadata do not say; Inductor skips roundings."""
+
+    def rounds_elsewhere(retraced: Any, config: Any) -> Any:
+        return lambda tensors: [value * (1 + 2**-10) for value in retraced.gm(*tensors)]
+
+    def step(model: torch.nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().pow(2).mean()
+
+    monkeypatch.setattr(importlib.import_module("wholestep.lower.partial_lower"), "compile_whole", rounds_elsewhere)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    lowered = ws.compile(step, lower="inductor", lower_options={"remat": False, "min_aten_ops": 1})
+    assert bisect(lowered, (model, torch.randn(8, 4)), quiet=True).stage == "nothing"
 
 
 def test_a_region_that_is_compiled_wrong_is_found_and_made_small(monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
-from debug.graphs import Layers, chain, die, gives_nan, has_mul, refuse_negative, sleep_forever
+from debug.graphs import Layers, chain, die, gives_nan, has_mul, refuse_negative, rest_follows, sleep_forever
 from wholestep.debug import minify
 from wholestep.ir.tensor_file import read_tensors
 
@@ -229,3 +229,62 @@ def test_what_does_not_fail_is_refused():
         minify(chain(3, 1), two(), lambda gm, inputs: 1 / 0)
     with pytest.raises(ws.errors.OptionError):
         minify(chain(3, 1).graph, two(), has_mul)
+
+
+def test_strides_of_inputs_that_are_not_packed_stay_in_every_trial_and_in_the_script():
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return x.view(-1).cos() + y
+
+    for x in (torch.randn(4, 1).expand(4, 4), torch.randn(4, 9)[:, :4], torch.randn(50, 70)[:40, :40]):
+        found = minify(fx.symbolic_trace(model), [x, torch.randn(x.numel())], error=RuntimeError, shapes=False)
+        assert found.num_nodes == 3
+        assert "REPRODUCED: RuntimeError view size" in run_repro(found)
+
+
+def test_inputs_that_share_memory_share_it_in_every_trial_and_in_the_script():
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().cos() + x.add_(1), y
+
+    memory = torch.randn(40)
+    found = minify(fx.symbolic_trace(model), [memory[:30], memory[20:]], rest_follows)
+    assert [node.name for node in found.gm.graph.nodes] == ["x", "y", "add_", "output"]
+    assert "REPRODUCED" in run_repro(found)
+
+
+def test_modules_with_numbers_for_names_are_in_the_script():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    found = minify(fx.symbolic_trace(layers), [torch.randn(1, 4)], error=ValueError, shapes=False)
+    assert found.num_nodes == 3
+    assert "REPRODUCED: ValueError Expected more than 1 value" in run_repro(found)
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_functions_of_the_program_itself_and_predicates_with_names_from_around_are_in_the_script(monkeypatch):
+    def model(x: Tensor) -> Tensor:
+        return halved(x.sin()).cos()
+
+    def has_halved(gm: fx.GraphModule, inputs: list[Any]) -> bool:
+        known = [each for each in (aten.mul.Tensor, os.getpid) if each]
+        return any(n.name == "halved" and n.target not in known for n in gm.graph.nodes)
+
+    monkeypatch.setattr(halved, "__module__", "__main__")
+    graph = fx.Tracer(autowrap_functions=(halved,)).trace(model)
+    last = next(node for node in graph.nodes if node.target is torch.Tensor.cos or node.name == "cos")
+    with graph.inserting_before(last):
+        call = graph.call_function(halved, (last.args[0],), name="halved")
+    last.args = (call,)
+    found = minify(fx.GraphModule({}, graph), [torch.randn(3)], has_halved)
+    assert found.left_out == ()
+    assert "REPRODUCED" in run_repro(found)
+
+
+def test_an_input_that_has_no_strides_is_no_crash():
+    found = minify(
+        fx.symbolic_trace(lambda x, y: (torch.sparse.mm(x, y).sin() - 9).log()),
+        [torch.eye(3).to_sparse(), torch.randn(3, 3)],
+        gives_nan,
+    )
+    assert found.num_nodes == 3

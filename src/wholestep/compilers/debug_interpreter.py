@@ -10,7 +10,6 @@ Nothing of torch's ShapeEnv is needed, so any graph with `val` in its metadata c
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, pytree, schema_of, shares_storage, storage_key
+from wholestep._torch_compat import OpOverload, may_copy, pytree, schema_of, shares_storage, storage_key
 from wholestep.compilers.check_values import Difference, differences
+from wholestep.compilers.known_faults import is_known, unknown_places
 from wholestep.compilers.origin import location_of_node, module_path
 from wholestep.compilers.symbol_values import SymbolValues
 from wholestep.errors import DebugError, Location
 from wholestep.ir.meta import KEY
 from wholestep.ir.readable import format_node
-
-_WORKSPACES: dict[Any, tuple[int, ...]] = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
-"""Results that only the operator's own backward reads, and whose size torch's fake kernels do not know."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ class DebugInterpreter(fx.Interpreter):
             had = [self._has(test, [self.env[arg] for arg in n.all_input_nodes]) for test in self._tests]
         result = super().run_node(n)
         for difference in self._differences(n, result, had):
-            self._report(n, difference)
+            if not is_known(n, difference):
+                self._report(n, difference)
         return result
 
     def _differences(self, node: fx.Node, result: Any, had: list[bool] | None) -> Iterator[Difference]:
@@ -113,7 +111,7 @@ class DebugInterpreter(fx.Interpreter):
                 self.symbols,
                 shifts=self._shifts_of(node, wanted, result),
                 plain_numbers=not self._is_step,
-                skip=_not_known(node),
+                skip=unknown_places(node),
             )
             if self._aliasing and node.op == "call_function":
                 yield from self._alias_differences(node, wanted, result)
@@ -141,18 +139,18 @@ class DebugInterpreter(fx.Interpreter):
         return [shift for shift, _ in self._shifts.get(storage_key(result), [])] + [0]
 
     def _alias_differences(self, node: fx.Node, wanted: Any, result: Any) -> Iterator[Difference]:
-        if not isinstance(wanted, Tensor) or not isinstance(result, Tensor) or not _is_strided(result):
-            return
         says_fresh = isinstance(node.target, OpOverload) and _is_fresh(node.target)
-        for arg in node.all_input_nodes:
-            value, fake = self.env.get(arg), arg.meta.get("val")
-            if not isinstance(value, Tensor) or not isinstance(fake, Tensor) or not _is_strided(value):
-                continue
-            expected, found = shares_storage(fake, wanted), shares_storage(value, result)
-            if expected and not found and not says_fresh and result.numel() > 0:
-                yield Difference("memory", f"that of {arg.name}", "its own")
-            elif found and not expected and says_fresh:
-                yield Difference("memory", "its own", f"that of {arg.name}")
+        args = [(arg.name, arg.meta.get("val"), self.env.get(arg)) for arg in node.all_input_nodes]
+        args = [(name, fake, value) for name, fake, value in args if _are_strided(fake, value)]
+        several = not isinstance(result, Tensor)
+        for place, (said, made) in enumerate(zip(pytree.tree_leaves(wanted), pytree.tree_leaves(result), strict=False)):
+            for name, fake, value in args if _are_strided(said, made) else ():
+                expected, found = shares_storage(fake, said), shares_storage(value, made)
+                which = str(place) if several else ""
+                if expected and not found and not says_fresh and made.numel() > 0:
+                    yield Difference("memory", f"that of {name}", "its own", which)
+                elif found and not expected and says_fresh:
+                    yield Difference("memory", "its own", f"that of {name}", which)
 
     def _has(self, test: Any, values: Any) -> bool:
         leaves = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
@@ -166,16 +164,15 @@ class DebugInterpreter(fx.Interpreter):
 
 
 def _is_fresh(op: OpOverload) -> bool:
-    """Whether an operator's schema says that its results have memory of their own."""
-    return not any(each.alias_info is not None for each in schema_of(op).returns)
+    """Whether an operator's schema says that its results have memory of their own.
+
+    What is composed of other operators does not keep to that: dropout gives its argument back outside of training.
+    """
+    return not may_copy(op) and not any(each.alias_info is not None for each in schema_of(op).returns)
 
 
-def _not_known(node: fx.Node) -> tuple[int, ...]:
-    """Places of results of a node that metadata knows nothing about."""
-    source, index = (*node.args, None, None)[:2]
-    if node.target is operator.getitem and isinstance(source, fx.Node):
-        return (0,) if index in _WORKSPACES.get(source.target, ()) else ()
-    return _WORKSPACES.get(node.target, ())
+def _are_strided(*values: Any) -> bool:
+    return all(isinstance(value, Tensor) and _is_strided(value) for value in values)
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from wholestep._torch_compat import storage_key
 from wholestep.compilers.input_records import InputRecord, placed
 from wholestep.compilers.safe_files import read_bytes
 from wholestep.errors import DumpError, GraphFormatError
+from wholestep.ir.memory import spanned
 from wholestep.ir.tensor_file import can_write, from_bytes, to_bytes
 
 
@@ -27,17 +28,19 @@ def keep_values(
 ) -> list[InputRecord]:
     """Write the values of tensors, and `extra` ones under their names; the records that say where they lie."""
     found = list(records)
-    by_memory: dict[tuple[int, torch.dtype], list[int]] = {}
+    by_memory: dict[tuple[Any, ...], list[int]] = {}
     for i, (value, record) in enumerate(zip(values, records, strict=True)):
         if isinstance(value, Tensor) and record.kind == "tensor":
-            by_memory.setdefault((storage_key(value), value.dtype), []).append(i)
+            # A conjugate shares memory, but a file has numbers as they are read: it gets its own.
+            key = (storage_key(value), value.dtype, value.is_conj(), value.is_neg())
+            by_memory.setdefault(key, []).append(i)
     tensors: dict[str, Tensor] = {name: _storable(tensor.detach().cpu().clone()) for name, tensor in extra.items()}
     for places in by_memory.values():
-        key = str(places[0])
-        tensors[key] = _memory([values[i] for i in places])
+        label = str(places[0])
+        tensors[label] = _memory([values[i] for i in places])
         first = min(int(values[i].storage_offset()) for i in places)
         for i in places:
-            found[i] = replace(found[i], memory=key, start=int(values[i].storage_offset()) - first)
+            found[i] = replace(found[i], memory=label, start=int(values[i].storage_offset()) - first)
     path.write_bytes(to_bytes(tensors))
     return found
 
@@ -45,16 +48,8 @@ def keep_values(
 def _memory(tensors: list[Tensor]) -> Tensor:
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return _storable(tensors[0].detach().resolve_conj().resolve_neg().cpu().clone())
-    first = min(int(tensor.storage_offset()) for tensor in tensors)
-    last = max(int(tensor.storage_offset()) + _extent(tensor) for tensor in tensors)
-    flat = tensors[0].detach().as_strided((max(0, last - first),), (1,), first)
-    return _storable(flat.resolve_conj().resolve_neg().cpu().clone())
-
-
-def _extent(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    flat, _ = spanned(tensors)
+    return _storable(flat.resolve_conj().resolve_neg().cpu())
 
 
 def _storable(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wholestep.debug.case import Case, Edit
@@ -141,9 +142,15 @@ def digest_of(case: Case) -> str:
     for node in case.gm.graph.nodes:
         found.update(f"{node.op} {node.name} {_target(node.target)} {node.args} {node.kwargs}\n".encode())
     for value in case.inputs:
-        looks = f"{value.dtype} {tuple(value.shape)} {value.stride()}" if isinstance(value, Tensor) else repr(value)
-        found.update(f"{looks}\n".encode())
+        found.update(f"{_looks(value)}\n".encode())
     return found.hexdigest()[:32]
+
+
+def _looks(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    stride = value.stride() if value.layout is torch.strided else value.layout
+    return f"{value.dtype} {tuple(value.shape)} {stride}"
 
 
 def _target(target: Any) -> str:

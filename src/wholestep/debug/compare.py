@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.debug.numbers import Gap, gap_between
+from wholestep.debug.numbers import Gap, eps_of, gap_between
 from wholestep.debug.runs import NodeRaised, Note, run_nodes
 from wholestep.debug.trial import copy_of
 from wholestep.debug.versions import Version, two_versions
@@ -113,7 +113,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     first = _seen(a, a.inputs, wanted)
     values = first.values
     # What rounding errors of the inputs change, sums in another order may change too.
-    nudge = _seen(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else _Seen({}, {})
+    nudge = _seen(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else _Seen({}, {}, {})
     noise = nudge.values
     seen: list[Difference] = []
     compared = 0
@@ -125,14 +125,14 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
         if name is None or node.op == "placeholder" or value is None or values.get(name) is None:
             return True  # no counterpart; or an operator on lists that updates them in place, and returns nothing
         compared += 1
-        gap = gap_between(values[name], value, noise.get(name), numerics)
+        gap = gap_between(values[name], value, noise.get(name), numerics, first.eps.get(name, 0.0))
         if gap is not None:
             seen.append(_difference(node, name, gap, pairs))
         return gap is None
 
     try:
         run_nodes(b.gm, b.inputs, look, left, note)
-        seen += _state_apart(first.left, nudge.left, b, left, numerics) if not seen else []
+        seen += _state_apart(first, nudge.left, b, left, numerics) if not seen else []
     except NodeRaised as raised:
         gap = Gap("raised", text=f"raised {type(raised.error).__name__}: {raised.error}")
         seen.append(_difference(raised.node, pairs.get(raised.node.name, ""), gap, pairs))
@@ -154,13 +154,17 @@ class _Seen:
 
     values: dict[str, Any]
     left: dict[str, Any]
+    eps: dict[str, float]
+    """The rounding error of the coarsest type that a value was computed in."""
 
 
 def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
     found: dict[str, Any] = {}
     left: list[Any] = []
+    eps: dict[str, float] = {}
 
     def look(node: fx.Node, value: Any) -> bool:
+        eps[node.name] = max([eps_of(value), *(eps.get(source.name, 0.0) for source in node.all_input_nodes)])
         if node.name in wanted:
             found[node.name] = copy_of(value)
         return True
@@ -168,18 +172,19 @@ def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
     try:
         run_nodes(version.gm, inputs, look, left)
     except NodeRaised:
-        return _Seen(found, {})
+        return _Seen(found, {}, eps)
     names = [node.name for node in version.gm.graph.find_nodes(op="placeholder")]
-    return _Seen(found, dict(zip(names, left, strict=True)))
+    return _Seen(found, dict(zip(names, left, strict=True)), eps)
 
 
 def _state_apart(
-    before: dict[str, Any], noise: dict[str, Any], b: Version, left: list[Any], numerics: Numerics
+    before: _Seen, noise: dict[str, Any], b: Version, left: list[Any], numerics: Numerics
 ) -> list[Difference]:
     """Inputs that the two versions leave with other contents. A compiled region writes without a node that shows it."""
+    coarsest = max(before.eps.values(), default=0.0)  # who wrote an input is not followed
     for node, value in zip(b.gm.graph.find_nodes(op="placeholder"), left, strict=True):
-        if node.name in before:
-            gap = gap_between(before[node.name], value, noise.get(node.name), numerics)
+        if node.name in before.left:
+            gap = gap_between(before.left[node.name], value, noise.get(node.name), numerics, coarsest)
             if gap is not None:
                 return [_difference(node, node.name, gap, {})]
     return []

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from wholestep.capture.tree import leaves_of
+from wholestep.compilers.check_values import differences
+from wholestep.compilers.known_faults import is_known, unknown_places
+from wholestep.compilers.symbol_values import SymbolValues
 from wholestep.debug.compare import Comparison, compare_versions
 from wholestep.debug.numbers import gap_between
 from wholestep.debug.runs import SEED, NodeRaised, Note, run_nodes
@@ -42,11 +45,12 @@ def wrong(what: str, node: str = "", text: str = "", *, kind: str = "value", reg
 
 
 def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any], note: Note | None = None) -> Verdict:
-    """The first node whose real value has another shape or dtype than its metadata say, or that raises."""
+    """The first node whose real value has another dtype, size or stride than its metadata say, or that raises."""
     seen: list[Verdict] = []
+    symbols = SymbolValues()
 
     def look(node: fx.Node, value: Any) -> bool:
-        apart = meta_apart(node, value)
+        apart = meta_apart(node, value, symbols)
         if apart:
             seen.append(wrong(apart, node.name, format_node(node), kind="meta"))
         return not apart
@@ -59,18 +63,16 @@ def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any], note: Note | None = No
     return seen[0] if seen else RIGHT
 
 
-def meta_apart(node: fx.Node, value: Any) -> str:
+def meta_apart(node: fx.Node, value: Any, symbols: SymbolValues) -> str:
     """How a value differs from what `val` says of it; "" if it does not."""
     said = node.meta.get("val")
-    if not isinstance(said, Tensor) or not isinstance(value, Tensor):
+    if said is None or value is None:
         return ""
-    if said.dtype != value.dtype:
-        return f"the operator gives {value.dtype}, its metadata say {said.dtype}"
-    sizes = list(said.shape)
-    fits = len(sizes) == value.dim() and all(
-        type(size) is not int or size == real for size, real in zip(sizes, value.shape, strict=True)
-    )
-    return "" if fits else f"the operator gives shape {list(value.shape)}, its metadata say {[str(s) for s in sizes]}"
+    found = list(differences(said, value, symbols, shifts=None, plain_numbers=False, skip=unknown_places(node)))
+    # Graphs with collectives run on the CPU wherever they belong, where kernels may choose other strides.
+    moved = any(each.what == "device" for each in found)
+    other = ("device", "stride", "contiguity") if moved else ()
+    return next((str(each) for each in found if each.what not in other and not is_known(node, each)), "")
 
 
 def judge_eager(call: Call, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:

@@ -1,7 +1,8 @@
 """How far apart two values are, and whether a contract allows that.
 
 exact            the same bits (any NaN is like any other)
-reassociates     some rounding errors of the largest element, and a multiple of what those of the inputs change
+reassociates     some rounding errors of the largest element, and a multiple of what those of the inputs change; the
+                 errors are those of the coarsest type that a value was computed in (compilers skip such roundings)
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ class Gap:
         return f"{self.elements} of {self.of} elements differ, by at most {self.largest:.3g}{ulps}"
 
 
-def gap_between(a: Any, b: Any, noisy: Any, numerics: Numerics) -> Gap | None:
-    """The difference of two values of a node if the contract does not allow it. `noisy`: `a` of nudged inputs."""
+def gap_between(a: Any, b: Any, noisy: Any, numerics: Numerics, eps: float = 0.0) -> Gap | None:
+    """The difference of two values of a node if the contract does not allow it.
+
+    `noisy`: `a` of nudged inputs. `eps`: the rounding error of the coarsest type on the way to `a`.
+    """
     left, right, noise = _leaves(a), _leaves(b), _leaves(noisy)
     if len(left) != len(right):
         return Gap("type", text=f"{len(left)} values became {len(right)}")
     noise = noise if len(noise) == len(left) else [None] * len(left)
-    gaps = [_gap(one, other, loud, numerics) for one, other, loud in zip(left, right, noise, strict=True)]
+    gaps = [_gap(one, other, loud, numerics, eps) for one, other, loud in zip(left, right, noise, strict=True)]
     return next((gap for gap in gaps if gap is not None), None)
 
 
@@ -58,7 +62,13 @@ def _leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
 
 
-def _gap(a: Any, b: Any, noisy: Any, numerics: Numerics) -> Gap | None:
+def eps_of(value: Any) -> float:
+    """The largest rounding error of the types of a value; 0 where nothing is rounded."""
+    leaves = [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    return max((torch.finfo(v.dtype).eps for v in leaves if v.is_floating_point() or v.is_complex()), default=0.0)
+
+
+def _gap(a: Any, b: Any, noisy: Any, numerics: Numerics, eps: float) -> Gap | None:
     if isinstance(a, float) and isinstance(b, float):
         a, b = (torch.tensor(value, dtype=torch.float64) for value in (a, b))
         noisy = torch.tensor(noisy, dtype=torch.float64) if isinstance(noisy, float) else None
@@ -71,29 +81,29 @@ def _gap(a: Any, b: Any, noisy: Any, numerics: Numerics) -> Gap | None:
         return Gap("dtype", text=f"{a.dtype} became {b.dtype}")
     if a.layout is not torch.strided or a.numel() == 0:
         return None
-    return _distance(a.detach().cpu(), b.detach().cpu(), noisy, numerics)
+    return _distance(a.detach().cpu(), b.detach().cpu(), noisy, numerics, eps)
 
 
-def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics) -> Gap | None:
+def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics, eps: float) -> Gap | None:
     wide_a, wide_b = _wide(a), _wide(b)
     differ = ~((wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan()))
     if not bool(differ.any()):
         return None
     apart = (wide_a - wide_b).abs()
     loud = noisy.detach().cpu() if isinstance(noisy, Tensor) and noisy.shape == a.shape else None
-    if numerics != "exact" and _allowed(a, wide_a, apart[differ], loud):
+    if numerics != "exact" and _allowed(a, wide_a, apart[differ], loud, eps):
         return None
     finite = apart[differ].nan_to_num(float("inf"))
     return Gap("value", int(differ.sum()), a.numel(), float(finite.max()), max_ulps(a, b))
 
 
-def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None) -> bool:
+def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None, eps: float) -> bool:
     noise = 0.0 if noisy is None else float((wide - _wide(noisy)).abs().nan_to_num(0, 0, 0).max())
     if not (a.is_floating_point() or a.is_complex()):
         return noise > 0  # where a rounding error moves a whole number, so may another order of a sum
     finite = wide[wide.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    eps = torch.finfo(a.dtype).eps
+    eps = max(eps, torch.finfo(a.dtype).eps)
     roundings = _ROUNDINGS * eps if eps < 1e-4 else 8 * eps
     limit = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
     return bool((apart <= limit).all())

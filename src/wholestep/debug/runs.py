@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, below_autograd, cuda_is_initialized, op_name
-from wholestep.debug.trial import copy_of
+from wholestep.debug.trial import copies_of
 from wholestep.ir.effects import is_communication
 from wholestep.passes.pretend_ranks import PretendRanks
 
@@ -56,7 +56,7 @@ def run_nodes(
     runner = (_Pretending if pretends else _Plain)(gm)
     runner.extra_traceback = False
     runner.look, runner.note = look, note
-    own = [_on_cpu(copy_of(value)) if pretends else copy_of(value) for value in inputs]
+    own = copies_of([_on_cpu(value) if pretends else value for value in inputs])
     if left is not None:
         left[:] = own
     with _put_back(gm), torch.random.fork_rng(_cuda_devices()), below_autograd():

@@ -8,7 +8,7 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from wholestep.debug.case import Case, Edit, apply_edit
 from wholestep.debug.failure import BROKEN, FALSE, RETURNED, TRUE, Outcome, raised
 from wholestep.ir.effects import is_communication
+from wholestep.ir.memory import copy_tensor, copy_values
 from wholestep.ir.tensor_file import can_write, read_tensors, write_tensors
 from wholestep.passes.pretend_ranks import PretendRanks
 
@@ -63,13 +64,13 @@ def perform(job: Job, testing: Callable[[Recorded], None]) -> tuple[Outcome, Rec
     try:
         values = _record(job.case, job.edit) if job.edit.given else {}
         case = apply_edit(job.case, job.edit, values)
+        own = copies_of(case.inputs)
     except Exception as error:
         # An edit that makes no graph (a shape that does not fit) is only an edit to refuse.
         return Outcome(BROKEN, message=f"{type(error).__name__}: {error}"), nothing
     recorded = _keep(values, job.values)
     testing(recorded)
     torch.manual_seed(job.seed)
-    own = [copy_of(value) for value in case.inputs]
     return _test(case.gm, own, job.predicate), recorded
 
 
@@ -125,7 +126,7 @@ def _record(case: Case, edit: Edit) -> dict[str, Any]:
     values: dict[str, Any] = {}
     env: dict[fx.Node, Any] = {}
     runner.env = env
-    given = iter([copy_of(value) for value in case.inputs])
+    given = iter(copies_of(case.inputs))
     for node in nodes[: last + 1]:
         if node.name == edit.before:
             break
@@ -159,12 +160,17 @@ def _is_finite(value: Any) -> bool:
 def copy_of(value: Any) -> Any:
     """A value that can be written without anybody noticing."""
     if isinstance(value, Tensor):
-        return value.detach().clone(memory_format=torch.preserve_format).requires_grad_(value.requires_grad)
+        return copy_tensor(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, list | tuple):
         return type(value)(copy_of(item) for item in value)
     return value
+
+
+def copies_of(values: Sequence[Any]) -> list[Any]:
+    """The same for all inputs of a graph; those that share memory share it in the copies too."""
+    return [value if isinstance(value, Tensor) else copy_of(value) for value in copy_values(values)]
 
 
 def _keep(values: Mapping[str, Any], path: Path) -> Recorded:

@@ -10,7 +10,9 @@ is reached; `write_repro` returns their names.
 from __future__ import annotations
 
 import builtins
+import dis
 import inspect
+import keyword
 import math
 import re
 import sys
@@ -25,10 +27,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from wholestep._torch_compat import OpOverload, op_name
+from wholestep._torch_compat_debug import operator_namespace
+from wholestep.ir.memory import copy_tensor, extent_of, shared, spanned
 from wholestep.ir.tensor_file import can_write, write_tensors
 
 _INLINE = 32
 """Tensors of up to so many elements are part of the text."""
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 
 _READER = '''
 def read_tensors(path):
@@ -36,16 +41,11 @@ def read_tensors(path):
     raw = Path(path).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data, found = json.loads(raw[8 : 8 + length]), raw[8 + length :], {}
-    notes = header.pop("__metadata__", {})
+    header.pop("__metadata__", None)
     for name, entry in header.items():
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         flat = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8) if end > start else torch.empty(0)
-        tensor = (flat.view(dtype) if end > start else flat.to(dtype)).reshape(entry["shape"])
-        stride = notes.get(name + ".stride")
-        if stride is not None:
-            stride = [int(step) for step in stride.split(",")]
-            tensor = torch.empty_strided(tensor.shape, stride, dtype=dtype).copy_(tensor)
-        found[name] = tensor
+        found[name] = (flat.view(dtype) if end > start else flat.to(dtype)).reshape(entry["shape"])
     return found
 
 
@@ -103,13 +103,23 @@ class _Text:
     def _tensor(self, tensor: Tensor, name: str) -> str:
         if not can_write(tensor):
             return self.lacks(f"{name}, a tensor of {tensor.dtype} and {tensor.layout}")
+        text = self._stored(tensor, name) if tensor.is_contiguous() else self._strided(tensor, name)
+        if tensor.device.type != "cpu":
+            text += f".to(place({str(tensor.device)!r}))"
+        return text + (".requires_grad_()" if tensor.requires_grad else "")
+
+    def _stored(self, tensor: Tensor, name: str) -> str:
         text = _literal(tensor) if tensor.numel() <= _INLINE else ""
         if not text:
             self.tensors[name] = tensor
             text = f"TENSORS[{name!r}]"
-        if tensor.device.type != "cpu":
-            text += f".to(place({str(tensor.device)!r}))"
-        return text + (".requires_grad_()" if tensor.requires_grad else "")
+        return text
+
+    def _strided(self, tensor: Tensor, name: str) -> str:
+        """A tensor with other strides than its elements in order would have: the memory that it spans, and the view."""
+        own = copy_tensor(tensor.detach().resolve_conj().resolve_neg())
+        memory = own.as_strided((extent_of(own),), (1,))
+        return f"{self._stored(memory, name)}.as_strided({list(own.shape)}, {list(own.stride())})"
 
 
 def write_repro(
@@ -130,12 +140,14 @@ def write_repro(
     folder.mkdir(parents=True, exist_ok=True)
     text = _Text()
     classes = _class_of(gm, "Repro", text)
+    memory, views = _shared_inputs(inputs, text)
     values = "\n".join(
-        f"        {text.value(value, f'input_{i}')},  # {_placeholder(gm, i)}" for i, value in enumerate(inputs)
+        f"        {views.get(i) or text.value(value, f'input_{i}')},  # {_placeholder(gm, i)}"
+        for i, value in enumerate(inputs)
     )
     body = f"""
 def make_inputs():
-    return [
+{memory}    return [
 {values}
     ]
 
@@ -147,7 +159,8 @@ if __name__ == "__main__":
     helpers = [_READER if text.tensors else "", _PLACE if "place(" in classes + body else ""]
     helpers.append(_MISSING if text.missing else "")
     needed = ["import json", "from pathlib import Path"] if text.tensors else []
-    head = "\n".join([*needed, "", "import torch", *text.imports])
+    # Functions of the user's come with annotations, of which nothing else is known.
+    head = "\n".join(["from __future__ import annotations", "", *needed, "", "import torch", *text.imports])
     doc = '"""' + title.replace("\\", "\\\\").replace('"""', "'''").strip() + '\n"""'
     parts = [doc, head, setup.strip(), *(helper.strip() for helper in helpers), classes.strip(), body.strip()]
     path = folder / name
@@ -155,6 +168,21 @@ if __name__ == "__main__":
         write_tensors(path.with_suffix(".safetensors"), text.tensors)
     path.write_text(re.sub(r"\n{4,}", "\n\n\n", "\n\n\n".join(filter(None, parts))) + "\n", encoding="utf-8")
     return path, tuple(text.missing)
+
+
+def _shared_inputs(inputs: Sequence[Any], text: _Text) -> tuple[str, dict[int, str]]:
+    """Lines that make memory which several inputs share, and their views of it by place."""
+    lines, views = "", dict[int, str]()
+    for number, group in enumerate(shared(inputs)):
+        tensors = [inputs[i] for i in group]
+        if all(can_write(tensor) for tensor in tensors):
+            memory, first = spanned(tensors)
+            lines += f"    memory_{number} = {text.value(memory, f'memory_{number}')}\n"
+            for i, tensor in zip(group, tensors, strict=True):
+                start = int(tensor.storage_offset()) - first
+                view = f"memory_{number}.as_strided({list(tensor.shape)}, {list(tensor.stride())}, {start})"
+                views[i] = view + (".requires_grad_()" if tensor.requires_grad else "")
+    return lines, views
 
 
 def importable(function: Any) -> str | None:
@@ -176,8 +204,11 @@ def _placeholder(gm: fx.GraphModule, place: int) -> str:
 def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
     code = gm.graph.python_code("self")
     source = code.src[code.src.index("def forward(") :]
-    for global_name, value in code.globals.items():
-        if re.search(rf"\b{re.escape(global_name)}\b", source):
+    for given, value in code.globals.items():
+        if re.search(rf"\b{re.escape(given)}\b", source):
+            # In a class, Python gives names that begin with two underscores another one.
+            global_name = f"global{given.rstrip('_')}" if given.startswith("__") else given
+            source = re.sub(rf"\b{re.escape(given)}\b", global_name, source)
             text.imports.update(dict.fromkeys(_global(global_name, value, text)))
     before: list[str] = []
     lines = ["super().__init__()"]
@@ -210,12 +241,12 @@ def _attribute(target: str, value: Any, owner: str, text: _Text, before: list[st
     lines: list[str] = []
     holder = "self"
     for part in path:
-        lines.append(f"{holder}.{part} = getattr({holder}, {part!r}, None) or torch.nn.Module()")
-        holder = f"{holder}.{part}"
+        lines.append(_set(holder, part, f"getattr({holder}, {part!r}, None) or torch.nn.Module()"))
+        holder = _get(holder, part)
     if not isinstance(value, nn.Module):
-        return [*lines, f"{holder}.{last} = {_as_constant(value, target, text)}"]
-    lines.append(f"{holder}.{last} = {_module(value, f'{owner}_{target}', text, before)}")
-    made = f"{holder}.{last}"
+        return [*lines, _set(holder, last, _as_constant(value, target, text))]
+    lines.append(_set(holder, last, _module(value, f"{owner}_{target}", text, before)))
+    made = _get(holder, last)
     if not isinstance(value, fx.GraphModule):
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             lines.append(
@@ -224,6 +255,19 @@ def _attribute(target: str, value: Any, owner: str, text: _Text, before: list[st
             )
         lines.append(f"{made}.train({value.training})")
     return lines
+
+
+def _set(holder: str, name: str, value: str) -> str:
+    """A line that sets an attribute; modules in a list have numbers for names."""
+    return f"{holder}.{name} = {value}" if _is_name(name) else f"setattr({holder}, {name!r}, {value})"
+
+
+def _get(holder: str, name: str) -> str:
+    return f"{holder}.{name}" if _is_name(name) else f"getattr({holder}, {name!r})"
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _as_constant(value: Any, target: str, text: _Text) -> str:
@@ -275,17 +319,39 @@ def _global(name: str, value: Any, text: _Text) -> list[str]:
 
 
 def source_of(function: Any) -> str | None:
-    """The text of a plain function that needs nothing from around it but torch; None if it has none."""
+    """The text of a plain function that needs only modules and namespaces of operators from around it, or None."""
     if not inspect.isfunction(function) or function.__closure__ or function.__name__ == "<lambda>":
         return None
-    used = set(function.__code__.co_names) & set(function.__globals__)
-    if used - {"torch", *dir(builtins)}:
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if not all(each is None or isinstance(each, bool | int | float | str) for each in given):
+        return None
+    lines = [_line_for(name, function.__globals__) for name in sorted(_globals_of(function.__code__))]
+    if None in lines:
         return None
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return None
-    return source.rstrip() if source.startswith("def ") else None
+    return "\n".join([*filter(None, lines), source.rstrip()]) if source.startswith("def ") else None
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The global names that a function reads or writes, in functions inside of it too."""
+    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in _GLOBAL}
+    return found.union(*(_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+
+
+def _line_for(name: str, around: dict[str, Any]) -> str | None:
+    """The line that makes a global name known; "" if none is needed, None if there is none."""
+    if name not in around:
+        return "" if hasattr(builtins, name) else None
+    value = around[name]
+    namespace = operator_namespace(value)
+    if namespace is not None:
+        return f"{name} = torch.ops.{namespace}"
+    if not isinstance(value, types.ModuleType) or value.__name__ == "__main__":
+        return None
+    return "" if value is torch and name == "torch" else f"import {value.__name__} as {name}"
 
 
 def _literal(tensor: Tensor) -> str:
@@ -298,6 +364,4 @@ def _literal(tensor: Tensor) -> str:
     text = f"torch.tensor({data}, dtype={kind})"
     if flat.numel() == 0 and tensor.dim() != 1:
         text = f"torch.empty({list(tensor.shape)}, dtype={kind})"
-    if not tensor.is_contiguous():
-        text = f"torch.empty_strided({list(tensor.shape)}, {list(tensor.stride())}, dtype={kind}).copy_({text})"
     return text
