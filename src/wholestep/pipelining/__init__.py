@@ -1,5 +1,6 @@
 """Any model cut into stages, every value routed."""
 
+from wholestep.pipelining.balance import Balance as Balance
 from wholestep.pipelining.clip import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.frontend import pipeline as pipeline
 from wholestep.pipelining.info import PipeInfo as PipeInfo
@@ -8,9 +9,12 @@ from wholestep.pipelining.markers import SplitPoint as SplitPoint
 from wholestep.pipelining.markers import annotate_split_points as annotate_split_points
 from wholestep.pipelining.markers import pipe_split as pipe_split
 from wholestep.pipelining.modulewise import split_modules as split_modules
+from wholestep.pipelining.node_costs import Machine as Machine
 from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
+from wholestep.pipelining.saving import load_stage as load_stage
+from wholestep.pipelining.saving import save_stage as save_stage
 from wholestep.pipelining.schedules import schedule as schedule
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig
 from wholestep.pipelining.shared import SharedParameter as SharedParameter

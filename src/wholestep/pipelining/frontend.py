@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 
 from wholestep.errors import PipelineError
 from wholestep.pipelining.assemble import assemble
+from wholestep.pipelining.balance import Balance, choose_stages
 from wholestep.pipelining.calls import call_form
 from wholestep.pipelining.capture import Program, capture
 from wholestep.pipelining.markers import annotate_split_points
@@ -31,6 +33,7 @@ def pipeline(
     *,
     dynamic_shapes: Any = None,
     multi_use_params: MultiUseParamSpec = "replicate",
+    stages: int | Balance | None = None,
 ) -> Pipe:
     """Cut a model into stages.
 
@@ -44,11 +47,7 @@ def pipeline(
 
     The module is not changed. Its parameters are those of the stages.
     """
-    if split_spec is not None and split_policy is not None:
-        raise PipelineError(
-            "Cannot specify both `split_spec` and `split_policy`. Please use only one of them.",
-            fix="give one of them",
-        )
+    _check_one_way(split_spec, split_policy, stages)
     kwargs = dict(mb_kwargs or {})
     form = call_form(module, mb_args, kwargs)
     with annotate_split_points(module, split_spec or {}):
@@ -59,7 +58,28 @@ def pipeline(
     tensors = form.flatten(mb_args, kwargs)
     names = [node.name for node in main.graph.nodes if node.op == "placeholder"]
     inputs_require_grad = {name: tensor.requires_grad for name, tensor in zip(names, tensors, strict=True)}
-    return assemble(module, modes, form, inputs_require_grad, multi_use_params, None)
+    choose = None
+    if stages is not None:
+        state = ModelState(module, [main.constants])
+        balance = stages if isinstance(stages, Balance) else Balance(stages)
+        choose = partial(
+            choose_stages,
+            balance=balance,
+            inputs=tensors,
+            state=lambda name: state.entries[name].value,
+            submodules=main.constants,
+        )
+    return assemble(module, modes, form, inputs_require_grad, multi_use_params, choose)
+
+
+def _check_one_way(split_spec: object, split_policy: object, stages: object) -> None:
+    given = {"split_spec": split_spec, "split_policy": split_policy, "stages": stages}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise PipelineError(
+            f"Cannot specify both `{named[0]}` and `{named[1]}`. Please use only one of them.",
+            fix="say in one way where to cut",
+        )
 
 
 def _apply_policy(module: torch.nn.Module, modes: Modes, policy: SplitPolicy) -> Modes:

@@ -1,0 +1,87 @@
+"""`stages=n`: the cuts that make the slowest stage as fast as possible.
+
+Times are forward and backward of every operator, estimated from shapes or measured on the example; a stage also takes
+the time of the bytes that enter it, and can be held to a number of bytes (`partition.balanced_cut`, exact).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from wholestep.partition import balanced_cut
+from wholestep.pipelining.cut import is_work
+from wholestep.pipelining.differentiable import find_differentiable
+from wholestep.pipelining.markers import is_split
+from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Cost, Machine, estimate, measure
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How to cut automatically: `pipeline(..., stages=Balance(4, costs="measured"))`; `stages=4` has the defaults."""
+
+    stages: int
+    costs: Literal["estimated", "measured"] | Callable[[fx.Node], float] | Mapping[str, float] = "estimated"
+    """Where times come from; or seconds for each node of the flat graph, by a function or by name."""
+    max_bytes: int | None = None
+    """What a stage may keep for one microbatch: its state, what enters and what it makes."""
+    machine: Machine = DEFAULT_MACHINE
+
+
+def choose_stages(
+    graph: fx.Graph,
+    balance: Balance,
+    inputs: Sequence[torch.Tensor],
+    state: Callable[[str], Any],
+    submodules: Mapping[str, Any],
+) -> dict[fx.Node, int]:
+    """The stage of each operator."""
+    for node in list(graph.nodes):
+        if is_split(node):
+            graph.erase_node(node)
+    cost = _costs(graph, balance, inputs, state, submodules)
+    cut = balanced_cut(graph, balance.stages, cost, balance.max_bytes, seconds_per_byte=_seconds_per_byte(balance))
+    return {node: cut(node) for node in graph.nodes if is_work(node) or node.op == "call_function"}
+
+
+def _seconds_per_byte(balance: Balance) -> float:
+    """A value goes in with the forward and its gradient comes back, while the rank computes: the link is rarely what
+    it waits for, but the more it carries the sooner it is."""
+    return 2.0 / balance.machine.link
+
+
+def _costs(
+    graph: fx.Graph,
+    balance: Balance,
+    inputs: Sequence[torch.Tensor],
+    state: Callable[[str], Any],
+    submodules: Mapping[str, Any],
+) -> Callable[[fx.Node], float] | Mapping[str, float]:
+    if not isinstance(balance.costs, str):
+        return balance.costs
+    found = node_costs(graph, balance, inputs, state, submodules)
+    return lambda node: found[node].total
+
+
+def node_costs(
+    graph: fx.Graph,
+    balance: Balance,
+    inputs: Sequence[torch.Tensor],
+    state: Callable[[str], Any],
+    submodules: Mapping[str, Any],
+) -> dict[fx.Node, Cost]:
+    """The cost of every node, estimated or measured."""
+    needs_grad = dict(zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True))
+
+    def requires_grad(node: fx.Node) -> bool:
+        value = needs_grad[node] if node in needs_grad else state(str(node.target))
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
+    differentiable = find_differentiable(graph, requires_grad, submodules)
+    if balance.costs == "measured":
+        return measure(graph, inputs, state, differentiable)
+    return estimate(graph, differentiable, balance.machine)
