@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd holds a tensor for a view: such a one cannot be detached in place."""
-    return bool(tensor._is_view())
 
 
 def stages_of(schedule: Any) -> list[Any]:

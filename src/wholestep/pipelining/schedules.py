@@ -21,8 +21,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from wholestep._torch_compat import pytree
 from wholestep._torch_compat_running import has_merge_spec, reduced_stages, stages_of
-from wholestep.errors import OptionError, ScheduleError, StageError
-from wholestep.pipelining.stage import Stage
+from wholestep.errors import OptionError, ScheduleError
+from wholestep.pipelining.stage import Stage, own_stages
 
 
 def schedule(
@@ -37,9 +37,7 @@ def schedule(
     `options` are those of torch's class. The result is an instance of it.
     """
     cls = _class_of(kind)
-    given = [stages] if isinstance(stages, Stage) else list(stages)
-    if not given or not all(isinstance(stage, Stage) for stage in given):
-        raise StageError("a schedule takes stages of pipe.build_stage.", fix="pass the stage, or the list of stages.")
+    given = own_stages(stages, "a schedule")
     whole = type(cls.__name__, (_Whole, cls), {})
     if not issubclass(cls, PipelineScheduleSingle):
         return whole(given, n_microbatches, loss_fn, **options)

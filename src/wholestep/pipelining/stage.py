@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from wholestep._torch_compat_running import is_view
 from wholestep.errors import OptionError, StageError
 from wholestep.parallel.plan import Plan
 from wholestep.pipelining.chunk_backward import Beginning, accumulate, add_passed, begin
 from wholestep.pipelining.data_parallel import apply_plan
 from wholestep.pipelining.gradients import Earlier, divide
+from wholestep.pipelining.halves import Group, first_half, second_half
 from wholestep.pipelining.links import Receiver, Sender, Wire
 from wholestep.pipelining.messages import check_values
 from wholestep.pipelining.rank_step import RankStep
@@ -65,16 +65,6 @@ class Forwarded(NamedTuple):
     inputs: tuple[torch.Tensor, ...]
 
 
-class Halfway(NamedTuple):
-    """A microbatch between the two halves of its backward."""
-
-    beginning: Beginning
-    groups: list[dict[str, Any]] | None
-    """What torch needs for the second half; None: nothing was done yet, the second half is all of it."""
-    late: list[tuple[torch.Tensor, torch.Tensor | None]]
-    """Gradients of parameters that torch's halves do not see: none of the stage's inputs leads to them."""
-
-
 class Stage(PipelineStage):
     """A stage of a pipe on this rank. Made by `pipe.build_stage`."""
 
@@ -99,7 +89,8 @@ class Stage(PipelineStage):
         self._sender = Sender(self._wire)
         self._receiver = Receiver(self._wire)
         self._forwarded: dict[int, Forwarded] = {}
-        self._halfway: dict[int, Halfway] = {}
+        self._halfway: dict[int, list[Group] | Beginning] = {}
+        """Between the two halves of a backward; a Beginning: nothing was done yet, the second half is all of it."""
         self._local_inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._local_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._first_sizes: list[int] = []
@@ -261,9 +252,8 @@ class Stage(PipelineStage):
         self._local_gradients[mb_index] = tuple(next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """The gradients for a stage before on this rank."""
-        gradients: tuple[torch.Tensor | None, ...] = self.bwd_cache.pop(mb_index)
-        return gradients
+        """The gradients for a stage before on this rank; none in an evaluation, which runs the same actions."""
+        return self.bwd_cache.pop(mb_index, ())
 
     # Forward.
 
@@ -343,10 +333,14 @@ class Stage(PipelineStage):
                 gradients = self._whole(beginning, [inputs[place] for place in wanted], last_backward)
             elif not wanted:
                 gradients = []
-                self._halfway[bwd_chunk_id] = Halfway(beginning, None, [])
+                self._halfway[bwd_chunk_id] = beginning
             else:
-                gradients, self._halfway[bwd_chunk_id] = self._first_half(
-                    beginning, [inputs[place] for place in wanted], last_backward
+                self._before_half()
+                gradients, self._halfway[bwd_chunk_id] = first_half(
+                    beginning.roots,
+                    beginning.gradients,
+                    [inputs[place] for place in wanted],
+                    list(self.submod.parameters()),
                 )
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
@@ -361,13 +355,11 @@ class Stage(PipelineStage):
             return
         try:
             state = self._halfway.pop(bwd_chunk_id)
-            if state.groups is None:
-                self._whole(state.beginning, [], last_backward)
+            if isinstance(state, Beginning):
+                self._whole(state, [], last_backward)
             else:
-                roots = state.beginning.roots
-                arguments = {"stage_output": roots, "param_groups": state.groups}
-                self.backward_maybe_with_nosync("weight", arguments, last_backward=last_backward)
-                accumulate(state.late)
+                self._before_half()
+                accumulate(second_half(state))
         except Exception as error:
             self.rank_step.failed(error)
             raise
@@ -398,32 +390,13 @@ class Stage(PipelineStage):
         gradients, _ = self.backward_maybe_with_nosync("full", arguments, last_backward=last)
         return gradients
 
-    def _first_half(
-        self, beginning: Beginning, inputs: Sequence[torch.Tensor], last: bool
-    ) -> tuple[Sequence[torch.Tensor | None], Halfway]:
-        if not beginning.roots:
-            return [None] * len(inputs), Halfway(beginning, [], [])
-        # torch detaches the roots in place when it is done with them, which a view does not allow.
-        roots = [root.clone() if is_view(root) else root for root in beginning.roots]
-        edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-        arguments = {"stage_output": roots, "output_grads": beginning.gradients, "input_values": list(inputs)}
-        gradients, groups = self.backward_maybe_with_nosync("input", arguments, last_backward=last)
-        for value in inputs:
-            value.grad = None
-        late = self._late(edges, beginning.gradients, groups or [])
-        return gradients, Halfway(beginning, groups or [], late)
-
-    def _late(
-        self, edges: Sequence[Any], gradients: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Gradients of parameters that are in none of torch's groups, as none of the stage's inputs meets them."""
-        seen = {node for group in groups for node in group["params"]}
-        trained = [parameter for parameter in self.submod.parameters() if parameter.requires_grad]
-        if len(seen) == len(trained):
-            return []
-        missing = [p for p in trained if torch.autograd.graph.get_gradient_edge(p).node not in seen]
-        found = torch.autograd.grad(edges, missing, gradients, retain_graph=True, allow_unused=True)
-        return list(zip(missing, found, strict=True))
+    def _before_half(self) -> None:
+        """For fully_shard: parameters are whole, and are reduced with the end of the step, not before."""
+        if isinstance(self.submod, FSDPModule):
+            self.submod.unshard()
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
 
 
 def _leaf(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -460,3 +433,13 @@ def build_stage(
     if rank_step is None:
         rank_step = steps[group] = RankStep(group, pipe.shared, "pipeline")
     return Stage(pipe, stage_index, torch.device(device), group, rank_step, data_parallel, weights)
+
+
+def own_stages(stages: Stage | Sequence[Stage], who: str) -> list[Stage]:
+    """The stages of this rank, from what a user gives."""
+    given: list[Any] = list(stages) if isinstance(stages, list | tuple) else [stages]
+    if not given or not all(isinstance(stage, Stage) for stage in given):
+        raise StageError(
+            f"{who} takes stages of pipe.build_stage.", fix="pass the stage of this rank, or the list of all of them."
+        )
+    return given
