@@ -11,6 +11,9 @@ from wholestep.pipelining.markers import pipe_split as pipe_split
 from wholestep.pipelining.modulewise import split_modules as split_modules
 from wholestep.pipelining.node_costs import Machine as Machine
 from wholestep.pipelining.pipe import Pipe as Pipe
+from wholestep.pipelining.plan import Choice as Choice
+from wholestep.pipelining.plan import Plan as Plan
+from wholestep.pipelining.plan import plan as plan
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
 from wholestep.pipelining.saving import load_stage as load_stage

@@ -14,12 +14,14 @@ from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
 from wholestep.pipelining.calls import CallForm
 from wholestep.pipelining.capture import Program
+from wholestep.pipelining.check import check
 from wholestep.pipelining.info import PipeInfo, readable
 from wholestep.pipelining.materialize import materialize
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
 from wholestep.pipelining.stage import Stage, build_stage
 from wholestep.pipelining.stage_module import StageModule
+from wholestep.simulate.pipeline import Timeline
 
 
 def get_submod_name(stage_idx: int) -> str:
@@ -108,6 +110,10 @@ class Pipe(torch.nn.Module):
     ) -> Stage:
         """The stage on this rank, on a device, for any schedule of torch. Options: see `stage.build_stage`."""
         return build_stage(self, stage_index, device, group, **options)
+
+    def check(self, schedule: Any, *, memory: float | None = None, **options: Any) -> Timeline:
+        """Simulate a schedule over these stages; refuse one that deadlocks or needs more memory. See `check.check`."""
+        return check(self, schedule, memory=memory, **options)
 
     def materialize_stage(
         self, stage_index: int, device: torch.device | str, state: Mapping[str, torch.Tensor]

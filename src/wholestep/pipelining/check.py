@@ -1,0 +1,90 @@
+"""Refuse a schedule that cannot work, before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wholestep.errors import ScheduleError
+from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
+from wholestep.pipelining.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
+from wholestep.simulate.named import ONE_STAGE_PER_RANK, named_schedule, schedule_of
+from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
+
+_MIB = 2**20
+
+
+def check(
+    pipe: HasStages,
+    schedule: Any,
+    *,
+    memory: float | None = None,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    machine: Machine = DEFAULT_MACHINE,
+    state_copies: float = 3,
+    network: Network | None = None,
+    costs: Sequence[StageCosts] | None = None,
+) -> Timeline:
+    """What the schedule will do with the stages of a pipe; raises WS-SCHEDULE if that ends in a deadlock, if a rank
+    needs more than `memory` bytes, or if the schedule is for another number of stages.
+
+    `schedule`: an object of torch's, a `Schedule`, lists of actions, or a name with `ranks` and `microbatches`. Where
+    the pipe's parameters are on CUDA, transfers are in order per pair of ranks, as NCCL does them. Microbatches are of
+    the size with which the pipe was made.
+    """
+    listed = _listed(pipe, schedule, ranks, microbatches)
+    if listed.stages != pipe.num_stages:
+        fix = "cut the model into as many stages as the schedule has."
+        raise ScheduleError(f"{listed.name} has {listed.stages} stages, the pipe has {pipe.num_stages}.", fix=fix)
+    known = tuple(costs) if costs is not None else estimate_costs(pipe, machine)
+    timeline = simulate(
+        listed,
+        times_from(known, machine),
+        bytes=bytes_from(known, state_copies),
+        network=network or Network("ordered" if _on_cuda(pipe) else "rendezvous"),
+    )
+    if timeline.deadlock is not None:
+        fix = "let the receive of one of them come before its send; torch's own schedules do."
+        raise _refused(f"{listed.name} ends in a deadlock. {timeline.deadlock}", fix, timeline)
+    if memory is not None:
+        _check_memory(timeline, memory)
+    return timeline
+
+
+def _check_memory(timeline: Timeline, memory: float) -> None:
+    over = [rank for rank, peak in enumerate(timeline.peak_bytes) if peak > memory]
+    if over:
+        worst = max(over, key=lambda rank: timeline.peak_bytes[rank])
+        kept = timeline.peak_activations[worst]
+        what = (
+            f"{timeline.schedule.name} needs {timeline.peak_bytes[worst] / _MIB:.1f} MiB on rank {worst}, where "
+            f"{memory / _MIB:.1f} MiB are allowed: it keeps {kept} activations at a time"
+        )
+        others = f" (ranks {', '.join(map(str, over))} are over)" if len(over) > 1 else ""
+        fix = "ws.pipelining.plan lists schedules that fit."
+        raise _refused(f"{what}{others}.", fix, timeline)
+
+
+def _refused(what: str, fix: str, timeline: Timeline) -> ScheduleError:
+    error = ScheduleError(what, fix=fix)
+    error.timeline = timeline
+    return error
+
+
+def _listed(pipe: HasStages, schedule: Any, ranks: int | None, microbatches: int | None) -> Schedule:
+    if isinstance(schedule, str):
+        each = 1 if schedule in ONE_STAGE_PER_RANK else 2
+        ranks = ranks or max(1, pipe.num_stages // each)
+        per_rank = None if each == 1 else max(1, pipe.num_stages // ranks)
+        return named_schedule(schedule, ranks, microbatches or 2 * ranks, per_rank)
+    if isinstance(schedule, list | tuple | dict):
+        schedule = Schedule.of(schedule)
+    return schedule_of(schedule)
+
+
+def _on_cuda(pipe: HasStages) -> bool:
+    first: torch.nn.Parameter | None = next(iter(pipe.get_stage_module(0).parameters()), None)
+    return first is not None and first.device.type == "cuda"
