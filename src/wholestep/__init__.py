@@ -6,6 +6,7 @@ from wholestep import errors as errors
 from wholestep import lower as lower
 from wholestep import passes as passes
 from wholestep import pipelining as pipelining
+from wholestep import simulate as simulate
 from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
 from wholestep.api import compile as compile
@@ -43,5 +44,6 @@ __all__ = [
     "partial_lower",
     "passes",
     "pipelining",
+    "simulate",
     "split_module",
 ]

@@ -142,6 +142,9 @@ def plan(
         rows = _rows_of(made) if batch is not None else None
         for name in _allowed(schedules, each):
             for count in microbatches or [ranks * factor for factor in (1, 2, 4, 8)]:
+                if batch is not None and count > batch:
+                    left_out[f"{name}, {ranks * each} stages, {count} microbatches"] = f"the batch has {batch} rows."
+                    continue
                 scale = 1.0 if batch is None or rows is None else batch / count / rows
                 try:
                     size = bytes_from(known, state_copies, scale)

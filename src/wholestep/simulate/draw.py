@@ -2,8 +2,8 @@
 
     picture = svg(predicted, measured, titles=("predicted", "measured"))
 
-Forwards are blue, backwards orange; split into teal (for the input) and green (for the weights). A block says stage and
-microbatch if there is room, and all of it where a pointer rests on it.
+Forwards are blue, backwards orange; split into teal (for the input) and green (for the weights). Of a rank with several
+stages every second one is paler. A block says stage and microbatch if there is room, and more where a pointer rests.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, t
         lane = _lane(top, rank)
         yield f'<text x="8" y="{lane + 17}">rank {rank}</text>'
         yield f'<rect x="{_LEFT}" y="{lane}" width="{width - _LEFT - _RIGHT}" height="{_LANE}" fill="#f3f3f3"/>'
+    pale = {stage for stages in _stages(timeline) for stage in stages[1::2]}
     for span in timeline.spans:
         if span.length or span.action.kind is not Kind.REDUCE_GRAD:
-            yield _block(span, top, start, scale)
+            yield _block(span, top, start, scale, span.action.stage in pale)
     for span in timeline.transfers if transfers else ():
         yield _line(span, top, start, scale)
 
@@ -82,15 +83,22 @@ def _lane(top: int, rank: int) -> int:
     return top + _HEAD + rank * (_LANE + _GAP)
 
 
-def _block(span: Span, top: int, start: Number, scale: float) -> str:
+def _stages(timeline: Timeline) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in timeline.schedule.ranks]
+    for stage in sorted(timeline.schedule.rank_of):
+        found[timeline.schedule.rank_of[stage]].append(stage)
+    return found
+
+
+def _block(span: Span, top: int, start: Number, scale: float, pale: bool) -> str:
     x, w = _LEFT + float(span.start - start) * scale, float(span.length) * scale
     y = _lane(top, span.rank)
     parts = span.action.leaves()
     label = " ".join(f"{part.stage}.{part.microbatch}" for part in parts if part.microbatch is not None)
     what = f"{span.action} on rank {span.rank}: {short(span.start)} to {short(span.end)}"
-    fill = _COLOURS[span.action.kind]
+    fill = f'fill="{_COLOURS[span.action.kind]}"' + (' fill-opacity="0.6"' if pale else "")
     size = f'width="{w:.2f}" height="{_LANE}"'
-    box = f'<rect x="{x:.2f}" y="{y}" {size} fill="{fill}" stroke="white" stroke-width="0.7"/>'
+    box = f'<rect x="{x:.2f}" y="{y}" {size} {fill} stroke="white" stroke-width="0.7"/>'
     inside = f'<text x="{x + w / 2:.2f}" y="{y + 17}" font-size="9" text-anchor="middle">{label}</text>'
     return f"<g><title>{escape(what)}</title>{box}{inside if len(label) * _LETTER < w else ''}</g>"
 

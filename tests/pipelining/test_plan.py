@@ -1,0 +1,174 @@
+"""Choosing a schedule for a model, and refusing one before any rank starts."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+import wholestep as ws
+from wholestep import _torch_compat_schedules as compat
+from wholestep.errors import OptionError, ScheduleError
+from wholestep.pipelining.node_costs import Machine
+from wholestep.pipelining.stage_costs import StageCosts, estimate_costs
+from wholestep.simulate.pipeline import Network, named_schedule, with_communication
+
+MIB = 2**20
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int = 8, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def cut(stages: int, depth: int = 8, batch: int = 16, width: int = 32) -> ws.pipelining.Pipe:
+    begin = {f"blocks.{i * depth // stages}": ws.pipelining.SplitPoint.BEGINNING for i in range(1, stages)}
+    return ws.pipelining.pipeline(Blocks(depth, width), (torch.randn(batch, width),), split_spec=begin)
+
+
+@pytest.fixture(scope="module")
+def pipes() -> dict[int, ws.pipelining.Pipe]:
+    return {stages: cut(stages) for stages in (4, 8)}
+
+
+@pytest.fixture(scope="module")
+def plan(pipes) -> ws.pipelining.Plan:
+    return ws.pipelining.plan(Blocks(), 4, cut=pipes.__getitem__, stages_per_rank=(1, 2), microbatches=(4, 8, 16))
+
+
+def test_costs_are_the_arithmetic_of_products_and_what_autograd_keeps(pipes):
+    machine = Machine(flops=1e9, memory=1e30, launch=0.0)
+    costs = estimate_costs(pipes[4], machine)
+    rows, width, blocks = 16, 32, 2
+    product = 2 * rows * width * 4 * width / 1e9
+    inner = costs[1]
+    assert inner.forward == pytest.approx(blocks * 2 * product)
+    assert inner.backward_input == pytest.approx(blocks * 2 * product)
+    assert inner.backward_weight == pytest.approx(blocks * 2 * product)
+    assert costs[0].backward_input == 0  # nobody wants the gradient of the model's input: all of it is W
+    assert inner.parameter_bytes == blocks * 4 * (2 * 4 * width * width + 5 * width)
+    kept = 4 * rows * (width + 4 * width + 4 * width)  # input, before and after GELU
+    assert inner.activation_bytes == blocks * kept
+    assert inner.arriving_bytes == inner.arriving_back_bytes == 4 * rows * width
+    assert (costs[0].arriving_bytes, costs[-1].arriving_back_bytes) == (0, 0)
+
+
+def test_a_plan_ranks_all_choices_by_time(plan):
+    found = {(each.schedule, each.stages, each.microbatches) for each in plan.choices}
+    assert ("1F1B", 4, 16) in found
+    assert ("ZBVZeroBubble", 8, 16) in found
+    assert all(each.fits for each in plan.choices)
+    times = [each.seconds_per_microbatch for each in plan.choices]
+    assert times == sorted(times)
+    assert plan.best is plan.choices[0]
+    assert "DualPipeV, 8 stages, 4 microbatches" in plan.left_out  # torch needs as many microbatches as stages
+    assert len(found) + len(plan.left_out) == 3 * (3 + 5)
+
+
+def test_choices_that_do_not_fit_come_last_and_are_never_best(plan, pipes):
+    needs = sorted({each.peak_bytes for each in plan.choices})
+    memory = needs[len(needs) // 2]
+    tight = ws.pipelining.plan(
+        Blocks(), 4, memory, cut=pipes.__getitem__, stages_per_rank=(1, 2), microbatches=(4, 8, 16)
+    )
+    fits = [each.fits for each in tight.choices]
+    assert fits == sorted(fits, reverse=True)
+    assert {each.fits for each in tight.choices} == {True, False}
+    assert all((each.peak_bytes <= memory) is each.fits for each in tight.choices)
+    none = ws.pipelining.plan(pipes[4], 4, 1, microbatches=(4,))
+    with pytest.raises(ScheduleError, match="no schedule fits"):
+        _ = none.best
+
+
+def test_a_batch_is_divided_among_microbatches_and_small_operators_cost_their_launch(pipes):
+    big, small = (Machine(launch=launch) for launch in (0.0, 1.0))
+    for machine in (big, small):
+        plan = ws.pipelining.plan(pipes[4], 4, batch=64, machine=machine, schedules=["1F1B"], microbatches=(4, 16))
+        few, many = sorted(plan.choices, key=lambda each: each.microbatches)
+        assert (many.seconds < few.seconds) is (machine is big)  # with launches of a second, fewer is better
+
+
+def test_more_microbatches_than_rows_are_left_out(pipes):
+    plan = ws.pipelining.plan(pipes[4], 4, batch=8, schedules=["GPipe"], microbatches=(8, 16))
+    assert [each.microbatches for each in plan.choices] == [8]
+    assert plan.left_out == {"GPipe, 4 stages, 16 microbatches": "the batch has 8 rows."}
+
+
+def test_a_model_is_cut_by_the_plan_itself():
+    plan = ws.pipelining.plan(
+        Blocks(),
+        2,
+        mb_args=(torch.randn(4, 32),),
+        stages_per_rank=(1, 2),
+        microbatches=(4,),
+        schedules=["1F1B", "LoopedBFS"],
+    )
+    assert {(each.schedule, each.stages) for each in plan.choices} == {("1F1B", 2), ("LoopedBFS", 4)}
+
+
+def test_costs_of_ones_own_are_taken(pipes):
+    own = [StageCosts(1.0, 1.0, 1.0, 10, 0, 100, 0, 0)] * 4
+    fast = Machine(launch=0.0, link=float("1e30"))
+    plan = ws.pipelining.plan(pipes[4], 4, costs=lambda pipe: own, machine=fast, schedules=["1F1B"], microbatches=(8,))
+    assert plan.best.seconds == pytest.approx((8 + 3) * 3)
+    assert plan.best.peak_bytes == 10 * 4 + 4 * 100
+
+
+def test_the_table_has_a_row_per_choice_plain_and_for_rich(plan):
+    import rich.console
+
+    lines = str(plan).splitlines()
+    assert len(lines) == 1 + len(plan.choices)
+    assert lines[0].split()[:3] == ["schedule", "stages", "microbatches"]
+    out = io.StringIO()
+    rich.console.Console(file=out, width=160).print(plan)
+    assert out.getvalue().count("ZBVZeroBubble") == str(plan).count("ZBVZeroBubble") > 0
+
+
+def test_stages_that_ranks_cannot_share_are_refused(pipes):
+    with pytest.raises(OptionError, match="4 stages cannot be shared by 3 ranks"):
+        ws.pipelining.plan(pipes[4], 3)
+    with pytest.raises(OptionError, match="ranks=0"):
+        ws.pipelining.plan(pipes[4], 0)
+
+
+def test_a_check_returns_the_timeline_of_names_lists_and_torchs_objects(pipes):
+    named = pipes[4].check("GPipe", microbatches=6)
+    (stage,) = compat._stand_ins(4, 1)
+    assert pipes[4].check(ScheduleGPipe(stage, 6)).spans == named.spans
+    assert pipes[4].check(named_schedule("GPipe", 4, 6)).spans == named.spans
+    listed = [[str(action) for action in rank] for rank in named_schedule("GPipe", 4, 6).ranks]
+    assert pipes[4].check(listed).makespan == named.makespan
+    assert pipes[8].check("ZBVZeroBubble", microbatches=8).schedule.stages == 8
+    assert len(pipes[8].check("Interleaved1F1B", ranks=2, microbatches=4).schedule.ranks) == 2
+
+
+def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
+    by_hand = with_communication(named_schedule("1F1B", 4, 8).compute_only(), "late")
+    assert pipes[4].check(by_hand).deadlock is None
+    with pytest.raises(ScheduleError, match="rank 0 stands at 0SEND_F3 and waits for 1RECV_F3 of rank 1") as caught:
+        pipes[4].check(by_hand, network=Network(blocking_sends=True))
+    assert caught.value.timeline.deadlock is not None
+
+
+def test_a_check_refuses_what_does_not_fit(pipes):
+    needed = max(pipes[4].check("1F1B", microbatches=8).peak_bytes)
+    assert pipes[4].check("1F1B", microbatches=8, memory=needed)
+    with pytest.raises(ScheduleError, match=r"1F1B needs .* MiB on rank 0, .* keeps 4 activations"):
+        pipes[4].check("1F1B", microbatches=8, memory=needed - 1)
+
+
+def test_a_check_refuses_a_schedule_for_other_stages(pipes):
+    with pytest.raises(ScheduleError, match="GPipe has 3 stages, the pipe has 4"):
+        pipes[4].check("GPipe", ranks=3, microbatches=4)
