@@ -26,6 +26,9 @@ class StepWatch:
         self._call += 1
         channel = Channel.current()
         if channel is not None:
+            failed = channel.peer_failure()
+            if failed is not None:
+                raise failed
             phase = channel.running(self._name, self._call)
             phase.__enter__()
             self._phase = phase

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.errors import OptionError, StageError
 from wholestep.parallel.plan import Plan
@@ -268,7 +269,10 @@ class Stage(PipelineStage):
         try:
             inputs = self._inputs(fwd_chunk_id, args, kwargs)
             given = [value.clone() if i in self._written else value for i, value in enumerate(inputs)]
-            result = self.forward_maybe_with_nosync(*given)  # type: ignore[no-untyped-call]
+            if isinstance(self.submod, DistributedDataParallel):
+                result = self.forward_maybe_with_nosync(*given)  # type: ignore[no-untyped-call]
+            else:
+                result = self.submod(*given)
             outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
             if not self.is_last:
                 check_values(outputs, self.stage_index)
@@ -335,7 +339,7 @@ class Stage(PipelineStage):
                 gradients = []
                 self._halfway[bwd_chunk_id] = beginning
             else:
-                self._before_half()
+                self._before_backward()
                 gradients, self._halfway[bwd_chunk_id] = first_half(
                     beginning.roots,
                     beginning.gradients,
@@ -358,7 +362,7 @@ class Stage(PipelineStage):
             if isinstance(state, Beginning):
                 self._whole(state, [], last_backward)
             else:
-                self._before_half()
+                self._before_backward()
                 accumulate(second_half(state))
         except Exception as error:
             self.rank_step.failed(error)
@@ -381,16 +385,21 @@ class Stage(PipelineStage):
     def _whole(self, beginning: Beginning, inputs: Sequence[torch.Tensor], last: bool) -> Sequence[torch.Tensor | None]:
         if not beginning.roots:
             return [None] * len(inputs)
-        arguments = {
-            "stage_output": tuple(beginning.roots),
-            "output_grads": tuple(beginning.gradients),
-            "input_values": list(inputs),
-        }
-        gradients: Sequence[torch.Tensor | None]
-        gradients, _ = self.backward_maybe_with_nosync("full", arguments, last_backward=last)
+        if isinstance(self.submod, DistributedDataParallel):
+            arguments = {
+                "stage_output": tuple(beginning.roots),
+                "output_grads": tuple(beginning.gradients),
+                "input_values": list(inputs),
+            }
+            return self.backward_maybe_with_nosync("full", arguments, last_backward=last)[0]
+        self._before_backward()
+        torch.autograd.backward(beginning.roots, beginning.gradients)
+        gradients = [value.grad for value in inputs]
+        for value in inputs:
+            value.grad = None
         return gradients
 
-    def _before_half(self) -> None:
+    def _before_backward(self) -> None:
         """For fully_shard: parameters are whole, and are reduced with the end of the step, not before."""
         if isinstance(self.submod, FSDPModule):
             self.submod.unshard()
