@@ -186,6 +186,36 @@ def test_a_graph_without_a_form_in_json_still_has_a_repro(tmp_path: Path) -> Non
     assert torch.equal(runpy.run_path(str(dump.folder / "repro.py"))["run"](), torch.ones(2).sin())
 
 
+class Branches(torch.nn.Module):
+    """`where` is the name of a node, a constant is real while AOTAutograd compiles, and `cond` holds graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.where(x > 0, torch.zeros(3, device=x.device), x) * torch.tensor([1.0, 2.0, 3.0])
+        return torch.cond(y.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos(), (y,))
+
+
+def test_repros_hold_constants_and_the_graphs_of_higher_order_operators(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    dump = functools.partial(ws.compilers.debug_compile, folder=tmp_path, name="graph")
+    x = torch.randn(2, 3)
+    result = torch.compile(Branches(), backend=ws.compilers.as_backend(dump))(x)
+    [found] = runpy.run_path(str(tmp_path / "graph_0" / "repro.py"))["run"]()
+    assert torch.equal(result, found)
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_function_of_the_program_itself_is_in_the_repro(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twice, "__module__", "__main__")
+    graph = fx.Graph()
+    graph.output((graph.call_function(twice, (graph.placeholder("x"),)),))
+    GraphDump(tmp_path / "one", fx.GraphModule({}, graph), [torch.ones(3)], "one")
+    [found] = runpy.run_path(str(tmp_path / "one" / "repro.py"))["run"]()
+    assert found.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_our_safetensors_are_those_of_the_package(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(2, 3),

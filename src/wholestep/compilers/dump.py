@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor
-from wholestep.compilers.boxed import copy_graph_module
+from wholestep._torch_compat import FakeTensor, without_modes
+from wholestep.compilers.boxed import attribute_of, copy_graph_module
 from wholestep.compilers.input_records import (
     LARGEST,
     InputRecord,
@@ -76,7 +76,8 @@ class GraphDump:
         self._placeholders = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
         self.complete = False
         self.records: list[InputRecord] = []
-        self._write(inputs)
+        with without_modes():  # AOTAutograd compiles inside of a fake mode, and constants are real
+            self._write(inputs)
 
     def _write(self, inputs: Sequence[Any]) -> None:
         given = list(inputs) if len(inputs) == len(self._placeholders) else self._from_metadata()
@@ -264,11 +265,11 @@ def _read_records(path: Path) -> tuple[InputRecord, ...]:
 def _constants(gm: fx.GraphModule) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
-        value: Any = gm
-        for atom in str(node.target).split("."):
-            value = getattr(value, atom, None)
+        value = attribute_of(gm, str(node.target))
         if isinstance(value, Tensor) and _has_data(value):
             found[str(node.target)] = value
+        elif isinstance(value, fx.GraphModule):
+            found |= {f"{node.target}.{name}": each for name, each in _constants(value).items()}
     return found
 
 

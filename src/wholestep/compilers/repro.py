@@ -7,6 +7,7 @@ not have become the CPU, or what `--device` says; seed and states of random gene
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from wholestep.compilers.boxed import copy_graph_module
+from wholestep.compilers.boxed import attribute_of, copy_graph_module
 from wholestep.ir.readable import clean
+from wholestep.ir.repro import importable, source_of
 
 _DEVICE = re.compile(r"(?<![\w.])device\(type='([a-z]+)'(?:, index=(\d+))?\)")
 _STANDARD = frozenset({"torch", "device", "inf", "nan", "NoneType"})
@@ -27,6 +29,8 @@ python repro.py [--device cuda] [--seed 0] [--made-up]
 Inputs are those of inputs.json and inputs.safetensors in this folder.{note}
 Imports of libraries that define operators of their own belong at the top.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -42,7 +46,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 DEVICE = None
 
 
-def where(name):
+def device_for(name):
     """The device of this run for one of the recorded run."""
     if DEVICE is not None and (name.split(":")[0] != "cpu" or not {has_accelerator}):
         return torch.device(DEVICE)
@@ -51,9 +55,6 @@ def where(name):
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError):
         return torch.device("cpu")
-
-
-class Graph(torch.nn.Module):
 '''
 
 _TAIL = '''
@@ -92,7 +93,7 @@ def make(record, memory, made_up=False):
             low, high = record.get("low"), record.get("high")
             low = 0 if low is None else low
             flat = torch.randint(low, (max(low, 1) if high is None else high) + 1, (extent,)).to(dtype)
-    return flat.to(where(record["device"])).as_strided(shape, stride, start)
+    return flat.to(device_for(record["device"])).as_strided(shape, stride, start)
 
 
 def load(seed=None, made_up=False):
@@ -111,7 +112,7 @@ def load(seed=None, made_up=False):
                 setattr(owner, atom, torch.nn.Module())
             owner = getattr(owner, atom)
         flat = memory["constant." + record["name"]].view(getattr(torch, record["dtype"]))
-        owner.register_buffer(name, flat.reshape(record.get("shape", [])).to(where(record["device"])))
+        owner.register_buffer(name, flat.reshape(record.get("shape", [])).to(device_for(record["device"])))
     if seed is None:
         for name, state in memory.items():
             if name == "random.cpu":
@@ -152,15 +153,13 @@ if __name__ == "__main__":
 
 def repro_text(gm: fx.GraphModule, title: str, no_json: str = "") -> str:
     """The program. `no_json`: why there is no graph.json, if there is none."""
-    copy = copy_graph_module(gm)
-    copy.graph.set_codegen(CodeGen())
-    code = copy.graph.python_code(root_module="self")
-    devices = {match[0] for match in _DEVICE.findall(code.src)}
-    devices |= {str(v.device.type) for v in (n.meta.get("val") for n in gm.graph.nodes) if isinstance(v, torch.Tensor)}
-    source = _DEVICE.sub(lambda m: f"where({m[1] + (':' + m[2] if m[2] else '')!r})", code.src)
+    classes = _classes(gm, "Graph")
+    sources = "\n".join(each.source for each in classes)
+    known = {name: value for each in classes for name, value in each.names.items()}
     imports = "\n".join(
-        sorted(filter(None, (_import(n, value) for n, value in code.globals.items() if re.search(rf"\b{n}\b", source))))
+        sorted(filter(None, (_import(n, value) for n, value in known.items() if re.search(rf"\b{n}\b", sources))))
     )
+    devices = {device for each in classes for device in each.devices}
     note = f"\nThere is no graph.json: {clean(no_json)}" if no_json else ""
     head = _HEAD.format(
         title=clean(title).replace('"', "'").replace("\\", "/"),
@@ -169,8 +168,42 @@ def repro_text(gm: fx.GraphModule, title: str, no_json: str = "") -> str:
         imports=imports + "\n" if imports else "",
         has_accelerator=bool(devices - {"cpu", "meta"}),
     )
-    body = "\n".join(f"    {line}".rstrip() for line in source.strip("\n").splitlines())
-    return head + body + "\n" + _TAIL
+    return "\n\n".join([head.rstrip("\n"), *(f"\n{each.source}" for each in classes)]) + "\n" + _TAIL
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A graph as a class of the program."""
+
+    source: str
+    names: dict[str, Any]
+    devices: frozenset[str]
+
+
+def _classes(gm: fx.GraphModule, name: str) -> list[_Class]:
+    """A graph after those that it holds: bodies of higher-order operators such as `cond`."""
+    held = {str(node.target): attribute_of(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
+    graphs = {target: value for target, value in held.items() if isinstance(value, fx.GraphModule)}
+    found: list[_Class] = []
+    lines = []
+    for number, (target, value) in enumerate(graphs.items()):
+        found += _classes(value, f"{name}_{number}")
+        lines.append(f"        self.add_module({target!r}, {name}_{number}())")
+    copy = copy_graph_module(gm)
+    copy.graph.set_codegen(CodeGen())
+    code = copy.graph.python_code(root_module="self")
+    devices = {match[0] for match in _DEVICE.findall(code.src)}
+    devices |= {str(v.device.type) for v in (n.meta.get("val") for n in gm.graph.nodes) if isinstance(v, torch.Tensor)}
+    source = _DEVICE.sub(lambda m: f"device_for({m[1] + (':' + m[2] if m[2] else '')!r})", code.src)
+    body = [f"    {line}".rstrip() for line in source.strip("\n").splitlines()]
+    start = ["    def __init__(self):", "        super().__init__()", *lines, ""] if lines else []
+    text = "\n".join([f"class {name}(torch.nn.Module):", *start, *body])
+    names = {}
+    for known, value in code.globals.items():
+        # In a class, Python gives names that begin with two underscores another one.
+        names[own := f"global{known.rstrip('_')}" if known.startswith("__") else known] = value
+        text = re.sub(rf"\b{known}\b", own, text) if own != known else text
+    return [*found, _Class(text, names, frozenset(devices))]
 
 
 def _import(name: str, value: Any) -> str:
@@ -180,6 +213,9 @@ def _import(name: str, value: Any) -> str:
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    source = source_of(value)
+    if source is not None and importable(value) is None:
+        return source if own == name else f"{source}\n\n\n{name} = {value.__name__}\n"
     if not module or not own or "<" in own or module == "builtins":
         return ""
     first, *rest = own.split(".")
