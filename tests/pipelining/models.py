@@ -156,14 +156,14 @@ def numbers(*shape: int) -> torch.Tensor:
 def gpt2(**settings: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    small = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16, "use_cache": False}
+    small = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**{**small, "bos_token_id": 0, "eos_token_id": 0, **settings}))
 
 
 def llama(**settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    small = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     more = {"num_key_value_heads": 2, "vocab_size": 32, "use_cache": False, "tie_word_embeddings": True}
     return LlamaForCausalLM(LlamaConfig(**{**small, **more, "max_position_embeddings": 16, **settings}))
 
@@ -195,14 +195,14 @@ CASES = {
         gpt2,
         lambda: (tokens(),),
         lambda: {"labels": tokens()},
-        split={"transformer.h.1": BEGINNING, "transformer.h.3": BEGINNING},
+        split={"transformer.h.1": BEGINNING, "transformer.h.2": BEGINNING},
         stages=3,
     ),
     "llama": Case(
         llama,
         lambda: (tokens(),),
         lambda: {"labels": tokens()},
-        split={"model.layers.1": BEGINNING, "model.layers.3": BEGINNING},
+        split={"model.layers.1": BEGINNING, "model.layers.2": BEGINNING},
         stages=3,
     ),
     "bert": Case(

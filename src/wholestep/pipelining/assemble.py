@@ -57,6 +57,7 @@ def assemble(
     codes = {mode: build_stages(each, routing, mode) for mode, each in staged.items()}
     entries = place(state, used)
     flags = {path: submodule.training for path, submodule in module.named_modules(remove_duplicate=False)}
+    device = _device(main)
     stages = [
         StageModule(
             StageAbout(i, routing.inputs[i], routing.outputs[i], missing),
@@ -64,7 +65,7 @@ def assemble(
             modes.main,
             entries[i] if i < len(entries) else (),
             flags,
-            _device(main),
+            device,
         )
         for i in range(routing.stages)
     ]

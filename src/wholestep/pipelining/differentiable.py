@@ -1,56 +1,153 @@
-"""Along which values a gradient comes back: the graph runs once on fake tensors, with autograd watching.
+"""Along which values a gradient comes back: operators run on fake tensors, with autograd watching.
 
 Rules about operators would have to know that `zeros_like(h)` needs no gradient, and that `h.add_(w)` makes one of `h`.
+Layers repeat: an operator runs once for all nodes that have the same shapes and whose inputs require the same gradients.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from wholestep._torch_compat import FakeTensorMode, new_fake_mode, pytree
+from wholestep._torch_compat import new_fake_mode, pytree
 from wholestep.pipelining.example_values import example_value
 from wholestep.pipelining.regions import Region, regions_of
+from wholestep.pipelining.staged import storage_of
+from wholestep.pipelining.writes import written_nodes
 
 
 def find_differentiable(
     graph: fx.Graph, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]
 ) -> set[fx.Node]:
     """The nodes whose tensors require a gradient at the end of the graph."""
-    env: dict[fx.Node, Any] = {}
-    mode = new_fake_mode(None)
-    with torch.enable_grad(), mode:
+    return _Watch(requires_grad, submodules).run(graph)
+
+
+class _Answer(NamedTuple):
+    """What requires a gradient after an operator."""
+
+    results: Any
+    """Like the results: True or False for each tensor."""
+    written: tuple[bool, ...]
+    """For each argument that it writes."""
+
+
+class _Watch:
+    def __init__(self, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]) -> None:
+        self._requires_grad = requires_grad
+        self._submodules = submodules
+        self._mode = new_fake_mode(None)
+        self._flags: dict[fx.Node, Any] = {}
+        self._geometry: dict[fx.Node, Any] = {}
+        self._sharing: dict[Any, list[fx.Node]] = {}
+        self._known: dict[Any, _Answer] = {}
+
+    def run(self, graph: fx.Graph) -> set[fx.Node]:
         for node in graph.nodes:
+            value = node.meta.get("val")
             if node.op in ("placeholder", "get_attr"):
-                value = example_value(node.meta.get("val"), mode)
-                env[node] = submodules.get(str(node.target)) if value is None else _leaf(value, requires_grad(node))
-        work = [node for node in graph.nodes if node.op == "call_function"]
-        for regions, nodes in groupby(work, regions_of):
-            with _inside(regions):
-                for node in nodes:
-                    env[node] = _run(node, env, mode)
-    return {node for node, value in env.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+                can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+                self._flags[node] = can and self._requires_grad(node)
+            elif node.target is operator.getitem and isinstance(self._flags[node.args[0]], list | tuple):
+                self._flags[node] = self._flags[node.args[0]][node.args[1]]
+            elif node.op == "call_function":
+                self._call(node)
+        return {node for node, flag in self._flags.items() if flag is True}
+
+    def _call(self, node: fx.Node) -> None:
+        written = written_nodes(node)
+        key = self._key(node)
+        answer = self._known.get(key)
+        if answer is None:
+            answer = self._known[key] = self._ask(node, written)
+        self._flags[node] = answer.results
+        for argument, flag in zip(written, answer.written, strict=True):
+            self._flags[argument] = flag
+            if flag:
+                for other in self._sharing_with(argument):
+                    if other in self._flags:
+                        self._flags[other] = True
+
+    def _sharing_with(self, node: fx.Node) -> list[fx.Node]:
+        """All tensors through which a write to this one is seen."""
+        if not self._sharing:
+            for each in node.graph.nodes:
+                self._sharing.setdefault(storage_of(each.meta.get("val")), []).append(each)
+        memory = storage_of(node.meta.get("val"))
+        return [] if memory is None else self._sharing[memory]
+
+    def _key(self, node: fx.Node) -> Any:
+        def described(arg: fx.Node) -> Any:
+            return _Text(f"{self._describe(arg)}{self._flags.get(arg)}")
+
+        args = fx.map_arg((node.args, node.kwargs), described)  # type: ignore[arg-type]
+        modes = [str(region) for region in regions_of(node) if region.kind != "checkpoint"]
+        return f"{node.target} {args} {modes}"
+
+    def _describe(self, node: fx.Node) -> str:
+        found = self._geometry.get(node)
+        if found is None:
+            found = self._geometry[node] = _geometry(node)
+        return str(found)
+
+    def _ask(self, node: fx.Node, written: list[fx.Node]) -> _Answer:
+        made: dict[fx.Node, Any] = {}
+
+        def operand(arg: fx.Node) -> Any:
+            if arg not in made:
+                value = example_value(arg.meta.get("val"), self._mode)
+                if value is None:
+                    value = self._submodules.get(str(arg.target))
+                made[arg] = pytree.tree_map(_require, value, self._flags[arg]) if self._any(arg) else value
+                if arg in written:
+                    made[arg] = made[arg].clone()  # a leaf cannot be written
+            return made[arg]
+
+        with torch.enable_grad(), self._mode:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), operand)  # type: ignore[arg-type,misc]
+            with _inside(regions_of(node)):
+                try:
+                    results = node.target(*args, **kwargs)  # type: ignore[operator]
+                except Exception:
+                    # An operator that only export can trace. Its results follow its inputs: at most too much.
+                    given = any(self._any(arg) for arg in node.all_input_nodes) and torch.is_grad_enabled()
+                    results = pytree.tree_map(lambda v: _require(v, given), example_value(node.meta["val"], self._mode))
+        return _Answer(pytree.tree_map(_flag, results), tuple(_flag(made[argument]) for argument in written))
+
+    def _any(self, node: fx.Node) -> bool:
+        return any(flag is True for flag in pytree.tree_leaves(self._flags.get(node)))
 
 
-def _leaf(value: Any, requires_grad: bool) -> Any:
+class _Text(str):
+    """Prints as it is within a tuple."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _geometry(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}{value.device}"
+    if isinstance(value, list | tuple):
+        return str([f"{tuple(item.shape)}{item.dtype}" for item in value if isinstance(item, torch.Tensor)])
+    return f"{node.target}" if value is None else f"{value}"
+
+
+def _require(value: Any, flag: Any) -> Any:
     can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.requires_grad_(True) if can and requires_grad and torch.is_grad_enabled() else value
+    return value.requires_grad_(True) if can and flag is True else value
 
 
-def _run(node: fx.Node, env: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    args = fx.map_arg(node.args, env.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, env.__getitem__)
-    try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:
-        # An operator that only export can trace. Its results follow its inputs, which is at most too much.
-        given = any(isinstance(env[arg], torch.Tensor) and env[arg].requires_grad for arg in node.all_input_nodes)
-        return pytree.tree_map(lambda value: _leaf(value, given), example_value(node.meta.get("val"), mode))
+def _flag(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 @contextmanager

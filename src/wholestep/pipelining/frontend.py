@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError
-from wholestep.pipelining.assemble import assemble
+from wholestep.pipelining.assemble import ChooseStages, assemble
 from wholestep.pipelining.balance import Balance, choose_stages
 from wholestep.pipelining.calls import call_form
 from wholestep.pipelining.capture import Program, capture
+from wholestep.pipelining.cut import stages_by_marks
 from wholestep.pipelining.markers import annotate_split_points
 from wholestep.pipelining.modes import Modes, capture_modes
 from wholestep.pipelining.pipe import Pipe
@@ -58,7 +59,8 @@ def pipeline(
     tensors = form.flatten(mb_args, kwargs)
     names = [node.name for node in main.graph.nodes if node.op == "placeholder"]
     inputs_require_grad = {name: tensor.requires_grad for name, tensor in zip(names, tensors, strict=True)}
-    choose = None
+    # Marks of a policy are in one graph only; the others follow it.
+    choose: ChooseStages | None = stages_by_marks if split_policy is not None else None
     if stages is not None:
         state = ModelState(module, [main.constants])
         balance = stages if isinstance(stages, Balance) else Balance(stages)

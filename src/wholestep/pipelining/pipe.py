@@ -188,10 +188,13 @@ def _chain(routing: Routing, stages: Sequence[StageModule]) -> fx.GraphModule:
     graph = fx.Graph()
     root = torch.nn.Module()
     values = [graph.placeholder(name) for name in routing.inputs[0]]
-    for i, stage in enumerate(stages):
-        root.add_module(get_submod_name(i), stage)
+    for i in range(len(stages)):
+        root.add_module(get_submod_name(i), torch.nn.Module())
         call = graph.create_node("call_module", get_submod_name(i), tuple(values))
         count = len(routing.outputs[i])
         values = [call] if count == 1 else [graph.call_function(operator.getitem, (call, k)) for k in range(count)]
     graph.output(tuple(values))
-    return fx.GraphModule(root, graph, class_name="Pipe")
+    chain = fx.GraphModule(root, graph, class_name="Pipe")
+    for i, stage in enumerate(stages):  # not before: a graph module compiles those inside of it again
+        chain.add_module(get_submod_name(i), stage)
+    return chain

@@ -111,6 +111,8 @@ def _stages_of_state(staged: Staged, state: ModelState) -> dict[str, set[int]]:
 def _written_state(staged: Staged, state: ModelState) -> dict[str, dict[int, fx.Node]]:
     """For each tensor that is written, directly or through a view, the stages that do."""
     written = writes_by_storage(staged)
+    if not written:
+        return {}
     found: dict[str, dict[int, fx.Node]] = {}
     for node in staged.graph.nodes:
         if node.op == "get_attr" and staged.storage(node) in written:

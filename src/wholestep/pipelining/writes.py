@@ -57,6 +57,8 @@ def copy_before_writing(staged: Staged) -> None:
     if staged.count == 1:
         return
     written = writes_by_storage(staged)
+    if not written:
+        return
     state = {staged.storage(node) for node in staged.graph.nodes if node.op == "get_attr"}
     members: dict[Any, list[fx.Node]] = {}
     for node in staged.graph.nodes:
