@@ -2,7 +2,8 @@
 
     schedule = ws.pipelining.schedule("1F1B", stage, 8, loss_fn)      what Schedule1F1B(stage, 8, loss_fn) is, and also:
 
-    targets       a dict, tuple or list of tensors, not only a tensor: torch's `step` splits the target itself
+    targets       a dict, tuple or list of tensors, not only a tensor: torch's `step` splits the target itself. None,
+                  if the model computes its loss from its inputs: loss_fn gets the result and None
     results       numbers and None among what the model returns: torch's `step` joins microbatches itself
     errors        a rank that raises or dies is named, also where the schedule waits: the wait is in torch's `step`
     actions       a list that never reduces gradients is refused: a stage cannot know that nothing more will come
@@ -66,19 +67,25 @@ class _Whole:
 
     _targets: list[Any] | None = None
     _n_microbatches: int
+    _loss_fn: Callable[..., torch.Tensor] | None
 
     def step(self, *args: Any, target: Any = None, **named: Any) -> Any:
         """One step; see torch's class."""
         self._check_actions()
         rank_step = stages_of(self)[0].rank_step
         try:
-            self._targets = None if target is None else split(target, self._n_microbatches)
+            self._targets = self._split_target(target)
             result = super().step(*args, **named)  # type: ignore[misc]
             rank_step.end_all()
             return result
         except Exception as error:
             rank_step.failed(error)
             raise
+
+    def _split_target(self, target: Any) -> list[Any] | None:
+        if target is not None:
+            return split(target, self._n_microbatches)
+        return None if self._loss_fn is None else [None] * self._n_microbatches
 
     def _step_microbatches(self, args: Any, kwargs: Any, targets: Any = None, *rest: Any, **named: Any) -> Any:
         return super()._step_microbatches(args, kwargs, self._targets, *rest, **named)  # type: ignore[misc]
