@@ -14,6 +14,7 @@ from wholestep import _torch_compat_schedules as compat
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.pipelining.node_costs import Machine
 from wholestep.pipelining.stage_costs import StageCosts, estimate_costs
+from wholestep.pipelining.stage_measures import measure_costs
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
 
 MIB = 2**20
@@ -123,6 +124,31 @@ def test_costs_of_ones_own_are_taken(pipes):
     plan = ws.pipelining.plan(pipes[4], 4, costs=lambda pipe: own, machine=fast, schedules=["1F1B"], microbatches=(8,))
     assert plan.best.seconds == pytest.approx((8 + 3) * 3)
     assert plan.best.peak_bytes == 10 * 4 + 4 * 100
+
+
+def test_measured_costs_leave_the_model_as_it_was():
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = nn.functional.dropout(self.norm(self.first(x)))
+            ws.pipelining.pipe_split()
+            return self.last(h)
+
+    model, x = Normed(), torch.randn(4, 8)
+    pipe = ws.pipelining.pipeline(model, (x,))
+    state, generator = {name: each.clone() for name, each in model.state_dict().items()}, torch.get_rng_state()
+    costs = measure_costs(pipe, (x,))
+    assert all(torch.equal(each, model.state_dict()[name]) for name, each in state.items())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(each.grad is None for each in model.parameters())
+    assert all(each.forward > 0 and each.backward_input + each.backward_weight > 0 for each in costs)
+    plan = ws.pipelining.plan(pipe, 2, costs="measured", mb_args=(x,), schedules=["GPipe"], microbatches=(2,))
+    assert plan.best.seconds > 0
+    with pytest.raises(OptionError, match="costs='guessed'"):
+        ws.pipelining.plan(pipe, 2, costs="guessed")
 
 
 def test_the_table_has_a_row_per_choice_plain_and_for_rich(plan):

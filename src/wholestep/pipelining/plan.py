@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from wholestep.pipelining.frontend import pipeline
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
+from wholestep.pipelining.stage_measures import measure_costs
 from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED
 from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
 
@@ -119,15 +120,15 @@ def plan(
     state_copies: float = 3,
     network: Network | None = None,
     cut: Callable[[int], HasStages] | None = None,
-    costs: Callable[[HasStages], Sequence[StageCosts]] | None = None,
+    costs: Literal["estimated", "measured"] | Callable[[HasStages], Sequence[StageCosts]] = "estimated",
 ) -> Plan:
     """Try all schedules, numbers of stages and numbers of microbatches on `ranks` ranks with `memory` bytes each.
 
     `model` is a model, which is cut into each number of stages with `mb_args` as its microbatch (`cut` does it another
     way), or a pipe, whose stages are taken as they are. `batch`: rows of a whole step, divided among the microbatches;
-    without it a microbatch keeps its size and a step grows with their number. `costs` says what stages cost instead of
-    the estimate for `machine`; `state_copies` is how many bytes are beside each byte of a parameter (3: a gradient and
-    Adam's two moments).
+    without it a microbatch keeps its size and a step grows with their number. `costs`: what stages cost, estimated for
+    `machine`, measured here on `mb_args`, or by a function of your own. `state_copies` is how many bytes are beside
+    each byte of a parameter (3: a gradient and Adam's two moments).
     """
     if ranks < 1:
         raise OptionError(f"ranks={ranks} is not a number of ranks.", fix="at least 1.")
@@ -138,7 +139,7 @@ def plan(
         if isinstance(made, str):
             left_out[f"{ranks * each} stages"] = made
             continue
-        known = tuple(costs(made) if costs is not None else estimate_costs(made, machine))
+        known = _costs(made, costs, machine, mb_args, mb_kwargs)
         rows = _rows_of(made) if batch is not None else None
         for name in _allowed(schedules, each):
             for count in microbatches or [ranks * factor for factor in (1, 2, 4, 8)]:
@@ -186,6 +187,18 @@ def _choice(
     return Choice(
         name, ranks * each, microbatches, seconds, per_microbatch, timeline.bubble_fraction, peak, fits, timeline
     )
+
+
+def _costs(
+    pipe: Any, costs: Any, machine: Machine, mb_args: Sequence[Any], mb_kwargs: Mapping[str, Any] | None
+) -> tuple[StageCosts, ...]:
+    if callable(costs):
+        return tuple(costs(pipe))
+    if costs == "measured":
+        return measure_costs(pipe, mb_args, mb_kwargs, machine)
+    if costs != "estimated":
+        raise OptionError(f"costs={costs!r} is not known.", fix='"estimated", "measured" or a function of a pipe.')
+    return estimate_costs(pipe, machine)
 
 
 def _allowed(schedules: Sequence[str], each: int) -> list[str]:

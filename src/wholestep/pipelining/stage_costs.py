@@ -2,8 +2,7 @@
 
 Each stage runs once, forward and backward, on tensors without data. Every operator counts as the longer of its
 arithmetic and its memory traffic on a machine of the given speeds; what autograd keeps is what a microbatch keeps. The
-numbers are for the microbatch with which the pipe was made. Measured times (`simulate.pipeline.times_of`) are better
-where there are any: pass your own `StageCosts`.
+numbers are for the microbatch with which the pipe was made.
 """
 
 from __future__ import annotations
@@ -102,13 +101,13 @@ def _estimate(pipe: HasStages, index: int, machine: Machine) -> StageCosts:
     counter, kept = _Meter(machine), _Kept([*parameters.values(), *buffers.values()])
     with mode, counter, kept, torch.enable_grad():
         result = torch.func.functional_call(stage, parameters | buffers, tuple(inputs))
-        outputs = [each for each in (result if isinstance(result, tuple) else (result,)) if _has_gradient(each)]
+        outputs = [each for each in (result if isinstance(result, tuple) else (result,)) if has_gradient(each)]
         forward = counter.take()
         wanted = [each for each in inputs if each.requires_grad]
         weights = [each for each in parameters.values() if each.requires_grad]
-        _gradients(outputs, wanted, True)
+        gradients(outputs, wanted, True)
         for_input = counter.take()
-        _gradients(outputs, [*wanted, *weights], False)
+        gradients(outputs, [*wanted, *weights], False)
         for_weights = _without(counter.take(), for_input)
     operators = dict(zip(_PHASES, (forward, for_input, for_weights), strict=True))
     crossing = [each for each in (routing.values[name] for name in routing.outputs[index]) if each.differentiable]
@@ -133,7 +132,8 @@ def _without(all_of_them: tuple[float, ...], some: tuple[float, ...]) -> tuple[f
     return tuple(each for each, count in left.items() for _ in range(count))
 
 
-def _gradients(outputs: list[Tensor], wanted: list[Tensor], again: bool) -> None:
+def gradients(outputs: list[Tensor], wanted: list[Tensor], again: bool) -> None:
+    """Run the backward from all outputs to what is wanted; `again` keeps the graph for a second one."""
     if outputs and wanted:
         grads = [torch.empty_like(each) for each in outputs]
         torch.autograd.grad(outputs, wanted, grads, retain_graph=again, allow_unused=True)
@@ -147,7 +147,8 @@ def _fake(tensor: Tensor | None, mode: FakeTensorMode, requires_grad: bool) -> T
     return made.requires_grad_(requires_grad and made.is_floating_point())
 
 
-def _has_gradient(value: Any) -> bool:
+def has_gradient(value: Any) -> bool:
+    """Whether a backward can begin at a value."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
