@@ -249,6 +249,37 @@ def test_a_region_that_is_compiled_wrong_is_found_and_made_small(monkeypatch):
     assert found.repro_path is not None
 
 
+def refuses(x: Tensor) -> Tensor:
+    raise ArithmeticError("not today")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "node"),
+    [
+        (aten.rsqrt.default, aten.sqrt.default, "native_layer_norm_default"),
+        (aten.tanh.default, refuses, "tanh_default"),
+    ],
+)
+def test_the_operator_is_named_where_one_of_its_results_is_wrong_or_a_region_raises(monkeypatch, old, new, node):
+    def compile_wrong(retraced: Any, config: Any) -> Any:
+        gm = copy.deepcopy(retraced.gm)
+        for each in gm.graph.find_nodes(op="call_function", target=old):
+            each.target = new
+        gm.recompile()
+        return lambda tensors: gm(*tensors)
+
+    def step(model: torch.nn.Module, x: Tensor) -> Tensor:
+        return model(x * 2).sin().mul(3).sum()
+
+    monkeypatch.setattr(importlib.import_module("wholestep.lower.partial_lower"), "compile_whole", compile_wrong)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.LayerNorm(4))
+    lowered = ws.compile(step, lower="inductor", lower_options={"remat": False, "min_aten_ops": 1})
+    found = bisect(lowered, (model, torch.randn(3, 4)), quiet=True)
+    assert (found.stage, found.region, found.node) == ("lowering", "subgraph_0", node)
+    assert found.text.startswith(f"{node} = aten.")
+
+
 def test_a_graph_that_was_kept_for_a_call_it_is_wrong_for_is_found():
     call = warm_call()
     step = step_with()

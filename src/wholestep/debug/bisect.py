@@ -11,6 +11,7 @@ decisions (`ranks`).
 from __future__ import annotations
 
 import json
+import operator
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,12 +32,13 @@ from wholestep.debug.runs import Note
 from wholestep.debug.shrink import LowersWrong, MetaIsWrong, PassIsWrong, region_case
 from wholestep.debug.versions import Call, capture_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError
+from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.options import Options
 
 _LEVEL = 2
 _MOST_TRIALS = 80
-_MOST_COMPILED = 24
+_MOST_COMPILED = 40
 """Trials that compile take seconds each."""
 
 
@@ -185,12 +187,14 @@ class _Bisect:
         if not verdict["wrong"]:
             self._right.append("compiled regions")
             return None
-        path, node = None, verdict["node"]
+        path = None
         if self._minimise and outside:
             small = self._shrink_region(graph, inside, outside)
             if small is not None:
                 path, node = small
-        return self._found("lowering", {**verdict, "node": node}, repro_path=path)
+                text = next((format_node(each) for each in graph.gm.graph.nodes if each.name == node), "")
+                verdict = {**verdict, "node": node, "text": text}
+        return self._found("lowering", verdict, repro_path=path)
 
     def _guard(self) -> Found | None:
         kept = self._kept
@@ -244,8 +248,9 @@ class _Bisect:
         except MinifyError as error:
             self._right.append(f"(no repro: {error.what})")
             return None
-        calls = [node.name for node in found.gm.graph.nodes if node.op == "call_function"]
-        return found.repro_path, calls[-1] if calls else ""
+        # One of several results is taken by a node of its own, which cannot be wrong.
+        calls = [n for n in found.gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        return found.repro_path, calls[-1].name if calls else ""
 
 
 def _kept_graph(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepGraph | None, int | None]:

@@ -199,9 +199,9 @@ def of_comparison(found: Comparison) -> Verdict:
     first = found.first
     if first is None:
         return dict(RIGHT)
-    # A single new node is what makes the value that differs: the fault is in it, not in its reader.
-    node = first.new[0] if len(first.new) == 1 else first.node
     kind = "raised" if first.gap.kind == "raised" else "value"
+    # A single new node is what makes the value that differs: the fault is in it, not in its reader.
+    node = first.new[0] if len(first.new) == 1 and kind == "value" else first.node
     return wrong(str(first.gap), node, first.text if node == first.node else "", kind=kind)
 
 
