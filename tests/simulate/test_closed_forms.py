@@ -19,22 +19,22 @@ LENGTHS = [(1, 1, 1), (3, 4, 2), (2, 5, 1), (Fraction(1, 3), Fraction(2, 7), Fra
 MULTIPLES = [(p, m) for p in (2, 3, 4, 5) for m in (2 * p, 3 * p, 5 * p)]
 
 
-@pytest.mark.parametrize(("F", "I", "W"), LENGTHS)
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe(p, m, F, I, W):  # noqa: E741
-    timeline = simulate("GPipe", Times(F=F, I=I, W=W), ranks=p, microbatches=m)
-    assert timeline.makespan == (m + p - 1) * (F + I + W)
-    assert timeline.bubble == ((p - 1) * (F + I + W),) * p
-    assert timeline.peak_activations == (m,) * p
+def test_gpipe(p, m):
+    for F, I, W in LENGTHS:  # noqa: E741
+        timeline = simulate("GPipe", Times(F=F, I=I, W=W), ranks=p, microbatches=m)
+        assert timeline.makespan == (m + p - 1) * (F + I + W)
+        assert timeline.bubble == ((p - 1) * (F + I + W),) * p
+        assert timeline.peak_activations == (m,) * p
 
 
-@pytest.mark.parametrize(("F", "I", "W"), LENGTHS)
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_one_forward_one_backward(p, m, F, I, W):  # noqa: E741
-    timeline = simulate("1F1B", Times(F=F, I=I, W=W), ranks=p, microbatches=m)
-    assert timeline.makespan == (m + p - 1) * (F + I + W)
-    assert timeline.bubble == ((p - 1) * (F + I + W),) * p
-    assert timeline.peak_activations == tuple(p - r for r in range(p))
+def test_one_forward_one_backward(p, m):
+    for F, I, W in LENGTHS:  # noqa: E741
+        timeline = simulate("1F1B", Times(F=F, I=I, W=W), ranks=p, microbatches=m)
+        assert timeline.makespan == (m + p - 1) * (F + I + W)
+        assert timeline.bubble == ((p - 1) * (F + I + W),) * p
+        assert timeline.peak_activations == tuple(p - r for r in range(p))
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
@@ -53,9 +53,9 @@ def test_the_peak_of_interleaved_is_higher_where_ranks_do_not_divide_microbatche
 
 
 @pytest.mark.parametrize("v", [1, 2])
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (3, 9), (4, 8), (6, 12)])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (3, 6), (5, 10)])
 def test_zero_bubble_h1(p, m, v):
-    for F, I, W in product((1, 2, 4), repeat=3):  # noqa: E741
+    for F, I, W in product((1, 2), (1, 3), (1, 2, 4)):  # noqa: E741
         timeline = simulate("InterleavedZeroBubble", Times(F=F, I=I, W=W), ranks=p, microbatches=m, stages_per_rank=v)
         form = (p - 1) * (F + I - W)
         if min(F, I) >= W:

@@ -17,12 +17,12 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda n: f"{n.matching}-{n.sharing}-{n.blocking_sends}")
 @pytest.mark.parametrize("name", pipeline.NAMES)
-def test_torchs_schedules_end_on_every_network(name, network):
-    for ranks in (2, 3, 4):
-        timeline = simulate(name, Times(send=1), ranks=ranks, microbatches=2 * ranks, network=network)
-        assert timeline.deadlock is None
+def test_torchs_schedules_end_on_every_network(name):
+    for ranks in (2, 3):
+        schedule = named_schedule(name, ranks, 2 * ranks)
+        for network in NETWORKS:
+            assert simulate(schedule, Times(send=1), network=network).deadlock is None
 
 
 def test_one_forward_one_backward_with_blocking_sends_and_receives_in_turn_gets_stuck_in_a_circle():

@@ -112,6 +112,7 @@ def test_lists_are_taken_as_texts_and_empty_steps_are_left_out():
         ([["0F0", "0SEND_F0"]], "the other end on no rank"),
         ([["0F0", "1F0", "0SEND_F0"]], "the other end on the same rank"),
         ({1: ["0F0"]}, "are of ranks"),
+        ([["0F0", "0SEND_F0", "0SEND_F0"], ["1RECV_F0", "1F0"]], "0SEND_F0 is in schedule twice"),
     ],
 )
 def test_lists_that_contradict_themselves_are_refused(lists, says):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from wholestep.simulate.actions import Kind
 from wholestep.simulate.timeline import Span, Timeline, short
-from wholestep.simulate.times import Number
 
 _COLOURS = {
     Kind.F: "#7fb2e5",
@@ -63,7 +62,6 @@ def _height(timeline: Timeline) -> int:
 
 
 def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, transfers: bool) -> Iterator[str]:
-    start = min((span.start for span in timeline.spans), default=0)
     summary = f"{short(timeline.makespan)} in all, bubble {timeline.bubble_fraction:.1%}"
     stuck = ", then a deadlock" if timeline.deadlock else ""
     yield f'<text x="8" y="{top + 17}" font-weight="600">{escape(title)}: {summary}{stuck}</text>'
@@ -74,9 +72,9 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, t
     pale = {stage for stages in _stages(timeline) for stage in stages[1::2]}
     for span in timeline.spans:
         if span.length or span.action.kind is not Kind.REDUCE_GRAD:
-            yield _block(span, top, start, scale, span.action.stage in pale)
+            yield _block(span, top, scale, span.action.stage in pale)
     for span in timeline.transfers if transfers else ():
-        yield _line(span, top, start, scale)
+        yield _line(span, top, scale)
 
 
 def _lane(top: int, rank: int) -> int:
@@ -90,8 +88,8 @@ def _stages(timeline: Timeline) -> list[list[int]]:
     return found
 
 
-def _block(span: Span, top: int, start: Number, scale: float, pale: bool) -> str:
-    x, w = _LEFT + float(span.start - start) * scale, float(span.length) * scale
+def _block(span: Span, top: int, scale: float, pale: bool) -> str:
+    x, w = _LEFT + float(span.start) * scale, float(span.length) * scale
     y = _lane(top, span.rank)
     parts = span.action.leaves()
     label = " ".join(f"{part.stage}.{part.microbatch}" for part in parts if part.microbatch is not None)
@@ -103,9 +101,9 @@ def _block(span: Span, top: int, start: Number, scale: float, pale: bool) -> str
     return f"<g><title>{escape(what)}</title>{box}{inside if len(label) * _LETTER < w else ''}</g>"
 
 
-def _line(span: Span, top: int, start: Number, scale: float) -> str:
+def _line(span: Span, top: int, scale: float) -> str:
     assert span.to is not None
-    x1, x2 = (_LEFT + float(at - start) * scale for at in (span.start, span.end))
+    x1, x2 = (_LEFT + float(at) * scale for at in (span.start, span.end))
     down = span.to > span.rank
     y1 = _lane(top, span.rank) + (_LANE if down else 0)
     y2 = _lane(top, span.to) + (0 if down else _LANE)

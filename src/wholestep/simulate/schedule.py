@@ -105,6 +105,7 @@ def _check(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name} has no actions.")
     seen: set[Action] = set()
     home: dict[int, int] = {}
+    _check_travels(schedule)
     for rank, leaf in schedule.leaves():
         if leaf.kind in OF_A_STAGE:
             continue
@@ -130,3 +131,14 @@ def _check(schedule: Schedule) -> None:
                 raise ScheduleError(f"{what}, the other end on {where}.", fix="values travel between two ranks.")
     if missing := sorted(set(range(schedule.stages)) - set(home)):
         raise ScheduleError(f"no rank has stage {missing[0]} of {schedule.stages}.", fix="list its actions on a rank.")
+
+
+def _check_travels(schedule: Schedule) -> None:
+    """A value is sent once and received once; an AWAIT only names what was begun."""
+    seen: set[Action] = set()
+    for actions in schedule.ranks:
+        for action in actions:
+            for leaf in action.leaves() if action.kind is not Kind.AWAIT else ():
+                if leaf.kind in _NEIGHBOUR and leaf in seen:
+                    raise ScheduleError(f"{leaf} is in {schedule.name} twice.", fix="send and receive a value once.")
+                seen.add(leaf)

@@ -43,8 +43,8 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """From the begin of the first computation to the end of the last one."""
-        return max((s.end for s in self.spans), default=0) - min((s.start for s in self.spans), default=0)
+        """When the last computation ends; a step begins at 0."""
+        return max((span.end for span in self.spans), default=0)
 
     @cached_property
     def of_rank(self) -> tuple[tuple[Span, ...], ...]:

@@ -39,10 +39,8 @@ def write_perfetto(
 
 
 def _events(timeline: Timeline, process: int, title: str, per_unit: float) -> Iterator[Event]:
-    start = min((span.start for span in timeline.spans), default=0)
-
     def when(at: Number) -> float:
-        return float(at - start) * per_unit
+        return float(at) * per_unit
 
     yield _name("process_name", process, 0, title)
     for rank in range(len(timeline.schedule.ranks)):
