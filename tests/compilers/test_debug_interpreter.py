@@ -207,6 +207,16 @@ def test_the_node_that_makes_a_nan_or_an_inf_is_named_and_not_those_that_pass_it
     assert found(gm, torch.tensor([float("nan")] * 3), check_nan=True) == []
 
 
+def test_an_infinite_number_that_is_written_in_the_graph_is_meant() -> None:
+    gm = traced(lambda x: x.masked_fill(x > 0, float("-inf")).softmax(-1), torch.randn(3))
+    assert found(gm, torch.tensor([1.0, -1.0, 2.0]), check_inf=True, check_nan=True) == []
+    gm = traced(lambda x: torch.complex(x, x.log()) * 2, torch.randn(3))
+    assert [node for node, _ in found(gm, -torch.ones(3), check_nan=True)] == ["log"]
+    gm = traced(lambda x: x / x.conj(), torch.randn(3, dtype=torch.complex64))
+    with pytest.raises(DebugError, match="is no number: a result is nan, and no argument is"):
+        DebugInterpreter(gm, check_nan=True).run(torch.zeros(3, dtype=torch.complex64))
+
+
 def test_all_mismatches_are_collected_or_the_run_stops_at_the_first() -> None:
     ran: list[str] = []
     gm = traced(lambda x: x.sin().cos().tan(), torch.randn(3))

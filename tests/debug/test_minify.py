@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,6 +177,22 @@ def test_a_search_that_was_interrupted_goes_on_without_asking_again(tmp_path):
     assert all(map(torch.equal, rest.inputs, whole.inputs))
     with pytest.raises(ws.errors.MinifyError, match="another graph"):
         minify(chain(61, 31), inputs, has_mul, folder=tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"numbers": [1]}, {"numbers": {"x": "text"}}, {"devices": {"nobody": "cpu"}}, {"requires_grad": 5}],
+    ids=str,
+)
+def test_a_state_that_was_tampered_with_is_refused(tmp_path, change):
+    call = (chain(12, 5), two(), has_mul)
+    minify(*call, folder=tmp_path)
+    head, *lines = (tmp_path / "trials.jsonl").read_text().splitlines()
+    changed = [json.dumps({**json.loads(line), **change}) if "devices" in line else line for line in lines]
+    assert changed != lines
+    (tmp_path / "trials.jsonl").write_text("\n".join([head, *changed]) + "\n")
+    with pytest.raises(ws.errors.WholestepError, match="search's state|is gone"):
+        minify(*call, folder=tmp_path)
 
 
 def test_no_file_of_a_search_is_a_pickle(tmp_path):

@@ -23,7 +23,10 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class Difference:
-    """What metadata says and what a run found. `which`: the place of the value where a node has several."""
+    """What metadata says and what a run found. `which`: the place of the value where a node has several.
+
+    `expected` is empty where the value itself is what is wrong, and not what is said of it.
+    """
 
     what: str
     expected: str
@@ -32,7 +35,7 @@ class Difference:
 
     def __str__(self) -> str:
         place = f"output {self.which}: " if self.which else ""
-        return f"{place}{self.what} is {self.found}, metadata says {self.expected}"
+        return f"{place}{self.what} is {self.found}{f', metadata says {self.expected}' if self.expected else ''}"
 
 
 def differences(

@@ -26,6 +26,12 @@ from wholestep.errors import DebugError, Location
 from wholestep.ir.meta import KEY
 from wholestep.ir.readable import format_node
 
+_WRONG_METADATA = (
+    "the operator's fake kernel, or the pass that last changed this node, is wrong; or the graph ran on inputs that it "
+    "was not made for."
+)
+_NO_NUMBER = "look at the values that this node reads; eager makes the same numbers of them."
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -91,7 +97,8 @@ class DebugInterpreter(fx.Interpreter):
         """Run one node and check its value."""
         had = None
         if self._tests and n.op not in ("placeholder", "get_attr"):
-            had = [self._has(test, [self.env[arg] for arg in n.all_input_nodes]) for test in self._tests]
+            given = [*(self.env[arg] for arg in n.all_input_nodes), *_numbers_in((n.args, n.kwargs))]
+            had = [self._has(test, given) for test in self._tests]
         result = super().run_node(n)
         for difference in self._differences(n, result, had):
             if not is_known(n, difference):
@@ -118,7 +125,7 @@ class DebugInterpreter(fx.Interpreter):
         for test, before in zip(self._tests, had or [], strict=False):
             if not before and self._has(test, [result]):
                 name = test.__name__.removeprefix("is")
-                yield Difference("a result", "finite (its arguments are)", name)
+                yield Difference("a result", "", f"{name}, and no argument is")
 
     def _note_shift(self, wanted: Any, given: Any) -> None:
         if isinstance(wanted, Tensor) and isinstance(given, Tensor) and _is_strided(wanted) and _is_strided(given):
@@ -153,7 +160,8 @@ class DebugInterpreter(fx.Interpreter):
                     yield Difference("memory", "its own", f"that of {name}", which)
 
     def _has(self, test: Any, values: Any) -> bool:
-        leaves = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+        tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
+        leaves = [v for v in tensors if v.is_floating_point() or v.is_complex()]
         return any(bool(test(leaf).any()) for leaf in leaves)
 
     def _report(self, node: fx.Node, difference: Difference) -> None:
@@ -171,6 +179,11 @@ def _is_fresh(op: OpOverload) -> bool:
     return not may_copy(op) and not any(each.alias_info is not None for each in schema_of(op).returns)
 
 
+def _numbers_in(args: Any) -> list[Tensor]:
+    """Numbers that are written in the graph: a mask that is filled with -inf is meant so."""
+    return [torch.tensor(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, float)]
+
+
 def _are_strided(*values: Any) -> bool:
     return all(isinstance(value, Tensor) and _is_strided(value) for value in values)
 
@@ -183,13 +196,14 @@ def _error(mismatches: list[Mismatch], symbols: SymbolValues) -> DebugError:
     first = mismatches[0]
     bound = f" (with {symbols.shown()})" if symbols.values else ""
     more = f"; {len(mismatches)} mismatches in all" if len(mismatches) > 1 else ""
+    by_metadata = bool(first.difference.expected)
     error = DebugError(
-        f"the value of {first.node} is not what the graph says: {first.difference}{bound}{more}.",
+        f"the value of {first.node} {'is not what the graph says' if by_metadata else 'is no number'}: "
+        f"{first.difference}{bound}{more}.",
         node=first.statement,
         location=first.location,
         around=[str(each) for each in mismatches[1:20]],
-        fix="the operator's fake kernel, or the pass that last changed this node, is wrong; or the graph ran on inputs "
-        "that it was not made for.",
+        fix=_WRONG_METADATA if by_metadata else _NO_NUMBER,
     )
     error.mismatches = tuple(mismatches)
     return error

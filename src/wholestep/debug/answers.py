@@ -131,9 +131,12 @@ def _outcome(line: dict[str, Any]) -> Outcome:
 
 def _recorded(line: dict[str, Any]) -> Recorded:
     numbers, devices = line.get("numbers", {}), line.get("devices", {})
-    if not isinstance(numbers, dict) or not isinstance(devices, dict):
+    with_grad = line.get("requires_grad", [])
+    if not isinstance(numbers, dict) or not isinstance(devices, dict) or not isinstance(with_grad, list):
         raise GraphFormatError("a line of the search's state does not say which values it recorded.")
-    return Recorded(numbers, {str(k): str(v) for k, v in devices.items()}, tuple(line.get("requires_grad", ())))
+    if not all(value is None or isinstance(value, bool | int | float) for value in numbers.values()):
+        raise GraphFormatError("a line of the search's state has something else than numbers.")
+    return Recorded(numbers, {str(k): str(v) for k, v in devices.items()}, tuple(map(str, with_grad)))
 
 
 def digest_of(case: Case) -> str:

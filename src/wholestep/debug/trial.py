@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from wholestep.debug.case import Case, Edit, apply_edit
 from wholestep.debug.failure import BROKEN, FALSE, RETURNED, TRUE, Outcome, raised
+from wholestep.errors import GraphFormatError
 from wholestep.ir.effects import is_communication
 from wholestep.ir.memory import copy_tensor, copy_values
 from wholestep.ir.tensor_file import can_write, read_tensors, write_tensors
@@ -53,7 +54,12 @@ class Recorded:
         values = dict(self.numbers)
         tensors = read_tensors(path) if self.devices else {}
         for name, device in self.devices.items():
-            values[name] = tensors[name].to(device).requires_grad_(name in self.requires_grad)
+            try:
+                values[name] = tensors[name].to(device).requires_grad_(name in self.requires_grad)
+            except (KeyError, RuntimeError) as error:
+                raise GraphFormatError(
+                    f"{path} does not hold the value of {name[:60]!r} that is said of it."
+                ) from error
         return values
 
 
