@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from wholestep.pipelining.state import ModelState, place
 from wholestep.pipelining.table import check_same_values, find_needs, merge_needs, routes
 from wholestep.pipelining.writes import copy_before_writing
 
-ChooseStages = Callable[[fx.Graph], Mapping[fx.Node, int]]
+ChooseStages = Callable[[fx.Graph, Set[fx.Node]], Mapping[fx.Node, int]]
+"""Gives the stage of each operator; the second argument are nodes of one mode only, which should not cross a cut."""
 
 
 def assemble(
@@ -75,14 +76,15 @@ def assemble(
 def _stage_all(modes: Modes, choose: ChooseStages | None) -> tuple[dict[str, Staged], dict[str, str]]:
     """Every mode with its stages; and why some are missing."""
     main = modes.programs[modes.main]
-    stage_of = stages_by_marks(main.graph) if choose is None else dict(choose(main.graph))
+    others, missing = _match_all(modes)
+    if choose is None:
+        stage_of = stages_by_marks(main.graph)
+    else:
+        stage_of = dict(choose(main.graph, _of_one_mode(main.graph, others)))
     found = {modes.main: Staged(main, stage_of, {node: node.name for node in main.graph.nodes})}
-    missing = dict(modes.missing)
-    for mode, program in modes.programs.items():
-        if mode == modes.main:
-            continue
+    for mode, matched in others.items():
+        program = modes.programs[mode]
         try:
-            matched = match(main, program)
             other = stages_by_marks(program.graph) if choose is None else stages_like(stage_of, program, matched)
             if max(other.values(), default=0) != max(stage_of.values(), default=0):
                 raise MismatchError("the model has another number of cuts")
@@ -90,6 +92,24 @@ def _stage_all(modes: Modes, choose: ChooseStages | None) -> tuple[dict[str, Sta
         except MismatchError as reason:
             missing[mode] = str(reason)
     return found, missing
+
+
+def _match_all(modes: Modes) -> tuple[dict[str, dict[fx.Node, fx.Node]], dict[str, str]]:
+    """For each other mode its nodes with those of the main one; and why some modes are missing."""
+    found: dict[str, dict[fx.Node, fx.Node]] = {}
+    missing = dict(modes.missing)
+    for mode, program in modes.programs.items():
+        if mode != modes.main:
+            try:
+                found[mode] = match(modes.programs[modes.main], program)
+            except MismatchError as reason:
+                missing[mode] = str(reason)
+    return found, missing
+
+
+def _of_one_mode(graph: fx.Graph, others: Mapping[str, Mapping[fx.Node, fx.Node]]) -> set[fx.Node]:
+    nodes = set(graph.nodes)
+    return nodes - nodes.intersection(*(matched.values() for matched in others.values()))
 
 
 def _device(staged: Staged) -> torch.device:

@@ -6,7 +6,7 @@ the time of the bytes that enter it, and can be held to a number of bytes (`part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +16,13 @@ from torch import fx
 from wholestep.partition import balanced_cut
 from wholestep.pipelining.cut import is_work
 from wholestep.pipelining.differentiable import find_differentiable
+from wholestep.pipelining.example_values import example_bytes
 from wholestep.pipelining.markers import is_split
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Cost, Machine, estimate, measure
+from wholestep.pipelining.staged import is_number
+
+_TOO_MANY = 1 << 49
+"""Bytes of a value that should not be sent."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,24 @@ class Balance:
 
 def choose_stages(
     graph: fx.Graph,
+    of_one_mode: Set[fx.Node],
     balance: Balance,
     inputs: Sequence[torch.Tensor],
     state: Callable[[str], Any],
     submodules: Mapping[str, Any],
 ) -> dict[fx.Node, int]:
-    """The stage of each operator."""
+    """The stage of each operator. Values that only one mode of the model has do not cross, if there is another way."""
+
+    def value_bytes(node: fx.Node) -> int:
+        avoid = node in of_one_mode and not is_number(node) and balance.max_bytes is None
+        return _TOO_MANY if avoid else example_bytes(node.meta.get("val"))
+
     for node in list(graph.nodes):
         if is_split(node):
             graph.erase_node(node)
     cost = _costs(graph, balance, inputs, state, submodules)
-    cut = balanced_cut(graph, balance.stages, cost, balance.max_bytes, seconds_per_byte=_seconds_per_byte(balance))
+    price = _seconds_per_byte(balance)
+    cut = balanced_cut(graph, balance.stages, cost, balance.max_bytes, seconds_per_byte=price, value_bytes=value_bytes)
     return {node: cut(node) for node in graph.nodes if is_work(node) or node.op == "call_function"}
 
 

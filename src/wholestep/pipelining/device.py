@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import FakeTensor, fake_tensor
+from wholestep.pipelining.regions import RegionModule
 
 
 def change_device(module: torch.nn.Module, graph: fx.Graph, old: torch.device, new: torch.device) -> None:
@@ -24,10 +25,11 @@ def change_device(module: torch.nn.Module, graph: fx.Graph, old: torch.device, n
         if "val" in node.meta:
             node.meta["val"] = _value(node.meta["val"], old, new)
         if node.op == "call_module":
-            body = getattr(module.get_submodule(str(node.target)), "body", None)
-            if isinstance(body, fx.GraphModule):
-                change_device(body, body.graph, old, new)
-                body.recompile()
+            block = module.get_submodule(str(node.target))
+            if isinstance(block, RegionModule):
+                block.region = block.region.on_device(old.type, new.type)
+                change_device(block.body, block.body.graph, old, new)
+                block.body.recompile()
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Along which values a gradient comes back: operators run on fake tensors, with autograd watching.
 
 Rules about operators would have to know that `zeros_like(h)` needs no gradient, and that `h.add_(w)` makes one of `h`.
-Layers repeat: an operator runs once for all nodes that have the same shapes and whose inputs require the same gradients.
+Layers repeat: an operator runs once for all nodes with the same shapes and with inputs that require the same gradients.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Watch:
         def described(arg: fx.Node) -> Any:
             return _Text(f"{self._describe(arg)}{self._flags.get(arg)}")
 
-        args = fx.map_arg((node.args, node.kwargs), described)  # type: ignore[arg-type]
+        args = fx.map_arg((node.args, node.kwargs), described)
         modes = [str(region) for region in regions_of(node) if region.kind != "checkpoint"]
         return f"{node.target} {args} {modes}"
 
@@ -109,7 +109,7 @@ class _Watch:
             return made[arg]
 
         with torch.enable_grad(), self._mode:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), operand)  # type: ignore[arg-type,misc]
+            args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
             with _inside(regions_of(node)):
                 try:
                     results = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def pipeline(
     names = [node.name for node in main.graph.nodes if node.op == "placeholder"]
     inputs_require_grad = {name: tensor.requires_grad for name, tensor in zip(names, tensors, strict=True)}
     # Marks of a policy are in one graph only; the others follow it.
-    choose: ChooseStages | None = stages_by_marks if split_policy is not None else None
+    choose: ChooseStages | None = _by_marks if split_policy is not None else None
     if stages is not None:
         state = ModelState(module, [main.constants])
         balance = stages if isinstance(stages, Balance) else Balance(stages)
@@ -72,6 +72,10 @@ def pipeline(
             submodules=main.constants,
         )
     return assemble(module, modes, form, inputs_require_grad, multi_use_params, choose)
+
+
+def _by_marks(graph: fx.Graph, of_one_mode: Set[fx.Node]) -> Mapping[fx.Node, int]:
+    return stages_by_marks(graph)
 
 
 def _check_one_way(split_spec: object, split_policy: object, stages: object) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from wholestep._torch_compat import FakeTensor
 from wholestep.errors import PipelineError
+from wholestep.pipelining.stage_module import StageModule, follow_device
 
 
 def materialize(
@@ -31,6 +32,8 @@ def materialize(
                 module.register_parameter(name, new[id(tensor)])
             else:
                 module._buffers[name] = new[id(tensor)]
+    if isinstance(stage, StageModule):
+        follow_device(stage, device)
     return stage.to(device)
 
 

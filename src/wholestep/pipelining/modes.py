@@ -21,6 +21,7 @@ from torch import fx
 
 from wholestep.errors import WholestepError
 from wholestep.pipelining.capture import Program
+from wholestep.pipelining.markers import is_split
 from wholestep.pipelining.places import module_call, user_line
 
 
@@ -120,7 +121,7 @@ def stages_like(main: Mapping[fx.Node, int], other: Program, matched: Mapping[fx
     stage = 0
     found: dict[fx.Node, int] = {}
     for node in other.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and not is_split(node):
             stage = max(stage, main.get(matched[node], stage)) if node in matched else stage
             found[node] = stage
     return found

@@ -22,8 +22,8 @@ class ModuleStage(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.names = tuple(names)
-        for name in names:
+        self.names = tuple(inner for name in names for inner in _called(model, name))
+        for name in self.names:
             _attach(self, name, model.get_submodule(name))
         self.training = model.training
 
@@ -110,6 +110,12 @@ def _candidates(module: torch.nn.Module) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+def _called(module: torch.nn.Module, name: str) -> list[str]:
+    """The submodules that are called for a name: those inside of a list, which cannot be called itself."""
+    named = module.get_submodule(name)
+    return [f"{name}.{inner}" for inner in _candidates(named)] if isinstance(named, torch.nn.ModuleList) else [name]
 
 
 def _covers(chain: Sequence[str], named: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -58,6 +58,12 @@ class Region:
         chosen = {} if self.context_fn is None else {"context_fn": self.context_fn}
         with_state = partial(body, *args[:held])
         return checkpoint(with_state, *args[held:], use_reentrant=False, preserve_rng_state=self.settings[0], **chosen)
+
+    def on_device(self, old: str, new: str) -> Region:
+        """The block after a move: autocast for the device that the stage was on is now for the one it is on."""
+        if self.kind != "autocast" or self.settings[0] != old or new == "meta":
+            return self
+        return replace(self, settings=(new, *self.settings[1:]))
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(str, self.settings))})"

@@ -74,16 +74,19 @@ class StageModule(fx.GraphModule):
     def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
         """Behind `to()`, `cuda()` and `to_empty()`: constants of the graphs move with the state."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        new = fn(torch.empty(0, device=self._device)).device
-        if not same_device(new, self._device):
-            for code in self._codes.values():
-                holder = torch.nn.Module()
-                for name, block in code.blocks.items():
-                    holder.add_module(name, block)
-                change_device(holder, code.graph, self._device, new)
-            self._device = new
-            self.recompile()
+        self._follow(fn(torch.empty(0, device=self._device)).device)
         return self
+
+    def _follow(self, device: torch.device) -> None:
+        if same_device(device, self._device):
+            return
+        for code in self._codes.values():
+            holder = torch.nn.Module()
+            for name, block in code.blocks.items():
+                holder.add_module(name, block)
+            change_device(holder, code.graph, self._device, device)
+        self._device = device
+        self.recompile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._mode not in self._codes:
@@ -118,6 +121,11 @@ class StageModule(fx.GraphModule):
         }
         new._use(self._mode if self._mode in new._codes else next(iter(new._codes)))
         return new
+
+
+def follow_device(stage: StageModule, device: torch.device | str) -> None:
+    """Move the constants of a stage whose state is there already."""
+    stage._follow(torch.device(device))
 
 
 def codes_of(stage: StageModule) -> Mapping[str, StageCode]:
