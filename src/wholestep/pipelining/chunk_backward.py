@@ -68,6 +68,8 @@ def add_passed(
 
 def accumulate(held: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Add gradients to their parameters, as the end of a backward does."""
+    if not held:
+        return
     with torch.no_grad():
         for parameter, gradient in held:
             if gradient is None:

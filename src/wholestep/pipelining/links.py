@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from wholestep.pipelining.messages import Layout, layout_of, pack, pack_announcement, read_end, unpack
+from wholestep.pipelining.messages import Layout, Packet, layout_of, unpack
 
 _EXTRA_TAG = 7
 
@@ -31,9 +31,13 @@ class Wire:
     """Where unexpected messages go: a group of its own for backends without tags; None: the same, with a tag."""
     sending: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
 
-    def operation(self, op: object, message: torch.Tensor, peer: int) -> dist.P2POp:
-        """A send or receive for the schedule to post."""
-        return dist.P2POp(op, message, peer, self.group)  # type: ignore[arg-type]
+    def sends(self, messages: Sequence[torch.Tensor], peer: int) -> list[dist.P2POp]:
+        """Sends for the schedule to post."""
+        return [dist.P2POp(dist.isend, message, peer, self.group) for message in messages]
+
+    def receives(self, messages: Sequence[torch.Tensor], peer: int) -> list[dist.P2POp]:
+        """Receives for the schedule to post."""
+        return [dist.P2POp(dist.irecv, message, peer, self.group) for message in messages]
 
     def extra(self, message: torch.Tensor, peer: int) -> list[dist.P2POp]:
         """What sends a message that was not expected: an operation for the schedule, unless it has its own group."""
@@ -65,53 +69,53 @@ class Sender:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._expected: dict[tuple[bool, int], Layout] = {}
+        self._usual: dict[tuple[bool, int], Packet] = {}
+        """The message of a microbatch as it was in the step before."""
+        self._coming: dict[int, Packet] = {}
+        """The message of its gradients."""
         self._sent: dict[int, Layout] = {}
-        self._coming: dict[int, torch.Tensor] = {}
 
     def send(
         self, chunk: int, values: Sequence[torch.Tensor], weight: float, gradients: bool, peer: int
     ) -> list[dist.P2POp]:
         """The operations that send the values of a microbatch."""
-        wire = self._wire
+        usual = self._usual.get((gradients, chunk))
+        if usual is None:
+            usual = Packet(Layout(), self._wire.device, receives=False)
+        if usual.layout.fits(values, weight, gradients):
+            self._sent[chunk] = usual.layout
+            return self._wire.sends(usual.fill(values), peer)
         layout = layout_of(values, weight, gradients=gradients)
-        expected = self._expected.get((gradients, chunk), _NOTHING)
-        if layout == expected:
-            self._sent[chunk] = expected  # it has its offsets
-            return [wire.operation(dist.isend, pack(expected, values, wire.device), peer)]
         described = layout.write()
-        extra = pack(layout, values, wire.device, described)
-        announcement = pack_announcement(expected, len(described), extra.numel(), wire.device)
-        self._sent[chunk] = self._expected[gradients, chunk] = layout
-        return [wire.operation(dist.isend, announcement, peer), *wire.extra(extra, peer)]
+        small = Packet(layout.together, self._wire.device, front=len(described), receives=False)
+        small.describe(described)
+        (extra,) = small.fill(values)
+        announced = self._wire.sends(usual.announce(len(described), extra.numel()), peer)
+        self._usual[gradients, chunk] = Packet(layout, self._wire.device, receives=False)
+        self._sent[chunk] = layout
+        return [*announced, *self._wire.extra(extra, peer)]
 
     def receive_gradients(self, chunk: int, peer: int) -> list[dist.P2POp]:
         """The operations that receive the gradients of what was sent."""
         layout = self._sent[chunk].gradients
         if not layout.forms:
             return []
-        self._coming[chunk] = message = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._wire.device)
-        return [self._wire.operation(dist.irecv, message, peer)]
+        packet = self._coming.get(chunk)
+        if packet is None or packet.layout != layout:
+            packet = self._coming[chunk] = Packet(layout, self._wire.device, receives=True)
+        return self._wire.receives(packet.received(), peer)
 
     def take_gradients(self, chunk: int) -> list[torch.Tensor | None]:
         """A gradient, or None, for each value that was sent."""
         sent = self._sent.pop(chunk)
-        layout = sent.gradients
-        if not layout.forms:
+        if not sent.gradients.forms:
             return [None] * len(sent.forms)
-        message = self._coming.pop(chunk)
-        absent = read_end(message, layout)[2]
-        given = iter(zip(unpack(message, layout), absent, strict=True))
-        result: list[torch.Tensor | None] = []
-        for form in sent.forms:
-            gradient, missing = next(given) if form.requires_grad else (None, 1)
-            result.append(None if missing else gradient)
-        return result
+        given = iter(self._coming[chunk].read_present())
+        return [next(given) if form.requires_grad else None for form in sent.forms]
 
     def clear(self) -> None:
         """Forget the microbatches of a step, not what the other side expects."""
         self._sent.clear()
-        self._coming.clear()
 
 
 class Receiver:
@@ -119,42 +123,47 @@ class Receiver:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._expected: dict[tuple[bool, int], Layout] = {}
-        self._coming: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._usual: dict[tuple[bool, int], Packet] = {}
+        self._coming: dict[int, tuple[Packet, bool]] = {}
+        self._back: dict[int, Packet] = {}
+        """The message of the gradients of a microbatch."""
         self._taken: dict[int, Layout] = {}
 
     def receive(self, chunk: int, gradients: bool, peer: int) -> list[dist.P2POp]:
         """The operations that receive the values of a microbatch."""
-        expected = self._expected.get((gradients, chunk), _NOTHING)
-        message = torch.empty(expected.nbytes, dtype=torch.uint8, device=self._wire.device)
-        self._coming[chunk] = (message, gradients)
-        return [self._wire.operation(dist.irecv, message, peer)]
+        usual = self._usual.get((gradients, chunk))
+        if usual is None:
+            usual = Packet(Layout(), self._wire.device, receives=True)
+        self._coming[chunk] = (usual, gradients)
+        return self._wire.receives(usual.received(), peer)
 
     def take(self, chunk: int, peer: int) -> tuple[list[torch.Tensor], Layout]:
         """The values that came for a microbatch."""
-        message, gradients = self._coming.pop(chunk)
-        layout = self._expected.get((gradients, chunk), _NOTHING)
-        front, extra, _ = read_end(message, layout)
+        packet, gradients = self._coming.pop(chunk)
+        front, extra = packet.read_lengths()
         if extra:
             message = self._wire.receive_extra(extra, peer)
             layout = Layout.read(bytes(message[:front].tolist()))
-            self._expected[gradients, chunk] = layout
-        self._taken[chunk] = layout
-        return unpack(message, layout, front), layout
+            values = unpack(message, layout.together, front)
+            packet = self._usual[gradients, chunk] = Packet(layout, self._wire.device, receives=True)
+        else:
+            values = packet.values
+        self._taken[chunk] = packet.layout
+        return values, packet.layout
 
     def send_gradients(self, chunk: int, gradients: Sequence[torch.Tensor | None], peer: int) -> list[dist.P2POp]:
         """The operations that send back a gradient, or None, for each value that came."""
         taken = self._taken.pop(chunk)
-        wanted = [given for given, form in zip(gradients, taken.forms, strict=True) if form.requires_grad]
-        if not wanted:
+        layout = taken.gradients
+        if not layout.forms:
             return []
-        message = pack(taken.gradients, wanted, self._wire.device)
-        return [self._wire.operation(dist.isend, message, peer)]
+        packet = self._back.get(chunk)
+        if packet is None or packet.layout != layout:
+            packet = self._back[chunk] = Packet(layout, self._wire.device, receives=False)
+        wanted = [given for given, form in zip(gradients, taken.forms, strict=True) if form.requires_grad]
+        return self._wire.sends(packet.fill(wanted), peer)
 
     def clear(self) -> None:
         """Forget the microbatches of a step, not what comes usually."""
         self._coming.clear()
         self._taken.clear()
-
-
-_NOTHING = Layout()

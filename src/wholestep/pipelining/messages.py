@@ -1,18 +1,19 @@
 """What goes from one stage to the next for one microbatch: all values in one message, whose size both sides know.
 
-    | values, each aligned | int64 description length, extra length | one byte per value |
+    | values, each aligned | status | length of the description, of what follows | one byte per value |
 
-Both sides expect that a microbatch looks as it did in the step before. If it does, the two lengths are 0 and the values
-are there. If not (the first step, a smaller last microbatch, another batch size), the message says how long the one
+Both sides expect that a microbatch looks as it did in the step before. If it does, and all values are there, the
+status is 0. If not (the first step, a smaller last microbatch, another batch size), the message says how long the one
 behind it is, which begins with a description of the values. So a receive can be posted before the sender has computed,
-and nobody needs to know shapes ahead. One message for all values is also fewer messages than one for each.
+and nobody needs to know shapes ahead. One message for all values is also fewer messages than one for each; only large
+values go by themselves, without a copy. The memory of messages is used again in each step.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,7 +21,10 @@ import torch
 from wholestep.errors import StageError
 
 _ALIGN = 16
-_LENGTHS = 16
+_END = 24
+"""Bytes of the status and the two lengths."""
+_LARGE = 2**18
+"""Bytes from which a copy costs more than another message."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Layout:
     forms: tuple[Form, ...] = ()
     weight: float = 1.0
     """Its size in parts of the first microbatch."""
+    whole: bool = False
+    """All in one message, even if it is large."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -58,9 +64,32 @@ class Layout:
         return tuple(places)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-        return self.offsets[-1] + _LENGTHS + len(self.forms)
+    def end_nbytes(self) -> int:
+        """Bytes behind the values."""
+        return _END + len(self.forms)
+
+    @cached_property
+    def large(self) -> bool:
+        """Whether values go by themselves, and only the end is a message of ours."""
+        return not self.whole and self.offsets[-1] > _LARGE
+
+    @property
+    def together(self) -> Layout:
+        """The same in one message."""
+        return replace(self, whole=True)
+
+    def fits(self, values: Sequence[torch.Tensor], weight: float, gradients: bool) -> bool:
+        """Whether values look like this; `gradients`: whether a backward follows. Faster than making a layout."""
+        if len(values) != len(self.forms) or weight != self.weight:
+            return False
+        for value, form in zip(values, self.forms, strict=True):
+            if value.shape != form.shape or value.dtype != form.dtype:
+                return False
+            if (gradients and value.requires_grad) != form.requires_grad:
+                return False
+            if value.stride() != form.stride and _stride(value) != form.stride:
+                return False
+        return True
 
     @cached_property
     def gradients(self) -> Layout:
@@ -83,15 +112,15 @@ class Layout:
 
 def layout_of(values: Sequence[torch.Tensor], weight: float, *, gradients: bool) -> Layout:
     """The layout of values that a stage returns. `gradients`: whether a backward follows."""
-    return Layout(tuple([_form(value, gradients) for value in values]), weight)
+    forms = [Form(tuple(v.shape), _stride(v), v.dtype, gradients and v.requires_grad) for v in values]
+    return Layout(tuple(forms), weight)
 
 
-def _form(value: torch.Tensor, gradients: bool) -> Form:
-    shape = tuple(value.shape)
-    stride = value.stride()
-    if not value.is_contiguous() and not is_dense(shape, stride):
-        stride = _contiguous(shape)
-    return Form(shape, stride, value.dtype, gradients and value.requires_grad)
+def _stride(value: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a value arrives with: its own, unless its memory has holes or overlaps."""
+    if value.is_contiguous() or is_dense(value.shape, value.stride()):
+        return value.stride()
+    return _contiguous(value.shape)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -124,43 +153,84 @@ def check_values(values: Sequence[object], stage: int) -> None:
             )
 
 
-def pack(
-    layout: Layout, values: Sequence[torch.Tensor | None], device: torch.device, described: bytes = b""
-) -> torch.Tensor:
-    """The message with these values; None is said by the byte of its value. `described`: put this text in front."""
-    front = len(described)
-    message = torch.empty(front + layout.nbytes, dtype=torch.uint8, device=device)
-    if front:
-        message[:front].copy_(torch.frombuffer(bytearray(described), dtype=torch.uint8))
-    absent = bytearray(_LENGTHS + len(layout.forms))
-    for place, (form, value) in enumerate(zip(layout.forms, values, strict=True)):
-        if value is None:
-            absent[_LENGTHS + place] = 1
-        else:
-            _slot(message, front + layout.offsets[place], form).copy_(value.detach())
-    _write_end(message, absent)
-    return message
+class Packet:
+    """The memory of one message, and where its parts are in it."""
+
+    def __init__(self, layout: Layout, device: torch.device, *, front: int = 0, receives: bool) -> None:
+        self.layout = layout
+        begin = front + (0 if layout.large else layout.offsets[-1])
+        self.message = torch.empty(begin + layout.end_nbytes, dtype=torch.uint8, device=device)
+        self.end = self.message[begin:]
+        self.end.zero_()
+        self.status = self.end[:8].view(torch.int64)
+        self._marked = False
+        self.values: list[torch.Tensor] = []
+        """Where values lie; of large ones that are sent, none: they lie where they were computed."""
+        if not layout.large:
+            self.values = unpack(self.message, layout, front)
+        elif receives:
+            self.values = [
+                torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device) for form in layout.forms
+            ]
+
+    def describe(self, text: bytes) -> None:
+        """Write a description in front."""
+        self.message[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    def fill(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Put values in; None is said by the byte of its value. What is to be sent, in order."""
+        absent = [place for place, value in enumerate(values) if value is None]
+        if absent or self._marked:
+            self._mark(1 if absent else 0, absent=absent)
+        if not self.layout.large:
+            for slot, value in zip(self.values, values, strict=True):
+                if value is not None:
+                    slot.copy_(value.detach())
+            return [self.message]
+        return self._rows(values)
+
+    def announce(self, description: int, extra: int) -> list[torch.Tensor]:
+        """Say that another message follows, of `extra` bytes. What is to be sent: of large values, anything."""
+        self._mark(2, description, extra)
+        if not self.layout.large:
+            return [self.message]
+        return self._rows([None] * len(self.layout.forms))
+
+    def received(self) -> list[torch.Tensor]:
+        """Where a message is to be received, in order."""
+        if not self.layout.large:
+            return [self.message]
+        return self._rows(self.values)
+
+    def read_lengths(self) -> tuple[int, int]:
+        """How long the description and the message that follows are; 0 and 0 if all is as expected."""
+        if self.status.item() != 2:
+            return 0, 0
+        description, extra = self.end[8:_END].view(torch.int64).tolist()
+        return description, extra
+
+    def read_present(self) -> list[torch.Tensor | None]:
+        """The values, or None for those that are absent."""
+        if self.status.item() == 0:
+            return list(self.values)
+        absent = self.end[_END:].tolist()
+        return [None if missing else value for value, missing in zip(self.values, absent, strict=True)]
+
+    def _rows(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        device = self.message.device
+        return [*(_flat(v, form, device) for v, form in zip(values, self.layout.forms, strict=True)), self.message]
+
+    def _mark(self, status: int, description: int = 0, extra: int = 0, absent: Sequence[int] = ()) -> None:
+        self._marked = status != 0
+        end = bytearray(b"".join(number.to_bytes(8, "little") for number in (status, description, extra)))
+        end += bytes(int(place in absent) for place in range(len(self.layout.forms)))
+        self.end.copy_(torch.frombuffer(end, dtype=torch.uint8))
 
 
-def pack_announcement(expected: Layout, description: int, extra: int, device: torch.device) -> torch.Tensor:
-    """The message of the expected size that says: another one follows, of `extra` bytes."""
-    message = torch.empty(expected.nbytes, dtype=torch.uint8, device=device)
-    lengths = description.to_bytes(8, "little") + extra.to_bytes(8, "little")
-    _write_end(message, bytearray(lengths) + bytearray(len(expected.forms)))
-    return message
-
-
-def read_end(message: torch.Tensor, layout: Layout) -> tuple[int, int, list[int]]:
-    """The two lengths, and for each value whether it is absent."""
-    end = bytes(message[-(_LENGTHS + len(layout.forms)) :].tolist())
-    return int.from_bytes(end[:8], "little"), int.from_bytes(end[8:16], "little"), list(end[_LENGTHS:])
-
-
-def unpack(message: torch.Tensor, layout: Layout, front: int = 0) -> list[torch.Tensor]:
-    """The values of a message, in its memory."""
-    return [
-        _slot(message, front + offset, form) for offset, form in zip(layout.offsets[:-1], layout.forms, strict=True)
-    ]
+def unpack(message: torch.Tensor, layout: Layout, front: int) -> list[torch.Tensor]:
+    """The values of a message with a description in front, in its memory."""
+    spots = zip(layout.offsets[:-1], layout.forms, strict=True)
+    return [_slot(message, front + offset, form) for offset, form in spots]
 
 
 def _slot(message: torch.Tensor, offset: int, form: Form) -> torch.Tensor:
@@ -168,9 +238,12 @@ def _slot(message: torch.Tensor, offset: int, form: Form) -> torch.Tensor:
     return flat.as_strided(form.shape, form.stride, offset // form.dtype.itemsize)
 
 
-def _write_end(message: torch.Tensor, end: bytearray) -> None:
-    place = message[-len(end) :]
-    if any(end):
-        place.copy_(torch.frombuffer(end, dtype=torch.uint8))
-    else:
-        place.zero_()  # the usual case: nothing is copied to the device
+def _flat(value: torch.Tensor | None, form: Form, device: torch.device) -> torch.Tensor:
+    """The memory of a large value as one row; of one that is absent, any."""
+    count = form.nbytes // form.dtype.itemsize
+    if value is None:
+        return torch.empty(count, dtype=form.dtype, device=device)
+    value = value.detach()
+    if value.stride() != form.stride:
+        value = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=value.device).copy_(value)
+    return value.as_strided((count,), (1,))

@@ -135,8 +135,8 @@ class Stage(PipelineStage):
             rank = self.stage_index_to_group_rank.get(stage, self.group_rank)
             if rank != self.group_rank:
                 here, there = torch.zeros(2, 1, device=self.device)
-                operations.append(self._wire.operation(dist.irecv, here, self.global_rank(rank)))
-                operations.append(self._wire.operation(dist.isend, there, self.global_rank(rank)))
+                operations += self._wire.receives([here], self.global_rank(rank))
+                operations += self._wire.sends([there], self.global_rank(rank))
         return operations
 
     def _make_side_group(self) -> None:
