@@ -191,7 +191,7 @@ def test_a_state_that_was_tampered_with_is_refused(tmp_path, change):
     changed = [json.dumps({**json.loads(line), **change}) if "devices" in line else line for line in lines]
     assert changed != lines
     (tmp_path / "trials.jsonl").write_text("\n".join([head, *changed]) + "\n")
-    with pytest.raises(ws.errors.WholestepError, match="search's state|is gone"):
+    with pytest.raises(ws.errors.WholestepError, match=r"search's state|is gone"):
         minify(*call, folder=tmp_path)
 
 
