@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import weakref
+from collections import Counter
+
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import wholestep as ws
 from ranks import run_ranks
+from wholestep.pipelining.stage_costs import estimate_costs
 from wholestep.simulate import pipeline
 
 NAMES = ("1F1B", "ZBVZeroBubble")
@@ -44,11 +48,10 @@ def on_a_rank(rank: int, pipes: dict[str, ws.pipelining.Pipe]) -> dict[str, tupl
     return found
 
 
-@pytest.mark.parametrize("names", [NAMES])
-def test_every_rank_checks_the_schedule_that_it_then_runs(names):
-    pipes = {name: cut(2 if name == "1F1B" else 4) for name in names}
+def test_every_rank_checks_the_schedule_that_it_then_runs():
+    pipes = {name: cut(2 if name == "1F1B" else 4) for name in NAMES}
     found = run_ranks(on_a_rank, 2, pipes)
-    for name in names:
+    for name in NAMES:
         (first, _), (second, _) = (rank[name] for rank in found)
         assert first == second
         schedule = pipeline.Schedule.from_csv(first, name)
@@ -56,3 +59,51 @@ def test_every_rank_checks_the_schedule_that_it_then_runs(names):
         measured = pipeline.timeline_of(records, schedule)
         for ran, listed in zip(measured.of_rank, schedule.compute_only().ranks, strict=True):
             assert [span.action for span in ran] == list(listed)
+
+
+class Kept:
+    """What autograd keeps alive, each memory once: now, and at most."""
+
+    def __init__(self, there: set[int]) -> None:
+        self.there, self.alive = there, Counter()
+        self.now = self.most = 0
+
+    def keep(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        holder, memory = Holder([tensor]), tensor.untyped_storage()
+        if memory.data_ptr() not in self.there:
+            self.change(memory.data_ptr(), 1, memory.nbytes())
+            weakref.finalize(holder, self.change, memory.data_ptr(), -1, memory.nbytes())
+        return holder
+
+    def change(self, key: int, by: int, size: int) -> None:
+        before = bool(self.alive[key])
+        self.alive[key] += by
+        self.now += (bool(self.alive[key]) - before) * size
+        self.most = max(self.most, self.now)
+
+
+class Holder(list):
+    """A list that can be watched."""
+
+
+def most_kept(rank: int, pipe: ws.pipelining.Pipe, microbatches: int) -> tuple[int, int]:
+    stage = pipe.build_stage(rank, "cpu")
+    made = ws.pipelining.schedule("GPipe", stage, microbatches, nn.functional.mse_loss)
+    rows = 2 * microbatches
+    given, target = ((torch.randn(rows, 4),) if rank == 0 else ()), (torch.randn(rows, 4) if rank else None)
+    kept = Kept({each.untyped_storage().data_ptr() for each in stage.submod.parameters()})
+    with saved_tensors_hooks(kept.keep, lambda holder: holder[0]):
+        made.step(*given, target=target)
+    return kept.most, kept.now
+
+
+def test_a_rank_keeps_as_many_bytes_as_predicted_and_beside_them_what_the_loss_keeps():
+    pipe, microbatches = cut(2), 3
+    activations = [each.activation_bytes for each in estimate_costs(pipe)]
+    size = pipeline.Bytes(activation=activations)
+    predicted = pipeline.simulate("GPipe", bytes=size, ranks=2, microbatches=microbatches).peak_bytes
+    (first, first_left), (last, last_left) = run_ranks(most_kept, 2, pipe, microbatches)
+    target, heads = microbatches * 2 * 4 * 4, microbatches * 128  # what arrives lies behind the head of its message
+    assert first == predicted[0]
+    assert predicted[1] <= last <= predicted[1] + target + heads
+    assert first_left == last_left == 0

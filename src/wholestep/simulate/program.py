@@ -176,7 +176,7 @@ class _Builder:
             self.ops.append((UNSHARDING, index, -1))
             self.next_unshard += 1
         elif action.kind is not Kind.RESHARD:
-            for block in self._blocks((action,)):
+            for block in (action,) if action.kind is not Kind.OVERLAP_F_B else self._blocks((action,)):
                 self.program.needs[self.next_block] = tuple(self._needs(block))
                 self.ops.append((COMPUTING, self.next_block, -1))
                 self.next_block += 1

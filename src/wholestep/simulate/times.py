@@ -103,7 +103,7 @@ class Clock:
 
     def ticks(self, numbers: Iterable[Number]) -> int:
         """The sum of numbers that the clock was made for."""
-        return sum(self._ticks[number] for number in numbers)
+        return sum([self._ticks[number] for number in numbers])
 
     def number(self, ticks: int) -> Number:
         """A time of the result, in the kind of number that was given."""
