@@ -85,3 +85,40 @@ def quiet_torch() -> Iterator[None]:
         # About attributes such as the flat weights of an LSTM, which point to parameters: said from `contextlib`.
         warnings.filterwarnings("ignore", message=r"The tensor attribute")
         yield
+
+
+def define_tensor_marker(name: str) -> Any:
+    """An operator that takes a number and tensors and does nothing; export keeps it."""
+    namespace, short = name.split("::")
+    torch.library.define(name, "(int number, Tensor[] tensors) -> ()")
+
+    def nothing(*args: Any) -> None:
+        return None
+
+    torch.library.impl(name, "CompositeExplicitAutograd")(nothing)
+    torch.library.register_fake(name)(nothing)
+    op = getattr(getattr(torch.ops, namespace), short).default
+    fx.node.has_side_effect(op)
+    return op
+
+
+@contextmanager
+def functions_replaced(call: Callable[..., Any]) -> Iterator[None]:
+    """Let `SomeFunction.apply(*args)` of a user's `torch.autograd.Function` be `call(SomeFunction, apply, args)`.
+
+    Classes inherit `apply`, so it is replaced on `Function` itself. torch's own private functions are left alone.
+    """
+    base: Any = torch.autograd.Function
+    original = vars(base)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        if cls.__module__.startswith("torch._") or kwargs:
+            return bound(*args, **kwargs)
+        return call(cls, bound, args)
+
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        base.apply = original

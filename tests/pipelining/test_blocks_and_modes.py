@@ -93,6 +93,44 @@ def test_checkpointed_operators_run_again_in_the_backward(use_reentrant):
     assert count.times == 3  # of the second run, the last operator is not needed
 
 
+class Scaled(torch.autograd.Function):
+    """Rounds; the gradient is one of its own, and an input is only used there."""
+
+    @staticmethod
+    def forward(ctx, x, weight, steps):
+        ctx.save_for_backward(weight)
+        return torch.round(x.detach() * steps) / steps, x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        (weight,) = ctx.saved_tensors
+        return gradient * weight, gradient.sum(0), None
+
+
+class OwnBackward(nn.Module):
+    """Calls it, with a cut before and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x):
+        h = self.a(x)
+        pipe_split()
+        h, sign = Scaled.apply(h, self.weight, 4.0)
+        pipe_split()
+        return self.b(h), sign
+
+
+def test_a_function_keeps_its_own_backward():
+    pipe = both_modes(OwnBackward())
+    assert pipe.num_stages == 3
+    assert [value.differentiable for value in pipe.routing.values.values()] == [False, True, True, True, True]
+    for stages in (2, 3, 4):
+        assert both_modes(OwnBackward(), stages=stages).num_stages == stages
+
+
 def test_dropout_batch_norm_and_attention_follow_train_and_eval():
     class Modes(nn.Module):
         def __init__(self) -> None:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from wholestep.errors import PipelineError
+from wholestep.pipelining.functions import FunctionModule, marked
+from wholestep.pipelining.places import user_line
 from wholestep.pipelining.regions import Region, RegionModule, regions_of
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.stage_module import StageCode
@@ -106,6 +109,9 @@ class _Builder:
         new: dict[fx.Node, fx.Node],
         look: Look,
     ) -> None:
+        if region.kind == "function":
+            self._emit_function(graph, region, nodes, new, look)
+            return
         inside = set(nodes)
         needed = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
         needed.sort(key=lambda node: node.op != "get_attr")
@@ -128,6 +134,29 @@ class _Builder:
         name = f"_{self._mode}_{region.kind}_{len(self._blocks)}"
         self._blocks[name] = module
         call = graph.create_node("call_module", name, tuple(look(node) for node in needed))
+        call.meta["val"] = tuple(node.meta.get("val") for node in results)
+        for place, node in enumerate(results):
+            new[node] = graph.call_function(operator.getitem, (call, place))
+            new[node].meta = _plain_meta(node)
+
+    def _emit_function(
+        self, graph: fx.Graph, region: Region, nodes: Sequence[fx.Node], new: dict[fx.Node, fx.Node], look: Look
+    ) -> None:
+        """Call a function itself in the place of the operators of its forward."""
+        assert region.call is not None
+        begin, end = nodes[0], nodes[-1]
+        inside, results = set(nodes), marked(end)
+        for node in nodes:
+            if node not in results and (node in self._results or self._used_here(node, inside)):
+                raise PipelineError(
+                    f"{region.call.function.__name__} lets {node.name} out of its forward beside its results.",
+                    fix="return it from the function",
+                    node=node.format_node() or node.name,
+                    location=user_line(node),
+                )
+        name = f"_{self._mode}_function_{len(self._blocks)}"
+        self._blocks[name] = FunctionModule(region.call)
+        call = graph.create_node("call_module", name, tuple(look(node) for node in marked(begin)))
         call.meta["val"] = tuple(node.meta.get("val") for node in results)
         for place, node in enumerate(results):
             new[node] = graph.call_function(operator.getitem, (call, place))

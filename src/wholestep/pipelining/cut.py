@@ -10,12 +10,13 @@ import operator
 
 from torch import fx
 
+from wholestep.pipelining.functions import is_mark
 from wholestep.pipelining.markers import is_split
 
 
 def is_work(node: fx.Node) -> bool:
     """Whether a node computes something; marks, inputs, state and the picking of results do not."""
-    return node.op not in ("placeholder", "get_attr", "output") and node.target is not operator.getitem
+    return node.op == "call_function" and node.target is not operator.getitem and not is_mark(node)
 
 
 def stages_by_marks(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -16,6 +16,7 @@ from torch import fx
 
 from wholestep._torch_compat import new_fake_mode, pytree
 from wholestep.pipelining.example_values import example_value
+from wholestep.pipelining.functions import BEGIN, is_mark, marked
 from wholestep.pipelining.regions import Region, regions_of
 from wholestep.pipelining.staged import storage_of
 from wholestep.pipelining.writes import written_nodes
@@ -46,6 +47,7 @@ class _Watch:
         self._geometry: dict[fx.Node, Any] = {}
         self._sharing: dict[Any, list[fx.Node]] = {}
         self._known: dict[Any, _Answer] = {}
+        self._functions: dict[Any, bool] = {}
 
     def run(self, graph: fx.Graph) -> set[fx.Node]:
         for node in graph.nodes:
@@ -55,9 +57,24 @@ class _Watch:
                 self._flags[node] = can and self._requires_grad(node)
             elif node.target is operator.getitem and isinstance(self._flags[node.args[0]], list | tuple):
                 self._flags[node] = self._flags[node.args[0]][node.args[1]]
+            elif is_mark(node):
+                self._function(node)
             elif node.op == "call_function":
                 self._call(node)
         return {node for node, flag in self._flags.items() if flag is True}
+
+    def _function(self, node: fx.Node) -> None:
+        """A function with a backward of its own: its results require a gradient if an input does."""
+        self._flags[node] = False
+        number = node.args[0]
+        if node.target is BEGIN:
+            enabled = next((r.settings[0] for r in reversed(regions_of(node)) if r.kind == "grad"), True)
+            self._functions[number] = enabled and any(self._flags[arg] is True for arg in marked(node))
+            return
+        for result in marked(node):
+            value = result.meta.get("val")
+            can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+            self._flags[result] = can and self._functions[number]
 
     def _call(self, node: fx.Node) -> None:
         written = written_nodes(node)
@@ -86,7 +103,7 @@ class _Watch:
             return _Text(f"{self._describe(arg)}{self._flags.get(arg)}")
 
         args = fx.map_arg((node.args, node.kwargs), described)
-        modes = [str(region) for region in regions_of(node) if region.kind != "checkpoint"]
+        modes = [str(region) for region in regions_of(node) if region.kind in ("autocast", "grad")]
         return f"{node.target} {args} {modes}"
 
     def _describe(self, node: fx.Node) -> str:
@@ -154,6 +171,6 @@ def _flag(value: Any) -> bool:
 def _inside(regions: tuple[Region, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for region in regions:
-            if region.kind != "checkpoint":
+            if region.kind in ("autocast", "grad"):
                 stack.enter_context(region.enter())
         yield

@@ -20,6 +20,7 @@ from torch import fx
 from wholestep._torch_compat import OpOverload
 from wholestep._torch_compat_pipelining import checks_of_export, region_operators
 from wholestep.ir.mutable import mutated_arguments, returns_written
+from wholestep.pipelining import functions
 from wholestep.pipelining.regions import BEGIN, END, KEY, Region
 
 
@@ -62,6 +63,8 @@ class Flattener:
                 new[node] = (gm, node)  # looked at where it is used
             elif node.target in (BEGIN, END):
                 self._mark(node)
+            elif functions.is_mark(node):
+                self._function_mark(node, new)
             elif node.target in (self._autocast, self._grad):
                 new[node] = self._block(node, new)
             elif node.target is operator.getitem and isinstance(new[node.args[0]], tuple):
@@ -85,6 +88,15 @@ class Flattener:
         if node.target is BEGIN:
             self._stack.append(region)
         else:
+            assert self._stack.pop() is region, "blocks that overlap"
+
+    def _function_mark(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> None:
+        """Marks of functions stay: what they name counts as used."""
+        region = self._checkpoints[node.args[0]]  # type: ignore[index]
+        if node.target is functions.BEGIN:
+            self._stack.append(region)
+        self._copy(node, new)
+        if node.target is functions.END:
             assert self._stack.pop() is region, "blocks that overlap"
 
     def _block(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> tuple[Any, ...]:

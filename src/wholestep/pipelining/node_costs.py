@@ -20,6 +20,7 @@ from wholestep._torch_compat import OpOverload, op_name, pytree
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.values import hint_of
 from wholestep.pipelining.example_values import example_bytes
+from wholestep.pipelining.functions import is_mark
 from wholestep.pipelining.regions import regions_of
 from wholestep.pipelining.staged import NO_STAGE
 from wholestep.pipelining.writes import written_nodes
@@ -64,7 +65,7 @@ def estimate(graph: fx.Graph, differentiable: set[fx.Node], machine: Machine) ->
 
 
 def _estimate(node: fx.Node, differentiable: set[fx.Node], machine: Machine) -> Cost:
-    if node.op in NO_STAGE or not isinstance(node.target, OpOverload) or _is_view(node):
+    if node.op in NO_STAGE or not isinstance(node.target, OpOverload) or _is_view(node) or is_mark(node):
         return FREE
     moved = sum(example_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
     work = flops(node)

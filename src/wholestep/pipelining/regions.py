@@ -22,7 +22,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from wholestep._torch_compat_pipelining import checkpoints_replaced, define_marker
+from wholestep._torch_compat_pipelining import checkpoints_replaced, define_marker, functions_replaced
+from wholestep.pipelining import functions
+from wholestep.pipelining.functions import FunctionCall, tensors_of, traced_call
 
 KEY = "wholestep_regions"
 BEGIN = define_marker("wholestep::region_begin", "(int number) -> ()")
@@ -33,13 +35,15 @@ END = define_marker("wholestep::region_end", "(int number) -> ()")
 class Region:
     """One block."""
 
-    kind: Literal["autocast", "grad", "checkpoint"]
+    kind: Literal["autocast", "grad", "checkpoint", "function"]
     settings: tuple[Any, ...]
-    """autocast: (device, dtype, enabled, cache); grad: (enabled,); checkpoint: (preserve_rng_state,)."""
+    """autocast: (device, dtype, enabled, cache); grad: (enabled,); checkpoint: (preserve_rng_state,); function: ()."""
     number: int
     """Tells two blocks with the same settings apart."""
     context_fn: Any = field(default=None, compare=False)
     """checkpoint: what selects the values to keep."""
+    call: FunctionCall | None = field(default=None, compare=False)
+    """function: what is called in the place of the nodes."""
 
     def enter(self) -> AbstractContextManager[Any]:
         """The block, for autocast and gradients."""
@@ -94,16 +98,24 @@ class RegionModule(torch.nn.Module):
 
 
 class RegionMarks:
-    """Marks around checkpointed functions while a model is exported: export itself would leave no trace of them."""
+    """Marks around what export itself would leave no trace of, while a model is exported."""
 
     def __init__(self) -> None:
         self.regions: dict[int, Region] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Put marks around each call of `torch.utils.checkpoint.checkpoint`."""
-        with checkpoints_replaced(self._around):
+        """Put marks around each checkpoint and around each function with a backward of its own."""
+        with checkpoints_replaced(self._around), functions_replaced(self._call):
             yield
+
+    def _call(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        number = len(self.regions)
+        self.regions[number] = Region("function", (), number, call=traced_call(function, args))
+        functions.BEGIN(number, tensors_of(args))
+        result = apply(*args)
+        functions.END(number, tensors_of(result))
+        return result
 
     @contextmanager
     def _around(self, preserve_rng_state: bool, context_fn: Any) -> Iterator[None]:

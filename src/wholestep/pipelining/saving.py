@@ -136,7 +136,11 @@ def _write_graph(
 
 
 def _write_block(block: torch.nn.Module, arguments: ArgumentWriter, values: ValueWriter) -> dict[str, Any]:
-    assert isinstance(block, RegionModule)
+    if not isinstance(block, RegionModule):
+        raise GraphFormatError(
+            f"a torch.autograd.Function ({block.extra_repr()}) has no form in the file.",
+            fix="register it as a torch.library operator with an autograd formula",
+        )
     region = block.region
     if region.context_fn is not None:
         raise GraphFormatError(

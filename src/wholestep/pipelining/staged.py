@@ -19,7 +19,7 @@ from torch import fx
 
 from wholestep._torch_compat import storage_key
 from wholestep.pipelining.capture import Program
-from wholestep.pipelining.regions import KEY
+from wholestep.pipelining.regions import KEY, regions_of
 
 NO_STAGE = ("placeholder", "get_attr", "output")
 
@@ -33,9 +33,12 @@ class Staged:
         self.stage_of = dict(stage_of)
         self.names = dict(names)
         """What a value is called in the routing table: the same in every mode of the model."""
-        self.count = max(self.stage_of.values(), default=0) + 1
-        self._storage: dict[fx.Node, Any] = {}
+        self._keep_functions()
         self._keep_picks()
+        left = {stage: i for i, stage in enumerate(sorted(set(self.stage_of.values())))}
+        self.stage_of = {node: left[stage] for node, stage in self.stage_of.items()}
+        self.count = max(len(left), 1)
+        self._storage: dict[fx.Node, Any] = {}
 
     def made_at(self, node: fx.Node) -> int:
         """The first stage that can use a node."""
@@ -120,6 +123,16 @@ class Staged:
         while name in taken:
             name += "_"
         self.names[node] = name
+
+    def _keep_functions(self) -> None:
+        """A function with a backward of its own is not cut: all of it belongs to the stage of its end."""
+        end: dict[int, int] = {}
+        for node in reversed(self.graph.nodes):
+            if node in self.stage_of:
+                for region in regions_of(node):
+                    if region.kind == "function":
+                        stage = end.setdefault(region.number, self.stage_of[node])
+                        self.stage_of[node] = max(self.stage_of[node], stage)
 
     def _keep_picks(self) -> None:
         """Tuples and lists do not cross: what picks from them belongs to the stage that makes them."""
