@@ -7,6 +7,7 @@ The stages are made by hand; each takes a value that it needs, integers, a value
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import wholestep as ws
 from pipelining.hand_made import HandMade
 from ranks import run_ranks
 from wholestep.errors import OptionError, ScheduleError, StageError
-from wholestep.pipelining import build_stage
+from wholestep.pipelining import Stage, build_stage, messages
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -127,6 +128,60 @@ def test_schedules_of_one_stage_per_rank_train_like_eager():
 
 def test_schedules_of_several_stages_per_rank_train_like_eager():
     run_ranks(train, 2, 2, 4, (*LOOPED, *FOLDED))
+
+
+def with_other_messages(rank: int) -> None:
+    """Values that go by themselves, as large ones do, and unexpected messages in a group of their own, as with NCCL."""
+    with mock.patch.object(messages, "_LARGE", 0), mock.patch.object(Stage, "_needs_side_group", return_value=True):
+        train(rank, 2, 4, ("Interleaved1F1B", "ZBVZeroBubble"))
+
+
+def test_large_values_and_a_group_for_unexpected_messages():
+    run_ranks(with_other_messages, 2)
+
+
+class Loses(nn.Module):
+    """Returns a value that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Linear(3, 3)
+        self.lost = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kept(x), self.lost(x)
+
+
+class Ranked(nn.Module):
+    """Uses it for an order only."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return torch.gather(x, 1, order.argsort(1))
+
+
+def without_gradients(rank: int) -> None:
+    """A value that no gradient comes back along: parameters behind it have none, as in eager. Then frozen stages."""
+    for large in (messages._LARGE, 0):
+        with mock.patch.object(messages, "_LARGE", large):
+            pipe = HandMade([Loses(), Ranked()])
+            stage = build_stage(pipe, rank, "cpu")
+            schedule = ScheduleGPipe(stage, 2, lambda result, target: result.square().mean())
+            x = torch.randn(4, 3)
+            for _ in range(2):
+                schedule.step(*((x,) if rank == 0 else ()), target=x if rank == 1 else None)
+            gradients = {name: parameter.grad for name, parameter in stage.submod.named_parameters()}
+            assert [name for name, gradient in gradients.items() if gradient is None] == (
+                ["lost.weight", "lost.bias"] if rank == 0 else []
+            )
+            stage.submod.requires_grad_(False)
+            schedule = ScheduleGPipe(stage, 2)
+            for _ in range(2):
+                schedule.step(*((x,) if rank == 0 else ()))
+
+
+def test_values_without_gradient():
+    torch.manual_seed(0)
+    run_ranks(without_gradients, 2)
 
 
 def in_forward_only(rank: int) -> None:

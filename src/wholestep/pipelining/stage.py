@@ -144,10 +144,13 @@ class Stage(PipelineStage):
         together = self.rank_step
         if not together.prepared:
             together.prepared = True
-            if self.device.type != "cpu":
+            if self._needs_side_group():
                 ranks = [self.global_rank(rank) for rank in range(self.group_size)]
                 together.side = dist.new_group(ranks, use_local_synchronization=True)
         self._wire.side = together.side
+
+    def _needs_side_group(self) -> bool:
+        return self.device.type != "cpu"
 
     # A step begins and ends.
 
