@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "errors"
 SMALL = "--steps 4 --layers 1 --heads 2 --width 16 --context 8 --batch 2"
 NOT_RAISED_THEMSELVES = {"WS-ERROR", "WS-CAPTURE"}
-ON_RANKS = {"WS-DESYNC", "WS-MESH", "WS-PEER-FAILED", "WS-PENDING", "WS-PLAN", "WS-SHARD-OPT", "WS-WRAPPED"}
+ON_RANKS = {"WS-DESYNC", "WS-MESH", "WS-PEER-FAILED", "WS-PENDING", "WS-PLAN", "WS-SHARD-OPT", "WS-STAGE", "WS-WRAPPED"}
 CODES = [cls.code for cls in all_error_types() if cls.__module__.startswith("wholestep.")]
 
 
