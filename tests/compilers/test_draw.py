@@ -126,6 +126,20 @@ def test_nodes_of_a_backward_are_in_boxes_of_the_modules_whose_gradients_they_ma
     assert all(f"{i} · backward" in titles for i in range(4))
 
 
+def test_nodes_of_no_module_do_not_cut_a_very_large_graph_into_pieces() -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for block in range(60):
+        for number in range(60):
+            value = graph.call_function(torch.ops.aten.sin.default, (value,))
+            if number % 10:  # gradients that are added up belong to nobody
+                value.meta["nn_module_stack"] = {"": (f"L['self'].h.{block}.mlp", nn.Module)}
+    graph.output((value,))
+    found = drawing(fx.GraphModule({}, graph))
+    assert 60 <= len(found.boxes) <= 150
+    assert sum(len(box.nodes) for box in found.boxes) >= 3600
+
+
 def test_every_node_of_a_large_graph_can_be_drawn_too(deep: fx.GraphModule) -> None:
     boxes = rectangles(svg(drawing(deep, False)))
     assert len(boxes) == len(deep.graph.nodes)

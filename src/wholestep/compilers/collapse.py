@@ -105,18 +105,21 @@ class _Drawer:
             return self._collapsed(1000 if collapse is True else int(collapse))
         deepest = max((module_path(node).count(".") + 1 for node in self._nodes), default=1)
         found = self._collapsed(deepest)
-        for depth in range(deepest - 1, 0, -1):
+        for adopt, depth in ((adopt, depth) for adopt in (False, True) for depth in range(deepest, 0, -1)):
             if len(found.boxes) <= MOST_BOXES:
                 break
-            found = self._collapsed(depth)
+            found = self._collapsed(depth, adopt=adopt)
         return found
 
-    def _collapsed(self, depth: int) -> Drawing:
+    def _collapsed(self, depth: int, *, adopt: bool = False) -> Drawing:
+        """Boxes of modules to a depth. `adopt`: nodes of no module go with those before them, in very large graphs."""
         groups: list[list[int]] = []
         last: tuple[str, str] | None = None
         for i, node in enumerate(self._nodes):
             path = ".".join(module_path(node).split(".")[:depth])
             key = (path, phase(node)) if path and node.op in ("call_function", "get_attr", "call_module") else None
+            if adopt and not path and last is not None and node.op in ("call_function", "get_attr"):
+                key = last
             if key is not None and key == last:
                 groups[-1].append(i)
             else:
