@@ -167,6 +167,9 @@ def test_stages_that_ranks_cannot_share_are_refused(pipes):
         ws.pipelining.plan(pipes[4], 3)
     with pytest.raises(OptionError, match="ranks=0"):
         ws.pipelining.plan(pipes[4], 0)
+    for model, how in ((Blocks(), "estimated"), (pipes[4], "measured")):
+        with pytest.raises(OptionError, match="with a microbatch"):
+            ws.pipelining.plan(model, 4, costs=how)
 
 
 def test_a_check_returns_the_timeline_of_names_lists_and_torchs_objects(pipes):

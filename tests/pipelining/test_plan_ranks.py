@@ -99,10 +99,10 @@ def most_kept(rank: int, pipe: ws.pipelining.Pipe, microbatches: int) -> tuple[i
 
 def test_a_rank_keeps_as_many_bytes_as_predicted_and_beside_them_what_the_loss_keeps():
     pipe, microbatches = cut(2), 3
+    (first, first_left), (last, last_left) = run_ranks(most_kept, 2, pipe, microbatches)
     activations = [each.activation_bytes for each in estimate_costs(pipe)]
     size = pipeline.Bytes(activation=activations)
     predicted = pipeline.simulate("GPipe", bytes=size, ranks=2, microbatches=microbatches).peak_bytes
-    (first, first_left), (last, last_left) = run_ranks(most_kept, 2, pipe, microbatches)
     target, heads = microbatches * 2 * 4 * 4, microbatches * 128  # what arrives lies behind the head of its message
     assert first == predicted[0]
     assert predicted[1] <= last <= predicted[1] + target + heads

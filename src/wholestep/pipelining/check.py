@@ -39,16 +39,13 @@ def check(
     if listed.stages != pipe.num_stages:
         fix = "cut the model into as many stages as the schedule has."
         raise ScheduleError(f"{listed.name} has {listed.stages} stages, the pipe has {pipe.num_stages}.", fix=fix)
-    known = tuple(costs) if costs is not None else estimate_costs(pipe, machine)
-    timeline = simulate(
-        listed,
-        times_from(known, machine),
-        bytes=bytes_from(known, state_copies),
-        network=network or Network("ordered" if _on_cuda(pipe) else "rendezvous"),
-    )
+    network = network or Network("ordered" if _on_cuda(pipe) else "rendezvous")
+    timeline = simulate(listed, network=network)  # a deadlock does not depend on times, so costs come behind it
     if timeline.deadlock is not None:
         fix = "let the receive of one of them come before its send; torch's own schedules do."
         raise _refused(f"{listed.name} ends in a deadlock. {timeline.deadlock}", fix, timeline)
+    known = tuple(costs) if costs is not None else estimate_costs(pipe, machine)
+    timeline = simulate(listed, times_from(known, machine), bytes=bytes_from(known, state_copies), network=network)
     if memory is not None:
         _check_memory(timeline, memory)
     return timeline

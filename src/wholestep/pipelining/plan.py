@@ -132,6 +132,9 @@ def plan(
     """
     if ranks < 1:
         raise OptionError(f"ranks={ranks} is not a number of ranks.", fix="at least 1.")
+    is_pipe, is_given = hasattr(model, "get_stage_module"), bool(mb_args or mb_kwargs)
+    if not is_given and (costs == "measured" or not (is_pipe or cut is not None)):
+        raise OptionError("a model is cut, and stages are measured, with a microbatch.", fix="give mb_args=(x,).")
     pipes = _pipes(model, ranks, stages_per_rank, mb_args, mb_kwargs, cut)
     choices: list[Choice] = []
     left_out: dict[str, str] = {}
