@@ -6,7 +6,9 @@ from fractions import Fraction
 from graphlib import TopologicalSorter
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +171,15 @@ def test_numbers_come_back_as_they_were_given_and_do_not_drift():
     floats = simulate("1F1B", Times(F=0.1, B=0.2), ranks=3, microbatches=998).makespan
     assert floats == float(1000 * (Fraction(0.1) + Fraction(0.2)))
     assert sum([0.1, 0.2] * 1000) != floats  # what adding one after the other would give
+
+
+def test_numbers_and_tables_of_numpy_and_torch_are_taken():
+    expected = simulate("GPipe", Times(F=[1.0, 2.0], B=3, send=0.5), ranks=2, microbatches=2).makespan
+    numbers = Times(F=np.array([1, 2], np.float32), B=np.int64(3), send=np.float32(0.5))
+    assert simulate("GPipe", numbers, ranks=2, microbatches=2).makespan == expected
+    tensors = Times(F=torch.tensor([[1, 1], [2, 2]]), B=torch.tensor(3), send=Fraction(1, 2))
+    assert simulate("GPipe", tensors, ranks=2, microbatches=2).makespan == expected
+    assert simulate([["0F0", "0B0"]], Times(F=np.int64(2**62), B=np.int64(2**62))).makespan == 2**63
 
 
 def test_a_backward_that_is_not_given_follows_from_what_is():

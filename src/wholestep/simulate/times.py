@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Rational, Real
+from typing import Any
 
 from wholestep.errors import OptionError
 from wholestep.simulate.actions import Kind
@@ -39,6 +40,12 @@ class Times:
     overlap: Time | None = None
     unshard: Time = 0
     reduce: Time = 0
+
+    def __post_init__(self) -> None:
+        """Arrays and tensors are tables."""
+        for each in fields(self):
+            if hasattr(value := getattr(self, each.name), "tolist"):
+                object.__setattr__(self, each.name, value.tolist())
 
     def lengths(self, kind: Kind, stage: int, microbatch: int) -> tuple[Number, ...]:
         """How long an action lasts, as numbers to be added."""
@@ -112,7 +119,9 @@ class Clock:
         return Fraction(ticks, self._per_unit) if self._fraction else ticks
 
 
-def _exact(number: Number) -> Fraction:
+def _exact(number: Any) -> Fraction:
     if not isinstance(number, Real) or not math.isfinite(number) or number < 0:
         raise OptionError(f"{number!r} is not a time.", fix="times are finite numbers that are not negative.")
-    return Fraction(number)
+    if isinstance(number, Rational):
+        return Fraction(int(number.numerator), int(number.denominator))  # numpy's integers would overflow
+    return Fraction(float(number))
