@@ -5,7 +5,8 @@
         schedule.step(x, target=y)
     Path(f"rank{rank}.json").write_text(recorder.to_json())
 
-    measured = timeline_of(read_json(each) for each in texts, schedule)          # anywhere, of all ranks' files
+    records = [record for text in texts for record in read_json(text)]          # anywhere, of all ranks' files
+    measured = timeline_of(records, schedule)
 
 A recorder replaces three methods of the stage objects while it is open, those that every schedule of torch calls, and
 puts them back. On a GPU it records events and asks for their times when it closes. Ranks of one machine share a clock;
