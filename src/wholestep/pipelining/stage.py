@@ -189,7 +189,7 @@ class Stage(PipelineStage):
 
     def _divisor(self, factor: int) -> float:
         """The number of microbatches, or what they weigh together. 1: losses are sums, and nothing is divided."""
-        weights = [self.rank_step.weights.get(chunk, 1.0) for chunk in range(self.chunks or 0)]
+        weights = self.rank_step.weights.values()
         if not self._weighted or all(weight == 1.0 for weight in weights):
             return factor
         if factor == 1:
