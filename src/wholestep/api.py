@@ -20,8 +20,10 @@ from wholestep.compilers.debug import checked_program
 from wholestep.errors import OptionError, RecompileWarning
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
+from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.step import Lowering
+from wholestep.memory.policy import policy_of
 from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
@@ -29,7 +31,7 @@ from wholestep.passes.dump import Dump
 from wholestep.passes.iter_move import CREATES, LATE
 from wholestep.passes.manager import run_passes
 from wholestep.runtime import pending
-from wholestep.runtime.executor import Entry, late_outputs_of
+from wholestep.runtime.executor import Entry, late_outputs_of, runs_once
 from wholestep.runtime.iterations import Pending
 from wholestep.runtime.pending import PendingWork, finally_flush
 from wholestep.runtime.program import program
@@ -79,7 +81,10 @@ class CompiledStep(Generic[P, R]):
         plan = options.parallel
         self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
         compiles = options.lower == "inductor"
-        self._lowering = Lowering(options.lower_options, compiles=compiles, cuda_graph=options.cuda_graph)
+        planned = options.memory_budget is not None
+        self._lowering = Lowering(
+            options.lower_options, compiles=compiles, cuda_graph=options.cuda_graph, planned=planned
+        )
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
@@ -234,6 +239,15 @@ class CompiledStep(Generic[P, R]):
             if number is not None:
                 self._symbolic_numbers |= {number}
         captured = _trace(fn, args, kwargs, self.options, self._symbolic_numbers)
+        if self.options.memory_budget is not None:
+            captured.step_graph.memory = fit_to_budget(
+                captured.step_graph,
+                self._lowering,
+                self.options.memory_budget,
+                policy_of(self.options.policy),
+                runs_once=runs_once(captured),
+            )
+            verify(captured.step_graph, min(self.options.verify, 2))
         make_program = checked_program if self.options.lower == "debug" else program
         entry = Entry(captured, self._lowering, make_program)
         self._entries.append(entry)
@@ -321,8 +335,8 @@ def compile(fn: Any = None, **options: Any) -> Any:
     """Turn a training step into one that runs as a single graph.
 
     Use it as a decorator, with or without options, or as a function. The options are the fields of
-    `wholestep.options.Options`: lower, lower_options, cuda_graph, passes, parallel, dynamic, verify, max_recompiles,
-    hooks, name.
+    `wholestep.options.Options`: lower, lower_options, cuda_graph, memory_budget, policy, passes, parallel, dynamic,
+    verify, max_recompiles, hooks, name.
     """
     chosen = Options.of(**options)
     if fn is None:

@@ -290,6 +290,12 @@ class LowerError(WholestepError, RuntimeError):
     code = "WS-LOWER"
 
 
+class MemoryBudgetError(WholestepError, RuntimeError):
+    """No plan of what to compute again brings the peak of a step down to its memory budget."""
+
+    code = "WS-MEMORY"
+
+
 class CudaGraphError(WholestepError, RuntimeError):
     """A step cannot be replayed as one CUDA graph."""
 

@@ -9,6 +9,8 @@ from typing import Any
 from wholestep.environment import default_lower
 from wholestep.errors import OptionError
 from wholestep.lower.options import LowerOptions
+from wholestep.memory.budget import Budget
+from wholestep.memory.policy import policy_of
 from wholestep.parallel.plan import Plan
 from wholestep.passes.contract import check_list
 from wholestep.passes.registry import resolve
@@ -37,6 +39,12 @@ class Options:
     """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, remat, exact, config, region_config."""
     cuda_graph: bool | str = "auto"
     """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
+    memory_budget: Any = None
+    """The peak memory of a step: bytes, "12GiB", or a fraction (0.0: the smallest possible, 1.0: nothing is computed
+    again). Values are computed again in the backward to stay within. None: Inductor's own choice."""
+    policy: Any = None
+    """With `memory_budget`: what is kept or computed again in any case, by module path or operator:
+    {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node."""
     passes: Any = None
     """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names, "default" among them."""
     disable_passes: Sequence[str] = ()
@@ -61,6 +69,10 @@ class Options:
         object.__setattr__(self, "lower_options", _lower_options(self.lower_options))
         if self.cuda_graph not in (True, False, "auto"):
             raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')
+        object.__setattr__(self, "memory_budget", Budget.of(self.memory_budget))
+        policy_of(self.policy)
+        if self.policy is not None and self.memory_budget is None:
+            raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
         object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
         check_list(self.passes)
         if self.parallel is not None and not isinstance(self.parallel, Plan):

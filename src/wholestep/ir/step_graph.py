@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torch import fx
 from torch.fx.graph import CodeGen
@@ -22,6 +22,9 @@ from wholestep.ir.readable import readable
 from wholestep.ir.serialize import read_step_graph, write_step_graph
 from wholestep.ir.signature import Signature
 
+if TYPE_CHECKING:
+    from wholestep.memory.report import MemoryReport
+
 
 class StepGraph:
     """A step: its graph (`gm`) and what every input and output is (`signature`)."""
@@ -29,6 +32,8 @@ class StepGraph:
     def __init__(self, gm: fx.GraphModule, signature: Signature) -> None:
         self.gm = gm
         self.signature = signature
+        self.memory: MemoryReport | None = None
+        """With a memory budget: what was planned, and what the first run needed."""
         if not has_plain_codegen(gm.graph):
             gm.graph.set_codegen(CodeGen())
             gm.recompile()

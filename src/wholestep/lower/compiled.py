@@ -30,6 +30,11 @@ class CompiledRegion(nn.Module):
         self.tag = tag
         self.operators = operators
 
+    @property
+    def compiled(self) -> Compiled:
+        """What runs."""
+        return self._compiled
+
     def assume(self, assumptions: Assumptions) -> None:
         """Look at the arguments before each call."""
         self._assumptions = assumptions

@@ -12,6 +12,7 @@ waited for before.
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch import fx
 
 from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import is_communication, may_write, writes
+from wholestep.ir.meta import node_meta
 from wholestep.ir.rng import SIDE_EFFECTS
 
 _COPY = torch.ops.aten.copy_.default
@@ -32,6 +34,8 @@ class Group:
 
     nodes: list[fx.Node]
     compiled: bool
+    part: int = 0
+    """Groups of different parts stay apart."""
 
 
 def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[fx.Node]) -> list[Group]:
@@ -45,14 +49,23 @@ def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[f
         return _runs(body, reasons)
     groups: list[Group] = []
     stretch: list[fx.Node] = []
-    for node in body:
+    current = 0
+    for node, part in zip(body, _parts(body), strict=True):
+        if part != current:
+            groups += _in_turns(stretch, reasons, current)
+            stretch, current = [], part
         if is_communication(node.target):
-            groups += _in_turns(stretch, reasons)
-            groups.append(Group([node], compiled=False))
+            groups += _in_turns(stretch, reasons, part)
+            groups.append(Group([node], compiled=False, part=part))
             stretch = []
         else:
             stretch.append(node)
-    return _joined(groups + _in_turns(stretch, reasons))
+    return _joined(groups + _in_turns(stretch, reasons, current))
+
+
+def _parts(body: list[fx.Node]) -> list[int]:
+    """The number of the part that each node is in."""
+    return list(itertools.accumulate(int(node_meta(node).begins) for node in body))
 
 
 def _parts_behind_their_source(graph: fx.Graph) -> list[fx.Node]:
@@ -79,20 +92,21 @@ def _parts_behind_their_source(graph: fx.Graph) -> list[fx.Node]:
 
 def _runs(body: list[fx.Node], reasons: dict[fx.Node, str]) -> list[Group]:
     """Where nodes write into tensors nothing changes places."""
-    return _joined([Group([node], compiled=not reasons[node]) for node in body])
+    parts = _parts(body)
+    return _joined([Group([node], not reasons[node], part) for node, part in zip(body, parts, strict=True)])
 
 
 def _joined(groups: list[Group]) -> list[Group]:
     found: list[Group] = []
     for group in groups:
-        if found and found[-1].compiled == group.compiled:
+        if found and (found[-1].compiled, found[-1].part) == (group.compiled, group.part):
             found[-1].nodes += group.nodes
         elif group.nodes:
-            found.append(Group(list(group.nodes), group.compiled))
+            found.append(Group(list(group.nodes), group.compiled, group.part))
     return found
 
 
-def _in_turns(stretch: list[fx.Node], reasons: dict[fx.Node, str]) -> list[Group]:
+def _in_turns(stretch: list[fx.Node], reasons: dict[fx.Node, str], part: int) -> list[Group]:
     place = {node: i for i, node in enumerate(stretch)}
     waits_for, followers = _edges(stretch, place)
     ready: dict[bool, list[int]] = {True: [], False: []}
@@ -102,7 +116,7 @@ def _in_turns(stretch: list[fx.Node], reasons: dict[fx.Node, str]) -> list[Group
     groups: list[Group] = []
     compiled = False
     while ready[True] or ready[False]:
-        group = Group([], compiled)
+        group = Group([], compiled, part)
         while ready[compiled]:
             i = heapq.heappop(ready[compiled])
             group.nodes.append(stretch[i])

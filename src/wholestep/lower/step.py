@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -26,8 +27,9 @@ log = logging.getLogger("wholestep.lower")
 class Lowering:
     """How the graphs of one compiled step are lowered; regions that are the same share what was compiled."""
 
-    def __init__(self, options: LowerOptions, *, compiles: bool, cuda_graph: bool | str) -> None:
-        self._options = options
+    def __init__(self, options: LowerOptions, *, compiles: bool, cuda_graph: bool | str, planned: bool = False) -> None:
+        # What the backward computes again is in graphs that were planned: nothing more then.
+        self._options = replace(options, remat=False) if planned else options
         self.compiles = compiles
         """Whether regions are compiled; if not, only the recording of kernels is left."""
         self._cuda_graph = cuda_graph
@@ -42,16 +44,26 @@ class Lowering:
             return None
         return cuda_graph_step(gm, batch, self._pool, make_program, must=self._cuda_graph is True)
 
-    def step(self, step_graph: StepGraph, *, runs_once: bool = False) -> fx.GraphModule | None:
-        """A lowered copy of a graph in normal form, which stays as it is. Write-backs outside of regions remain.
+    def lowers(self, step_graph: StepGraph, *, runs_once: bool) -> bool:
+        """Whether a graph is lowered.
 
-        A graph that runs once is lowered only if its regions are those of the graph that follows: the optimizer, which
-        makes its state here, has to be outside in both. None if not.
+        One that runs once is only if its regions are those of the graph that follows: the optimizer, which makes its
+        state here, has to be outside in both.
         """
-        if runs_once and not _has_fused_optimizer(step_graph.gm.graph):
+        return self.compiles and not (runs_once and not _has_fused_optimizer(step_graph.gm.graph))
+
+    def step(self, step_graph: StepGraph, *, runs_once: bool = False) -> fx.GraphModule | None:
+        """A lowered copy of a graph in normal form, which stays as it is; None where it is not lowered. Write-backs
+        outside of regions remain."""
+        if not self.lowers(step_graph, runs_once=runs_once):
             return None
         gm = lazy_graph_module(step_graph.gm, copy_graph(step_graph.gm.graph), "WholeStepLowered")
-        return _timed(gm, self._options, self._cache, _is_no_update if runs_once else any_node)
+        return self.lower(gm, runs_once=runs_once)
+
+    def lower(self, gm: fx.GraphModule, *, runs_once: bool = False) -> fx.GraphModule:
+        """Lower a graph in normal form; returns it."""
+        predicate = _is_no_update if runs_once else any_node
+        return _timed(gm, self._options, self._cache, predicate)
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Lower a graph that already updates in place: what writes stays outside."""

@@ -23,6 +23,7 @@ from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
+from wholestep.memory.measure import bytes_at_most, held_bytes
 from wholestep.passes.reinplace import reinplace, reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
@@ -54,6 +55,8 @@ class Entry:
         self.iterations = _iterations(captured)
         self.left: Pending | None = None
         """What the last run left for the next one."""
+        self._measures = self.step_graph.memory is not None
+        """Whether the next run is the one that tells how much memory it needs."""
         self._written: tuple[int, ...] = ()
         """Places of the inputs that compiled regions update without telling autograd."""
         self.executable = self._make_executable(lowering)
@@ -70,12 +73,12 @@ class Entry:
 
     def _make_executable(self, lowering: Lowering | None) -> fx.GraphModule:
         compiles = lowering is not None and lowering.compiles
-        runs_once = _runs_once(self.captured)
+        once = runs_once(self.captured)
         if self.iterations is not None:
-            if lowering is not None and compiles and not runs_once:
+            if lowering is not None and compiles and not once:
                 self.iterations.lower(lowering)
             return self.iterations.main
-        lowered = lowering.step(self.step_graph, runs_once=runs_once) if lowering is not None and compiles else None
+        lowered = lowering.step(self.step_graph, runs_once=once) if lowering is not None and compiles else None
         if lowering is None or lowered is None:
             return reinplaced(self.step_graph)
         self._written = lowering.written(self.step_graph, lowered)
@@ -89,7 +92,7 @@ class Entry:
             return None
         if self._make_program is not program:
             return self._make_program(self.step_graph.gm)  # as people read it, before updates are in place
-        if lowering is not None and not _runs_once(self.captured):
+        if lowering is not None and not runs_once(self.captured):
             batch = [i for i, spec in enumerate(self.step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
             replayed = lowering.replayed(self.executable, batch, program)
             if replayed is not None:
@@ -107,7 +110,10 @@ class Entry:
             self.complete(pending, current=False)
             pending = None
         with self._without_autocast() if self._autocast else below_autograd():
-            outputs = self._outputs(inputs, pending)
+            if self._measures:
+                outputs = self._measured_outputs(inputs, pending)
+            else:
+                outputs = self._outputs(inputs, pending)
         if self._written:
             increment_version([inputs[i] for i in self._written])
         del inputs
@@ -131,6 +137,18 @@ class Entry:
         for change in self._late if current else ():
             if change.output in pending.late and isinstance(local_of(change.slot.get()), LateTensor):
                 change.slot.set(pending.late[change.output])  # the user has not put something else there, or None
+
+    def _measured_outputs(self, inputs: list[Any], pending: Pending | None) -> tuple[Any, ...]:
+        """The first run of a graph with a memory budget tells what it needs."""
+        report = self.step_graph.memory
+        assert report is not None
+        self._measures = False
+        device = torch.device(report.device)
+        held = held_bytes(inputs, device)
+        outputs, most = bytes_at_most(lambda: self._outputs(inputs, pending), device)
+        report.measured_peak = None if most is None else held + most
+        found: tuple[Any, ...] = outputs
+        return found
 
     def _outputs(self, inputs: list[Any], pending: Pending | None) -> tuple[Any, ...]:
         if self.iterations is None:
@@ -232,7 +250,7 @@ def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
         change.slot.set(change.constant)
 
 
-def _runs_once(captured: Captured) -> bool:
+def runs_once(captured: Captured) -> bool:
     """Whether the graph makes optimizer state that is there in the next call, which then has a graph of its own."""
     made = (change for change in captured.changes if change.kind is ChangeKind.CREATED)
     return any(change.slot.kind is InputKind.OPTIMIZER_STATE for change in made)

@@ -1,0 +1,39 @@
+"""Private torch names that planning of memory needs: sizes of traced tensors, and the CPU allocator's events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number: that of the traced call where it is symbolic (`SymInt.node.hint`). 2.11, 2.13."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint
+        return 1 if hint is None else int(hint)
+    return int(size)
+
+
+def cpu_bytes_at_most(function: Callable[[], Any]) -> tuple[Any, int]:
+    """What a function returns, and how many bytes of CPU memory it had at most, above what was there before.
+
+    Counts what the CPU allocator hands out (memory events of the legacy profiler; kineto has the same, and
+    prints). 2.11, 2.13.
+    """
+    autograd: Any = torch.autograd
+    details = torch._C._profiler._ExperimentalConfig()
+    config = autograd.ProfilerConfig(autograd.ProfilerState.CPU, False, True, False, False, False, details)
+    autograd._enable_profiler_legacy(config)
+    try:
+        result = function()
+    finally:
+        records: Any = autograd._disable_profiler_legacy()
+    now = most = 0
+    for thread in records:
+        for event in thread:
+            if event.kind() == "memory_alloc":
+                now += event.cpu_memory_usage()
+                most = max(most, now)
+    return result, most

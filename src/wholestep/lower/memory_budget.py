@@ -1,0 +1,123 @@
+"""Fit a step into a memory budget: choose what its backward computes again, and rewrite its graph so.
+
+For compiled steps norms and softmax are opened first, forward and backward become calls of their own, and what those
+calls need is measured. Deterministic: ranks with the same shapes choose the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import lazy_graph_module
+from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.meta import node_meta
+from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.expand import expand
+from wholestep.lower.region_memory import RegionMemory
+from wholestep.lower.step import Lowering
+from wholestep.memory.budget import Budget, shown
+from wholestep.memory.fit import Fitted, Fitting
+from wholestep.memory.outline import Outline
+from wholestep.memory.plans import Candidate, Plans
+from wholestep.memory.policy import Policy
+from wholestep.memory.report import MemoryReport, SavedTensor
+from wholestep.memory.rewrite import recompute
+from wholestep.memory.storage import tensor_bytes
+from wholestep.memory.timeline import timeline
+from wholestep.memory.workspace import OperatorMemory
+from wholestep.passes.reinplace import reinplace
+
+log = logging.getLogger("wholestep.memory")
+
+_MOST_BUILDS = {True: 4, False: 8}
+"""Compiling takes seconds, playing a graph does not."""
+
+
+def fit_to_budget(
+    step_graph: StepGraph, lowering: Lowering, budget: Budget, policy: Policy, *, runs_once: bool
+) -> MemoryReport:
+    """Rewrite a graph in normal form so that its peak is within a budget; raises MemoryBudgetError if none is."""
+    started = time.perf_counter()
+    compiles = lowering.lowers(step_graph, runs_once=runs_once)
+    work = _Work(step_graph, lowering, policy, compiles, runs_once)
+    fitting = Fitting(Plans(work.outline), work.build, _MOST_BUILDS[compiles])
+    found, most = fitting.fit(budget)
+    step_graph.gm.graph = found.built
+    step_graph.gm.recompile()
+    report = work.report(found, most, fitting)
+    log.info("%s", report)
+    log.info("planned in %.1f s, %d plans built", time.perf_counter() - started, fitting.tried)
+    return report
+
+
+class _Work:
+    def __init__(
+        self, step_graph: StepGraph, lowering: Lowering, policy: Policy, compiles: bool, runs_once: bool
+    ) -> None:
+        self._step_graph = step_graph
+        self._lowering = lowering
+        self._compiles = compiles
+        self._runs_once = runs_once
+        self._base = copy_graph(step_graph.gm.graph)
+        if compiles:
+            log.debug("%d operators opened", expand(self._base))
+        self.device = main_device(self._base)
+        operators = OperatorMemory(self.device)
+        self._memory = RegionMemory(operators)
+        self.outline = Outline.of(
+            self._base,
+            policy=policy,
+            fuses=compiles,
+            device=self.device,
+            workspace=(lambda node: 0) if compiles else operators.workspace,
+        )
+
+    def build(self, candidate: Candidate) -> tuple[fx.Graph, int]:
+        """The graph in normal form under a plan, and the peak of its executable form."""
+        graph = copy_graph(self._base)
+        added = recompute(graph, self.outline, candidate.plan)
+        gm = lazy_graph_module(self._step_graph.gm, copy_graph(graph), "WholeStepPlanned")
+        if self._compiles:
+            gm = self._lowering.lower(gm, runs_once=self._runs_once)
+        reinplace(gm.graph)
+        found = timeline(gm.graph, self._memory.of(gm, self.device), self.device)
+        log.info(
+            "%d nodes computed again: peak %s (estimated %s) at %s",
+            added,
+            shown(found.peak),
+            shown(candidate.peak),
+            found.peak_at,
+        )
+        return graph, found.peak
+
+    def report(self, found: Fitted[fx.Graph], most: int, fitting: Fitting[fx.Graph]) -> MemoryReport:
+        outline, plan = self.outline, found.candidate.plan
+        saved = [
+            SavedTensor(node.name, outline.keeping(i), node_meta(node).module_path)
+            for i in outline.saved(plan)
+            if not outline.is_list(i) and outline.keeping(i)
+            for node in (outline.nodes[i],)
+        ]
+        return MemoryReport(
+            device=str(self.device),
+            budget=most,
+            planned_peak=found.peak,
+            smallest_peak=fitting.peak_smallest(),
+            peak_without=fitting.peak_without(),
+            saved=tuple(sorted(saved, key=lambda tensor: -tensor.bytes)),
+            recomputed=tuple(outline.nodes[i].name for i in sorted(outline.run_again(plan))),
+            plans_tried=fitting.tried,
+        )
+
+
+def main_device(graph: fx.Graph) -> torch.device:
+    """The device that most bytes of a graph are on; a GPU before the CPU."""
+    total: dict[torch.device, int] = {}
+    for node in graph.nodes:
+        for tensor in tensors_in(node.meta.get("val")):
+            total[tensor.device] = total.get(tensor.device, 0) + tensor_bytes(tensor)
+    return max(total, key=lambda device: (device.type != "cpu", total[device]), default=torch.device("cpu"))

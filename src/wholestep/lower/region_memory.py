@@ -1,0 +1,75 @@
+"""How much memory a compiled call needs: measured, by calling it once with tensors that mean nothing.
+
+What Inductor fuses, reuses and reorders is its own; so is the scratch memory of the libraries that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import below_autograd
+from wholestep.lower.compiled import CompiledRegion
+from wholestep.memory.measure import bytes_at_most
+from wholestep.memory.stand_in import stand_in
+from wholestep.memory.storage import tensor_bytes
+from wholestep.memory.workspace import OperatorMemory
+
+
+class RegionMemory:
+    """What regions need, each measured once."""
+
+    def __init__(self, operators: OperatorMemory) -> None:
+        self._operators = operators
+        self._known: dict[Any, int] = {}
+        self._alive: list[Any] = []
+        """What `_known` has the ids of."""
+
+    def of(self, gm: fx.GraphModule, device: torch.device) -> Callable[[fx.Node], int | None]:
+        """For calls of compiled regions, and of operators: the bytes that they have at most, above those before."""
+        last = _last_users(gm.graph)
+
+        def extra(node: fx.Node) -> int | None:
+            if node.op != "call_module":
+                return self._operators.extra(node)
+            module = gm.get_submodule(str(node.target))
+            if not isinstance(module, CompiledRegion):
+                return None
+            given = [last.get(source) is node for source in node.args]  # type: ignore[arg-type]
+            key = (id(module.compiled), tuple(given))
+            if key not in self._known:
+                self._known[key] = _measure(module, node, given, device)
+                self._alive.append(module.compiled)
+            return self._known[key]
+
+        return extra
+
+
+def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each value that is made in the graph the node that uses it last."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source.op not in ("placeholder", "get_attr"):
+                found[source] = node
+    return found
+
+
+def _measure(module: CompiledRegion, node: fx.Node, given: list[bool], device: torch.device) -> int:
+    """Inputs that die in the call are given away, and made while it is counted: the CPU's count knows no others."""
+    arguments = list(node.args)
+    held = [None if gives else stand_in(source) for source, gives in zip(arguments, given, strict=True)]
+
+    def call() -> None:
+        module.call_boxed([stand_in(arguments[i]) if gives else held[i] for i, gives in enumerate(given)])
+
+    with below_autograd(), torch.random.fork_rng():
+        call()  # loads and tunes kernels
+        _, most = bytes_at_most(call, device)
+    if most is None:
+        return 0
+    given_away = (source.meta["val"] for source, gives in zip(arguments, given, strict=True) if gives)  # type: ignore[union-attr]
+    return most - sum(tensor_bytes(t) for t in given_away if isinstance(t, Tensor) and t.device == device)

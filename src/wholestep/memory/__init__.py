@@ -1,0 +1,1 @@
+"""How much memory a step needs, and what its backward computes again so that it needs less."""

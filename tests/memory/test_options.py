@@ -1,0 +1,47 @@
+"""What may be written as a budget and as a policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import wholestep as ws
+from wholestep.errors import OptionError
+from wholestep.memory.budget import Budget, shown
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [("12GiB", 12 * 2**30), ("800MB", 800_000_000), ("1.5 KiB", 1536), ("77", 77), (5000, 5000), (2e9, 2_000_000_000)],
+)
+def test_bytes(given, most):
+    assert Budget.of(given) == Budget(most=most)
+
+
+def test_fractions():
+    assert Budget.of(0.0) == Budget(fraction=0.0)
+    assert Budget.of(1.0) == Budget(fraction=1.0)
+    assert Budget.of(None) is None
+
+
+@pytest.mark.parametrize(
+    "given", ["12 apples", "GiB", "-3MB", "1e3", True, 1, 0, -5, -0.5, float("nan"), [], float("inf")]
+)
+def test_what_is_no_budget_is_refused_with_what_is(given):
+    with pytest.raises(OptionError, match="12GiB"):
+        ws.compile(lambda: None, memory_budget=given)
+
+
+@pytest.mark.parametrize("policy", [{"model": "keep"}, {3: "save"}, "model", {"": "save"}])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(OptionError, match=r"recompute|policy"):
+        ws.compile(lambda: None, memory_budget=1.0, policy=policy)
+
+
+def test_a_policy_needs_a_budget():
+    with pytest.raises(OptionError, match="memory_budget"):
+        ws.compile(lambda: None, policy={torch.ops.aten.mm: "save"})
+
+
+def test_bytes_for_a_person():
+    assert [shown(n) for n in (12, 2048, 3 * 2**20, 5 * 2**29)] == ["12 B", "2.00 KiB", "3.00 MiB", "2.50 GiB"]
