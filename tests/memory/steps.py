@@ -29,7 +29,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks in a row; the last ones may be checkpointed."""
 
-    def __init__(self, blocks: int = 6, width: int = 16, dropout: float = 0.1, checkpointed: int = 0) -> None:
+    def __init__(self, blocks: int = 5, width: int = 16, dropout: float = 0.1, checkpointed: int = 0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         self.first_checkpointed = blocks - checkpointed
@@ -84,7 +84,7 @@ class Trained:
     ) -> None:
         torch.manual_seed(0)
         self.model = make()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.step: Any = train_step if eager else ws.compile(train_step, **options)
         self.losses = [self.step(self.model, optimizer, batch(i)) for i in range(steps)]
 

@@ -13,7 +13,7 @@ from wholestep.errors import MemoryBudgetError
 from wholestep.ir.meta import node_meta
 
 CASES = {"net": (Net, None), "images": (Images, pictures), "checkpointed": (partial(Net, checkpointed=3), None)}
-FRACTIONS = [0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0]
+FRACTIONS = [0.0, 0.1, 0.35, 0.6, 0.85, 1.0]
 
 
 def trained(case: str, **options):
