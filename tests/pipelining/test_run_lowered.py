@@ -22,12 +22,11 @@ def test_a_stage_is_lowered_by_partial_lower():
     pipe = pipeline(model.eval(), args)
     stage = pipe.get_stage_module(1)
     lowered = copy.deepcopy(stage)
-    before = len(lowered.graph.nodes)
     with torch.no_grad():
         values = pipe.get_stage_module(0)(*pipe.flatten_inputs(args))
         ws.partial_lower(lowered, options=LowerOptions(min_aten_ops=1, strict=True))
         torch.testing.assert_close(lowered(*values), stage(*values))
-    assert len(lowered.graph.nodes) < before
+    assert "subgraph_0" in dict(lowered.named_children())
 
 
 def test_compiled_stages_train_like_eager(tmp_path):
