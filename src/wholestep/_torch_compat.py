@@ -986,6 +986,11 @@ def symbol_in(size: Any) -> Any:
     return expression if getattr(expression, "is_Symbol", False) else None
 
 
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a symbolic size; None of a number (`SymInt.node`). 2.11, 2.13."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
 def symbols_in(val: Any) -> set[Any]:
     """The symbols in a size, or in the sizes and strides of a tensor. 2.11, 2.13."""
     if isinstance(val, torch.Tensor):

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -145,7 +145,11 @@ def _assert_computes_the_same(drawn: Drawn) -> None:
     inputs = [torch.randn(2, 2) for _ in original.graph.find_nodes(op="placeholder")]
     copies = [value.clone() for value in inputs]
     torch.manual_seed(7)
-    expected = original(*inputs)
+    try:
+        expected = original(*inputs)
+    except RuntimeError as error:
+        assume("single memory location" not in str(error))  # eager refuses to add a tensor to its own transpose
+        raise
     torch.manual_seed(7)
     actual = drawn.gm(*copies)
     for got, want in zip((*actual, *copies), (*expected, *inputs), strict=True):

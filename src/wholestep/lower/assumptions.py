@@ -1,7 +1,8 @@
 """What a compiled region takes for granted of its inputs, looked at before each call.
 
-Inductor assumes that what it writes into is not among the other inputs, and answers questions about sizes once. A call
-for which that is not so runs the region operator by operator.
+Inductor assumes that inputs look as they were traced, that what it writes into is not among the other inputs, and that
+nobody wants gradients; it answers questions about sizes once. A call for which that is not so runs the region operator
+by operator, as it would have without lowering.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import lazy_graph_module
 from wholestep.errors import LowerWarning
+from wholestep.lower.looks import Looks
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.sizes import SizeConditions
 
@@ -25,15 +28,24 @@ class Assumptions:
     """Decides whether a region's compiled form fits a call, and runs its operators where it does not."""
 
     def __init__(
-        self, region: Region, owner: fx.GraphModule, written: Sequence[int], sizes: SizeConditions, packs: int
+        self,
+        region: Region,
+        owner: fx.GraphModule,
+        written: Sequence[int],
+        sizes: SizeConditions,
+        packs: int,
+        *,
+        look: bool,
     ) -> None:
-        """`written`: inputs that the region writes. `packs`: how many tensors of numbers follow its inputs."""
+        """`written`: inputs that the region writes. `packs`: how many tensors of numbers follow its inputs. `look`:
+        nobody else has looked at the inputs."""
         self._inputs = len(region.inputs)
+        self._looks = Looks(region.inputs) if look else None
         self._packs = packs
         self._written = tuple(written)
         self._sizes = sizes
         self._operators = lazy_graph_module(owner, region_graph(region), f"Region{region.number}")
-        self._told = False
+        self._told: set[str] = set()
         self._what = f"region {region.number}"
         self.added = sizes.inputs
         """Inputs of the graph that follow the arguments of the compiled region."""
@@ -47,19 +59,32 @@ class Assumptions:
 
     def hold(self, arguments: list[Any], added: Sequence[Any]) -> bool:
         """Whether the compiled form is right for these arguments."""
+        if self._looks is not None and not self._look(self._looks, arguments[: self._inputs]):
+            return False
         if self._sizes and not self._sizes.hold(added):
-            self._tell()
+            self._tell("some sizes", f"its code is for {self._sizes}.")
             return False
         if self._written and _overlap(arguments[: self._inputs], self._written):
             log.info("%s runs operator by operator: it writes into an input that it got twice", self._what)
             return False
         return True
 
-    def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            text = f"{self._what} runs operator by operator for some sizes: its code is for {self._sizes}."
-            warnings.warn(LowerWarning(text), stacklevel=2)
+    def _look(self, looks: Looks, values: list[Any]) -> bool:
+        difference = looks.difference(values)
+        if difference:
+            self._tell("some inputs", f"{difference}.")
+            return False
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
+            self._tell(
+                "inputs that require gradients", "compiled code records none. Call the graph under torch.no_grad()."
+            )
+            return False
+        return True
+
+    def _tell(self, when: str, why: str) -> None:
+        if when not in self._told:
+            self._told.add(when)
+            warnings.warn(LowerWarning(f"{self._what} runs operator by operator for {when}: {why}"), stacklevel=2)
 
     def run(self, arguments: list[Any]) -> tuple[Any, ...]:
         """The region, operator by operator."""

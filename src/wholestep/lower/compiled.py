@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from wholestep._torch_compat import is_profiling
+from wholestep.errors import LowerError
 from wholestep.lower.assumptions import Assumptions
 
 Compiled = Callable[[list[Any]], Any]
@@ -60,6 +61,15 @@ class CompiledRegion(nn.Module):
             if not self._assumptions.hold(tensors, added):
                 return self._assumptions.run(tensors)
         return self._compiled(tensors)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledRegion:
+        return self  # code and nothing else
+
+    def __reduce__(self) -> Any:
+        raise LowerError(
+            f"{self.tag!r} is compiled code of this process and cannot be pickled.",
+            fix="pickle the graph before it is lowered, and lower it again: Inductor's cache knows its regions.",
+        )
 
     def extra_repr(self) -> str:
         return f"{self.tag!r}, {self.operators} operators"

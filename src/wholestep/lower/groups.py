@@ -21,8 +21,10 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload
+from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_communication, may_write, writes
 from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
 
 _COPY = torch.ops.aten.copy_.default
@@ -54,7 +56,7 @@ def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[f
         if part != current:
             groups += _in_turns(stretch, reasons, current)
             stretch, current = [], part
-        if is_communication(node.target):
+        if is_communication(node.target) or communicates(node):
             groups += _in_turns(stretch, reasons, part)
             groups.append(Group([node], compiled=False, part=part))
             stretch = []
@@ -152,6 +154,10 @@ def is_ordered(node: fx.Node) -> bool:
     target: Any = node.target
     if target in SIDE_EFFECTS:
         return True
+    if target is call_on_copies:
+        target = node.args[0]
+        # Of operators of other libraries nothing is known.
+        return torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten"
     if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     return node.op == "call_function" and node.is_impure()

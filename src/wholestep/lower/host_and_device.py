@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
+from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_communication
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rng import SIDE_EFFECTS
@@ -214,7 +215,7 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.N
 def _check_device(node: fx.Node) -> None:
     if node.target in SIDE_EFFECTS:
         raise NotRecordableError(f"{node.name} handles the state of a random generator", node)
-    if is_communication(node.target):
+    if is_communication(node.target) or communicates(node):
         raise NotRecordableError(f"{node.name} communicates between ranks", node)
     if node.op == "call_function" and any(val.device.type == "cpu" for val in tensors_in(node.meta.get("val"))):
         raise NotRecordableError(f"{node.name} brings a value of the GPU to the CPU", node)

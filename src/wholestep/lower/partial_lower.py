@@ -59,7 +59,8 @@ def partial_lower(
 
     `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False. `dumper` gets the text of a
     region and returns its tag: the keyword of its call, which profilers show. `cache`: what was compiled for other
-    graphs. `may_alias`: two inputs may be the same memory; regions that write look before each call.
+    graphs. `may_alias`: nobody has looked at the inputs of a call: two may be the same memory, or look otherwise than
+    they were traced. Regions look then, and run operator by operator where they must.
     """
     options = options or LowerOptions()
     check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)
@@ -184,8 +185,8 @@ class _Rewriter:
         written = written_inputs(order_of(region), region.inputs) if self._may_alias else []
         if not symbols_of([*region.inputs, *region.nodes]):
             conditions = SizeConditions([], {})
-        if written or conditions:
-            module.assume(Assumptions(region, self._gm, written, conditions, packs))
+        if self._may_alias or conditions:
+            module.assume(Assumptions(region, self._gm, written, conditions, packs, look=self._may_alias))
 
     def _failed(self, region: Region, error: Exception) -> str:
         first, last = region.nodes[0], region.nodes[-1]
@@ -212,13 +213,20 @@ class _Rewriter:
             return f"wholestep region {region.number}"
         text = "\n".join(str(node.format_node()) for node in region.nodes)
         try:
-            return str(self._dumper(text))
+            tag = self._dumper(text)
         except Exception as error:
             raise LowerError(
                 f"dumper raised {type(error).__name__} for region {region.number}: {error}",
                 fix="let it return a name or a path for the text that it is given.",
                 node=str(region.nodes[0].format_node()),
             ) from error
+        if tag is None:
+            raise LowerError(
+                f"dumper returned None for region {region.number}.",
+                fix="let it return a name or a path for the text that it is given.",
+                node=str(region.nodes[0].format_node()),
+            )
+        return str(tag)
 
     def _free_name(self, name: str, attached: Mapping[str, Any]) -> str:
         while hasattr(self._gm, name) or name in attached:

@@ -15,9 +15,11 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, OpOverload, decomposed, may_copy
 from wholestep.ir.effects import shared_inputs, write_condition, writes, written_positions
+from wholestep.lower.draw_order import draw, needs_layout
 from wholestep.lower.draws import throw_opaque_coins
 from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
 from wholestep.lower.in_place import only_writes_back
+from wholestep.lower.layout import lay_out_results
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalars import Number, call
 
@@ -60,26 +62,10 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
         return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
     traced = decomposed(run, inputs, mode, settings=dict(settings), functionalize=mutates)
+    lay_out_results(traced, [node.meta.get("val") for node in region.outputs], mode)
     if settings["fallback_random"]:
         throw_opaque_coins(traced)
     return Retraced(traced, inputs, packs, device, seed)
-
-
-def _laid_out(value: Any, val: Any) -> Any:
-    """A result with the strides that its node says, whatever decompositions made of it."""
-    if not isinstance(value, Tensor) or not isinstance(val, Tensor) or _strides(value) == _strides(val):
-        return value
-    order = sorted(range(val.dim()), key=lambda d: (-_hint(val.stride(d)), d))
-    back = [order.index(d) for d in range(val.dim())]
-    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
-
-
-def _strides(val: Tensor) -> list[str]:
-    return [str(step) for step, size in zip(val.stride(), val.shape, strict=True) if str(size) != "1"]
-
-
-def _hint(size: Any) -> int:
-    return size if type(size) is int else int(size.node.hint or 0)
 
 
 def _run(
@@ -93,13 +79,15 @@ def _run(
     for node in order:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = _call(node, tuple(args), dict(kwargs))
-    return tuple(_laid_out(env[node], node.meta.get("val")) for node in region.outputs)
+    return tuple(env[node] for node in region.outputs)
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return target(*args, **kwargs)
+    if needs_layout(node):
+        return draw(node, args, kwargs)
     if target in _VIEWS:
         # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
         return aten.reshape.default(*args, **kwargs)

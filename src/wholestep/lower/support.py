@@ -14,6 +14,8 @@ from torch import Tensor, fx
 from wholestep._torch_compat import FakeTensor, OpOverload, op_name
 from wholestep.ir.effects import is_communication, is_data_dependent, may_write
 from wholestep.ir.graphs import tensors_in
+from wholestep.ir.mutable import call_on_copies
+from wholestep.lower.draw_order import why_not_drawn
 from wholestep.lower.foreach import is_foreach
 from wholestep.lower.in_place import changes_memory
 from wholestep.lower.scalars import can_take_numbers
@@ -61,6 +63,8 @@ def why_not(node: fx.Node) -> str:
         return "a number, computed by Python" if is_changing(node) else ""
     if target is operator.getitem:
         return _why_not_part(node)
+    if target is call_on_copies:
+        return f"{node.args[0]} writes into what it is given, and has no other form"
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is a Python function; make_fx shows its operators"
     return _why_not_operator(node, target)
@@ -82,6 +86,8 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "torch does not know the size of its workspace before it runs"
     if any(map(is_generator, node.all_input_nodes)):
         return "draws from a generator of the user's own"
+    if why_not_drawn(node):
+        return why_not_drawn(node)
     if target.namespace not in ("aten", "prims"):
         return f"an operator of {target.namespace}, which Inductor does not know"
     if "val" in node.meta and not _all_plain(node.meta["val"]):

@@ -1,0 +1,70 @@
+"""Random numbers are drawn in the order of memory: a transposed tensor gets them in another order than a plain one.
+
+    graph     rand_like(x.t())
+    region    rand_like(empty_strided(<shape and strides of x.t()>))
+
+Decompositions and functionalization lay tensors out as they like. So what draws like a tensor that is not laid out row
+by row gets fresh memory of that layout; other draws from or into such tensors stay outside.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload, op_name
+from wholestep.ir.graphs import tensors_in
+from wholestep.ir.values import hint_of
+
+_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
+"""Operators that look at the shape and the layout of a tensor, not at what it holds."""
+
+
+def why_not_drawn(node: fx.Node) -> str:
+    """Why a draw stays outside; "" if regions can have it."""
+    target = node.target
+    assert isinstance(target, OpOverload)
+    if torch.Tag.nondeterministic_seeded not in target.tags or _draws_like(target):
+        return ""
+    read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val"))]
+    seen = [*read, *tensors_in(node.meta.get("val"))]
+    if all(is_row_by_row(val) or val.device.type != "cpu" for val in seen):
+        return ""
+    return "draws random numbers in the order of memory, for a tensor that is not laid out row by row"
+
+
+def needs_layout(node: fx.Node) -> bool:
+    """Whether a node draws like a tensor whose layout decides who gets which number."""
+    if not isinstance(node.target, OpOverload) or not _draws_like(node.target):
+        return False
+    like = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    return isinstance(like, Tensor) and not is_row_by_row(like)
+
+
+def draw(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of such a node, drawn in eager's order."""
+    source: Any = node.args[0]
+    val: Tensor = source.meta["val"]
+    fresh = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    target: Any = node.target
+    return target(fresh, *args[1:], **kwargs)
+
+
+def is_row_by_row(val: Tensor) -> bool:
+    """Whether steps never grow from one dimension to the next. Asked of the traced sizes: nothing is guarded."""
+    if val.layout is not torch.strided:
+        return True
+    steps = [_hint(step) for step, size in zip(val.stride(), val.shape, strict=True) if _hint(size) != 1]
+    return all(a >= b for a, b in pairwise(steps))
+
+
+def _hint(size: Any) -> float:
+    known = size if type(size) is int else hint_of(size)
+    return 1 if known is None else known
+
+
+def _draws_like(op: OpOverload) -> bool:
+    return op_name(op).removeprefix("aten::").partition(".")[0] in _LIKE
