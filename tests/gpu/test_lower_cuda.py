@@ -145,8 +145,8 @@ def test_dropout_differs_from_step_to_step_and_follows_the_seed() -> None:
 
     first, again, other = losses(7), losses(7), losses(8)
     assert len(set(first)) == 5
-    assert first == again
-    assert first != other
+    assert first == pytest.approx(again, rel=1e-5)  # two compilations may add in another order
+    assert first != pytest.approx(other, rel=1e-3)
 
 
 def test_a_number_that_changes_at_every_step_ends_the_recording_with_a_reason() -> None:

@@ -57,7 +57,7 @@ def _open(graph: fx.Graph, node: fx.Node) -> None:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         return tuple(result) if isinstance(result, list | tuple) else (result,)
 
-    parts = decomposed(run, values, mode, same_random_numbers=True, functionalize=False)
+    parts = decomposed(run, values, mode, settings={}, functionalize=False)
     env: dict[fx.Node, fx.Node] = dict(zip(parts.graph.find_nodes(op="placeholder"), sources, strict=True))
     with graph.inserting_before(node):
         for part in parts.graph.nodes:
