@@ -21,12 +21,12 @@ class LowerOptions:
     """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
     remat: bool = True
     """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
-    exact: bool = False
-    """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of Inductor for all regions (`torch._inductor.config` names)."""
     region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Settings for single regions, by number."""
+    exact: bool = False
+    """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
