@@ -117,6 +117,15 @@ def test_operators_that_are_made_of_others_may_give_their_argument_back() -> Non
         assert found(gm, torch.randn(3)) == []
 
 
+def test_views_that_say_they_are_none_are_no_news() -> None:
+    def cells(x: Tensor) -> list[Tensor]:
+        return [part + 1 for part in (*x.unsafe_split(2), *x.unsafe_chunk(2), *x.unsafe_split_with_sizes([1, 3]))]
+
+    gm = traced(cells, torch.randn(4))
+    assert found(gm, torch.randn(4)) == []
+    assert found(gm, torch.randn(9)[3:7]) == []
+
+
 def test_norms_of_half_precision_with_statistics_in_float32_are_no_news() -> None:
     def norms(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         layer = torch.native_layer_norm(x, [4], weight, bias, 1e-5)

@@ -27,6 +27,14 @@ _NORMS = (
 _STATISTICS = {1: "mean", 2: "deviation"}
 """Of half-precision inputs with float32 weights (autocast) kernels on the CPU keep these in float32."""
 
+_UNSAFE = (
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+    aten._unsafe_view.default,
+)
+"""Views that say they are none, so that autograd lets them be written (cells of recurrent networks use them)."""
+
 
 def unknown_places(node: fx.Node) -> tuple[int, ...]:
     """Places of results of a node that metadata knows nothing about."""
@@ -38,6 +46,9 @@ def unknown_places(node: fx.Node) -> tuple[int, ...]:
 
 def is_known(node: fx.Node, difference: Difference) -> bool:
     """Whether a difference is one that torch has everywhere."""
+    if difference.what in ("memory", "offset"):
+        source, _ = _part_of(node)
+        return (node if source is None else source).target in _UNSAFE
     if difference.what != "dtype" or difference.found != "torch.float32":
         return False
     source, index = _part_of(node)
