@@ -19,6 +19,8 @@ def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> Pipe
     """The error for a model that export cannot capture."""
     chain = find_chain(module, call)
     fix = "write the line with tensor operators (torch.where, torch.cond)"
+    if "not a known type" in str(error) or "pytree" in str(error):
+        fix = "return and take tensors in tuples, lists and dictionaries (transformers: config.use_cache = False)"
     if chain is None:
         fix += ", or write the stages as modules of your own: torch.distributed.pipelining.PipelineStage runs them"
     else:

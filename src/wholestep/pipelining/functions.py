@@ -33,6 +33,9 @@ class FunctionCall:
     """Arguments, flat; None where a tensor was."""
     spec: Any
 
+    def __deepcopy__(self, memo: Any) -> FunctionCall:
+        return self  # nothing in it changes
+
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the function with these tensors; its tensors."""
         given = iter(tensors)
