@@ -25,7 +25,8 @@ def clip_grad_norm_(
     order = float(norm_type)
     total = _power_sum(counted, order, given[0].device)
     operation = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
-    dist.all_reduce(total, operation, group=given[0].group)
+    with given[0].rank_step.watch:
+        dist.all_reduce(total, operation, group=given[0].group)
     if order != float("inf"):
         total = total ** (1.0 / order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):

@@ -8,6 +8,7 @@ once. An error in a wait of the schedule itself is only seen by `ws.pipelining.s
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import TracebackType
 
 from wholestep.runtime.channel import Channel
 
@@ -32,6 +33,17 @@ class StepWatch:
             phase = channel.running(self._name, self._call)
             phase.__enter__()
             self._phase = phase
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.end()
+        else:
+            self.failed(error)
 
     def end(self) -> None:
         """The step is over; raises if its communication was cut off without an error of its own."""
