@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -67,6 +69,16 @@ def test_blocks_tied_names_and_buffers_that_are_not_saved_come_back(tmp_path):
     assert "shift" not in stages[0].state_dict()
     assert "shift" in dict(stages[0].named_buffers())
     assert len(read_tensors(tmp_path / "0" / "stage.safetensors")) == 3
+
+
+def test_a_stage_is_not_pickled_and_a_pipe_is_copied():
+    model, args, kwargs = make("unet")
+    pipe = pipeline(model, args, kwargs, split_spec=CASES["unet"].split)
+    with pytest.raises(PipelineError, match="stage 1 cannot be pickled"):
+        pickle.dumps(pipe.get_stage_module(1))
+    other = copy.deepcopy(pipe)
+    assert torch.equal(other.eval()(*args)[0], model.eval()(*args))
+    assert {id(p) for p in other.parameters()}.isdisjoint({id(p) for p in model.parameters()})
 
 
 def test_a_file_that_says_something_else_is_refused():

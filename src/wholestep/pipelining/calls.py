@@ -36,6 +36,9 @@ class CallForm:
     paths: tuple[str, ...]
     """What each leaf is called in messages."""
 
+    def __deepcopy__(self, memo: object) -> CallForm:
+        return self  # nothing in it changes
+
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, in signature order. Raises if the call is not the one that was captured."""
         canonical = _in_order(self.signature, self._arguments(args, kwargs))
@@ -83,6 +86,24 @@ class CallForm:
                 )
             found[name] = {key: found[name][key] for key in order}
         return found
+
+
+@dataclass(frozen=True)
+class ResultForm:
+    """What a model returns: the tree, and leaves that are constants of the graph."""
+
+    spec: Any
+    leaves: tuple[tuple[Any] | None, ...]
+    """None where a value of the last stage goes; else the constant."""
+
+    def __deepcopy__(self, memo: object) -> ResultForm:
+        return self  # nothing in it changes
+
+    def unflatten(self, flat: Sequence[Any]) -> Any:
+        """The result with these values."""
+        values = iter(flat)
+        leaves = [next(values) if leaf is None else leaf[0] for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 def call_form(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallForm:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
-from wholestep.pipelining.calls import CallForm
+from wholestep.pipelining.calls import CallForm, ResultForm
 from wholestep.pipelining.capture import Program
 from wholestep.pipelining.check import check
 from wholestep.pipelining.info import PipeInfo, readable
@@ -54,8 +53,8 @@ class Pipe(torch.nn.Module):
         self.loss_spec: Any = None
         self.split_gm = _chain(routing, stages)
         self._form = form
-        self._out_spec = program.out_spec
-        self._out_leaves = tuple(None if isinstance(leaf, fx.Node) else (leaf,) for leaf in program.outputs)
+        leaves = tuple(None if isinstance(leaf, fx.Node) else (leaf,) for leaf in program.outputs)
+        self._results = ResultForm(program.out_spec, leaves)
         self._input_shapes = [
             tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
             for node in program.graph.nodes
@@ -137,9 +136,7 @@ class Pipe(torch.nn.Module):
 
     def unflatten_outputs(self, flat: Sequence[Any]) -> Any:
         """What the model returns, from the values of `routing.outputs[-1]`."""
-        values = iter(flat)
-        leaves = [next(values) if leaf is None else leaf[0] for leaf in self._out_leaves]
-        return pytree.tree_unflatten(leaves, self._out_spec)
+        return self._results.unflatten(flat)
 
     def info(self) -> PipeInfo:
         """The graph of the stages, their number, and whether there is a loss."""

@@ -58,6 +58,9 @@ class Routing:
         names = {name for row in (*self.inputs, *self.outputs) for name in row}
         assert names <= set(self.values), "a name without a value"
 
+    def __deepcopy__(self, memo: object) -> Routing:
+        return self  # nothing in it changes, and fake tensors cannot be copied
+
     @property
     def stages(self) -> int:
         """How many stages there are."""

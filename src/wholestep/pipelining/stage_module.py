@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import PipelineModeError
+from wholestep.errors import PipelineError, PipelineModeError
 from wholestep.pipelining.device import change_device, same_device
 from wholestep.pipelining.state import Entry, attach
 
@@ -104,6 +104,12 @@ class StageModule(fx.GraphModule):
         for name, block in self._codes[mode].blocks.items():
             self.add_module(name, block)
         self.graph = self._codes[mode].graph
+
+    def __reduce__(self) -> Any:
+        raise PipelineError(
+            f"stage {self._about.index} cannot be pickled: a pickle would run code when it is read, and lose a mode.",
+            fix="wholestep.pipelining.save_stage(stage, folder) writes JSON and tensors",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
         new = StageModule.__new__(StageModule)
