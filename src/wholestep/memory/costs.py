@@ -58,6 +58,23 @@ def is_elementwise(target: Any) -> bool:
     return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or str(target) in _ALSO_ELEMENTWISE)
 
 
+def is_fused(target: Any) -> bool:
+    """Whether Inductor writes an operator as loops of its own, which it joins with those around."""
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or computes(target):
+        return False
+    return packet_of(target) not in _CALLED
+
+
+_CALLED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "sort topk cumsum cumprod index_put _unsafe_index_put scatter scatter_add scatter_reduce "
+        "embedding_dense_backward native_batch_norm_backward bernoulli nonzero unique histc bincount"
+    ).split()
+    if hasattr(torch.ops.aten, name)
+)
+"""Kernels that Inductor calls: their inputs and results are whole tensors."""
+
 _ALSO_ELEMENTWISE = frozenset(
     {"aten._to_copy.default", "prims.convert_element_type.default", "aten.gelu.default", "aten.silu.default"}
 )

@@ -5,6 +5,7 @@ Estimates order the plans; what a built one needs is known exactly. The differen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -54,12 +55,12 @@ class Fitting(Generic[T]):
         """Of the plan that computes nothing again; corrected by what was built where that one was not."""
         last = self._plans.front[-1]
         found = self._tried.get(last)
-        return found.peak if found is not None else round(last.peak * self._correction())
+        return found.peak if found is not None else round(self._estimate(last.peak))
 
     def peak_smallest(self) -> int:
         """The lowest peak known."""
         first = self._plans.front[0]
-        estimate = [] if first in self._tried else [round(first.peak * self._correction())]
+        estimate = [] if first in self._tried else [round(self._estimate(first.peak))]
         return min([each.peak for each in self._tried.values()] + estimate)
 
     def fit(self, budget: Budget) -> tuple[Fitted[T], int]:
@@ -68,7 +69,7 @@ class Fitting(Generic[T]):
         if budget.fraction == 0.0:
             return self.smallest(), most
         for _ in range(self._most_builds):
-            candidate = self._plans.best(most / self._correction())
+            candidate = self._plans.best(lambda peak: self._estimate(peak) <= most)
             if candidate is None or candidate in self._tried:
                 break
             found = self._try(candidate)
@@ -96,12 +97,16 @@ class Fitting(Generic[T]):
         low, high = self.smallest().peak, self.without().peak
         return round(low + budget.fraction * max(high - low, 0))
 
-    def _correction(self) -> float:
-        """What built plans needed over their estimates, by the last one."""
-        if not self._tried:
-            return 1.0
-        last = next(reversed(self._tried.values()))
-        return last.peak / max(last.candidate.peak, 1)
+    def _estimate(self, peak: float) -> float:
+        """What a plan needs, by its estimate: along the line through the plans that were built."""
+        points = sorted({(each.candidate.peak, each.peak) for each in self._tried.values()})
+        if not points:
+            return peak
+        if len(points) == 1:
+            return peak * points[0][1] / max(points[0][0], 1)
+        low, high = _around(points, peak)
+        slope = (high[1] - low[1]) / max(high[0] - low[0], 1)
+        return low[1] + max(slope, 0.0) * (peak - low[0])
 
     def _try(self, candidate: Candidate) -> Fitted[T]:
         found = self._tried.get(candidate)
@@ -109,3 +114,11 @@ class Fitting(Generic[T]):
             built, peak = self._build(candidate)
             found = self._tried[candidate] = Fitted(candidate, built, peak)
         return found
+
+
+def _around(points: list[tuple[int, int]], peak: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two points between which an estimate is, or the nearest two."""
+    for low, high in itertools.pairwise(points):
+        if peak <= high[0]:
+            return low, high
+    return points[-2], points[-1]

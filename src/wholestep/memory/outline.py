@@ -19,7 +19,7 @@ from wholestep._torch_compat import OpOverload, schema_of
 from wholestep.ir.effects import is_communication, is_data_dependent, may_write, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
-from wholestep.memory.costs import is_elementwise, time_of
+from wholestep.memory.costs import is_fused, time_of
 from wholestep.memory.policy import Policy, policy_of
 from wholestep.memory.storage import Pieces, find_pieces, read_by
 
@@ -194,9 +194,14 @@ class Outline:
         return [self.workspace(node) for node in self.nodes]
 
     @cached_property
-    def elementwise(self) -> list[bool]:
-        """Nodes that Inductor makes a part of the kernels that read them."""
-        return [self.fuses and is_elementwise(node.target) for node in self.nodes]
+    def fused(self) -> list[bool]:
+        """Nodes that Inductor makes a part of the kernels that read them; views are a part of anything."""
+        if not self.fuses:
+            return [False] * len(self.nodes)
+        return [
+            is_fused(node.target) or ((self.forward[i] or self.backward[i]) and self.is_view(i))
+            for i, node in enumerate(self.nodes)
+        ]
 
     @cached_property
     def maker(self) -> list[int]:

@@ -6,6 +6,7 @@ which follow the one up to some node of the forward and the other from there on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wholestep.memory.anchors import Anchors, stretches
@@ -37,17 +38,17 @@ class Plans:
         self.front = self._find()
         """From the smallest peak, which costs most, to the plan that computes least again."""
 
-    def best(self, most: float) -> Candidate | None:
-        """The cheapest plan whose estimated peak is at most `most`."""
-        fitting = [i for i, each in enumerate(self.front) if each.peak <= most]
+    def best(self, fits: Callable[[int], bool]) -> Candidate | None:
+        """The cheapest plan whose estimated peak fits."""
+        fitting = [i for i, each in enumerate(self.front) if fits(each.peak)]
         if not fitting:
             return None
         low = self.front[fitting[-1]]
         if fitting[-1] + 1 == len(self.front):
             return low
-        return self._between(low, self.front[fitting[-1] + 1], most)
+        return self._between(low, self.front[fitting[-1] + 1], fits)
 
-    def _between(self, low: Candidate, high: Candidate, most: float) -> Candidate:
+    def _between(self, low: Candidate, high: Candidate, fits: Callable[[int], bool]) -> Candidate:
         """A mixture of two plans: what costs more in the beginning of the forward, as little of that as fits."""
         differing = sorted(low.plan ^ high.plan)
         found = low
@@ -59,7 +60,7 @@ class Plans:
             border = differing[middle]
             mixed = frozenset([i for i in low.plan if i < border] + [i for i in high.plan if i >= border])
             candidate = self._candidate(mixed)
-            if candidate.peak <= most:
+            if fits(candidate.peak):
                 stop = middle
                 if candidate.cost < found.cost:
                     found = candidate

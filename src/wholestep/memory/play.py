@@ -46,26 +46,50 @@ class _Play:
     def _last_moments(self) -> tuple[dict[int, int], set[int]]:
         """When each piece is needed last, and the pieces that are never made: values inside of fused kernels."""
         outline, count = self._outline, self._count
-        seen = outline.seen
-        elementwise = outline.elementwise
+        seen, fused = outline.seen, outline.fused
         last: dict[int, int] = {}
         made: set[int] = set()  # read by something that is not fused with their maker
         end = len(self._order)
         for moment, entry in enumerate(self._order):
-            i, shift = (~entry, count) if entry < 0 else (entry, 0)
+            i = ~entry if entry < 0 else entry
             in_backward = entry < 0 or outline.backward[i]
-            for piece in seen[i]:
-                last[piece + (shift if outline.maker[piece] in self._again else 0)] = moment
+            for piece in self._own(entry):
+                last[piece] = moment
             for source in outline.reads[i]:
                 second = in_backward and source in self._again
-                fused = elementwise[i] and in_backward == (second or outline.backward[source])
+                joined = fused[i] and in_backward == (second or outline.backward[source])
                 for piece in seen[source]:
                     key = piece + (count if second and outline.maker[piece] in self._again else 0)
                     last[key] = end if outline.nodes[i].op == "output" else moment
-                    if not fused:
+                    if not joined:
                         made.add(key)
-        skipped = {p for p in last if elementwise[outline.maker[p % count]] and p not in made}
+        skipped = {p for p in last if fused[outline.maker[p % count]] and p not in made}
+        self._keep_what_is_read_late(last, skipped)
         return last, skipped
+
+    def _keep_what_is_read_late(self, last: dict[int, int], skipped: set[int]) -> None:
+        """What a value that is never made is computed from is read where that value is."""
+        if not skipped:
+            return
+        outline, count = self._outline, self._count
+        for entry in reversed(self._order):
+            own = self._own(entry)
+            if not own or not skipped.issuperset(own):
+                continue
+            i = ~entry if entry < 0 else entry
+            late = max(last[piece] for piece in own)
+            for source in outline.reads[i]:
+                second = (entry < 0 or outline.backward[i]) and source in self._again
+                for piece in outline.seen[source]:
+                    key = piece + (count if second and outline.maker[piece] in self._again else 0)
+                    last[key] = max(last[key], late)
+
+    def _own(self, entry: int) -> list[int]:
+        """The pieces that the value of a moment is in."""
+        outline = self._outline
+        if entry >= 0:
+            return list(outline.seen[entry])
+        return [p + (self._count if outline.maker[p] in self._again else 0) for p in outline.seen[~entry]]
 
 
 def order_of(outline: Outline, again: Collection[int]) -> list[int]:
