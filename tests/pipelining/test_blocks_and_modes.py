@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelining.models import numbers
 from pipelining.test_local_runs import assert_like_eager
-from wholestep.errors import PipelineModeError
+from wholestep.errors import PipelineError, PipelineModeError
 from wholestep.pipelining import SplitPoint, pipe_split, pipeline
 
 X = numbers(4, 8)
@@ -127,8 +127,10 @@ def test_a_function_keeps_its_own_backward():
     pipe = both_modes(OwnBackward())
     assert pipe.num_stages == 3
     assert [value.differentiable for value in pipe.routing.values.values()] == [False, True, True, True, True]
-    for stages in (2, 3, 4):
+    for stages in (2, 3):
         assert both_modes(OwnBackward(), stages=stages).num_stages == stages
+    with pytest.raises(PipelineError, match="cannot be cut into 4 stages"):
+        pipeline(OwnBackward(), (X,), stages=4)
 
 
 def test_dropout_batch_norm_and_attention_follow_train_and_eval():

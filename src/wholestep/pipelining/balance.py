@@ -13,12 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from wholestep.errors import PipelineError
 from wholestep.partition import balanced_cut
-from wholestep.pipelining.cut import is_work
 from wholestep.pipelining.differentiable import find_differentiable
 from wholestep.pipelining.example_values import example_bytes
 from wholestep.pipelining.markers import is_split
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Cost, Machine, estimate, measure
+from wholestep.pipelining.regions import regions_of
 from wholestep.pipelining.staged import is_number
 
 _TOO_MANY = 1 << 49
@@ -57,7 +58,29 @@ def choose_stages(
     cost = _costs(graph, balance, inputs, state, submodules)
     price = _seconds_per_byte(balance)
     cut = balanced_cut(graph, balance.stages, cost, balance.max_bytes, seconds_per_byte=price, value_bytes=value_bytes)
-    return {node: cut(node) for node in graph.nodes if is_work(node) or node.op == "call_function"}
+    return _around_functions({node: cut(node) for node in graph.nodes if node.op == "call_function"})
+
+
+def _around_functions(stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Move cuts that are inside of a function with a backward of its own to its beginning or its end."""
+    nodes = list(stage_of)
+    spans: dict[int, tuple[int, int]] = {}
+    for i, node in enumerate(nodes):
+        for region in [region for region in regions_of(node) if region.kind == "function"][:1]:
+            spans[region.number] = (spans.get(region.number, (i, i))[0], i + 1)
+    cuts = [i for i in range(1, len(nodes)) if stage_of[nodes[i]] != stage_of[nodes[i - 1]]]
+    for place, cut in enumerate(cuts):
+        inside = next((span for span in spans.values() if span[0] < cut < span[1]), None)
+        if inside is not None:
+            ends = sorted(inside, key=lambda end: abs(end - cut))
+            free = [end for end in ends if 0 < end < len(nodes) and end not in cuts]
+            if not free:
+                raise PipelineError(
+                    f"the model cannot be cut into {len(cuts) + 1} stages: a torch.autograd.Function stays whole.",
+                    fix="ask for fewer stages",
+                )
+            cuts[place] = free[0]
+    return {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
 
 
 def _seconds_per_byte(balance: Balance) -> float:
