@@ -355,6 +355,12 @@ class PipelineInputError(PipelineError):
     code = "WS-PIPELINE-INPUT"
 
 
+class PipelineLossError(PipelineError, RuntimeError):
+    """The loss spec of a pipe does not fit what the model returns."""
+
+    code = "WS-PIPELINE-LOSS"
+
+
 class PipelineModeError(PipelineError):
     """A stage is asked for a mode (training or evaluation) that it has no graph of."""
 

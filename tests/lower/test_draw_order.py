@@ -106,3 +106,15 @@ def test_a_writing_operator_on_copies_keeps_its_place_among_the_draws() -> None:
     order = [node.target for group in plan.groups for node in group.nodes]
     assert order.index(call_on_copies) < order.index(aten.rand_like.default)
     assert any("writes into what it is given" in reason for reason in plan.reasons.values())
+
+
+def test_attention_without_dropout_draws_nothing_and_is_compiled():
+    def attend(x):
+        q, k, v = (part.view(2, 8, 2, 4).transpose(1, 2) for part in (x * 1.5).chunk(3, dim=-1))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).exp().sin() + 1
+
+    x = torch.randn(2, 8, 24)
+    gm = make_fx(attend, tracing_mode="fake")(x)
+    partial_lower(gm, options=LowerOptions(min_aten_ops=1))
+    assert not [row for row in ws.lower.explain(gm).outside if "attention" in str(row)]
+    torch.testing.assert_close(gm(x), attend(x))

@@ -139,6 +139,18 @@ def is_needed(node: fx.Node) -> bool:
     return node.is_impure() or (not isinstance(target, OpOverload) and _writes_by_name(node))
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers; attention whose dropout is 0 does not."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for place, argument in enumerate(schema_of(target).arguments):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
 def is_communication(target: Any) -> bool:
     """Whether a target starts a collective or waits for one."""
     return isinstance(target, OpOverload) and _is_communication(target)

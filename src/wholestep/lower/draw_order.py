@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, op_name
+from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.values import hint_of
 
@@ -27,7 +28,7 @@ def why_not_drawn(node: fx.Node) -> str:
     """Why a draw stays outside; "" if regions can have it."""
     target = node.target
     assert isinstance(target, OpOverload)
-    if torch.Tag.nondeterministic_seeded not in target.tags or _draws_like(target):
+    if not draws(node) or _draws_like(target):
         return ""
     read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val"))]
     seen = [*read, *tensors_in(node.meta.get("val"))]

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, schema_of
-from wholestep.ir.effects import is_communication, is_data_dependent, may_write, writes
+from wholestep._torch_compat import OpOverload
+from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.memory.costs import is_fused, time_of
@@ -136,7 +136,7 @@ class Outline:
             return self.policy(node) != "recompute"
         if not isinstance(target, OpOverload):
             return node.is_impure() or not callable(target)
-        if _draws(node, target) or is_data_dependent(target):
+        if draws(node) or is_data_dependent(target):
             return True
         return (may_write(target) and writes(node)) or node.is_impure()
 
@@ -208,17 +208,6 @@ class Outline:
         """For each piece of memory the place of the node that makes it."""
         place = {node: i for i, node in enumerate(self.nodes)}
         return [place[node] for node in self.pieces.maker]
-
-
-def _draws(node: fx.Node, target: OpOverload) -> bool:
-    """Whether a node draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for place, argument in enumerate(schema_of(target).arguments):
-        if argument.name == "dropout_p":
-            given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0.0)
-    return True
 
 
 def _pieces_when_updated(graph: fx.Graph, device: torch.device | None) -> Pieces:

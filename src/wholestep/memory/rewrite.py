@@ -22,6 +22,8 @@ from wholestep.memory.play import order_of
 
 _PARTS = 16
 """A part ends when more than this fraction of the forward's values has been computed again in it."""
+_LEAST = 32
+"""Nodes of a part, views not counted: fewer are not worth a compiled call of their own."""
 
 
 def recompute(graph: fx.Graph, outline: Outline, plan: Plan) -> int:
@@ -40,6 +42,8 @@ class _Rewriting:
         self._most = total / _PARTS
         self._since = 0.0
         """Bytes computed again since the last part began."""
+        self._length = 0
+        """Nodes since then."""
 
     def run(self) -> int:
         chosen = {self._nodes[i] for i in self._again}
@@ -51,10 +55,11 @@ class _Rewriting:
             elif self._outline.backward[entry]:
                 node = self._nodes[entry]
                 first = self._insert(waiting, node) or node
-                if is_first or self._is_much(waiting):
+                if is_first or (self._length >= _LEAST and self._is_much(waiting)):
                     update_node_meta(first, begins=True)
-                    is_first, self._since = False, 0.0
+                    is_first, self._since, self._length = False, 0.0, 0
                 self._since += self._bytes(waiting)
+                self._length += sum(1 for i in (*waiting, entry) if not self._outline.is_view(i))
                 waiting = []
                 if not chosen.isdisjoint(node.all_input_nodes):
                     node.args = fx.map_arg(node.args, self._second)

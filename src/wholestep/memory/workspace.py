@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, below_autograd
-from wholestep.ir.effects import is_communication, is_data_dependent, may_write, shared_inputs, writes
+from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, shared_inputs, writes
 from wholestep.ir.graphs import tensors_in
 from wholestep.memory.costs import is_elementwise
 from wholestep.memory.measure import bytes_at_most
@@ -49,7 +49,7 @@ class OperatorMemory:
             return False
         if is_elementwise(target) or is_data_dependent(target) or shared_inputs(node):
             return False
-        if (may_write(target) and writes(node)) or torch.Tag.nondeterministic_seeded in target.tags:
+        if (may_write(target) and writes(node)) or draws(node):
             return False
         made = [t for t in tensors_in(node.meta.get("val")) if t.device == self._device]
         return bool(made) and any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
