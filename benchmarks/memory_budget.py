@@ -1,6 +1,6 @@
 """Time against memory: wholestep with memory budgets beside torch.compile with activation_memory_budget.
 
-    python benchmarks/memory_budget.py [--device cuda] [--budgets 0.0 0.5 8.4GiB half] [--torch 0.5 1.0] [--json FILE]
+    python benchmarks/memory_budget.py [--device cuda] [--budgets 0.0 8.4GiB half torch:0.5] [--json FILE]
 
 The GPT of whole_step.py with fused AdamW (CUDA: GPT-2 124M, batch 16x1024, bf16 autocast). `half` is half of the memory
 that eager has above parameters and state. torch.compile runs in its default mode at each of its budgets, and as it
@@ -24,6 +24,8 @@ from whole_step import GPT, SHAPES, train_step
 
 import wholestep as ws
 from wholestep.memory.measure import bytes_at_most
+
+BUDGETS = [*"0.0 0.15 0.3 0.45 0.6 0.75 0.9 1.0".split(), *(f"torch:{budget}" for budget in (0.1, 0.3, 0.5, 0.7, 0.9))]
 
 
 class Bench:
@@ -100,8 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default="large")
-    parser.add_argument("--budgets", nargs="*", default=["0.0", "0.15", "0.3", "0.45", "0.6", "0.75", "0.9", "1.0"])
-    parser.add_argument("--torch", nargs="*", default=["0.1", "0.3", "0.5", "0.7", "0.9"])
+    parser.add_argument("--budgets", nargs="*", default=BUDGETS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", default="")
     options = parser.parse_args()
@@ -127,10 +128,11 @@ def main() -> None:
         )
     )
     for text in options.budgets:
+        if text.startswith("torch:"):
+            add(bench.row(f"torch.compile {text[6:]}", torchs(float(text[6:]), "default")))
+            continue
         budget: Any = f"{half}GiB" if text == "half" else (float(text) if text.replace(".", "").isdigit() else text)
         add(bench.row(f"wholestep {text}", ours(budget)))
-    for text in options.torch:
-        add(bench.row(f"torch.compile {text}", torchs(float(text), "default")))
 
 
 def _name(device: torch.device) -> str:

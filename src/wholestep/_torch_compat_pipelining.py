@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx
+
+from wholestep._torch_compat import DispatchMode
 
 
 def define_marker(name: str, schema: str) -> Any:
@@ -122,3 +124,24 @@ def functions_replaced(call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         base.apply = original
+
+
+class RecordCalls(DispatchMode):
+    """While it is on, calls of these operators go to `record` and do nothing else. For operators without tensors,
+    which a symbolic trace does not see."""
+
+    def __init__(self, operators: Container[Any], record: Callable[[], Any]) -> None:
+        super().__init__()
+        self._operators = operators
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._operators:
+            self._record()
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def hooks_around(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """The forward hooks of a module: before and after (`_forward_pre_hooks`, `_forward_hooks`)."""
+    return list(module._forward_pre_hooks.values()), list(module._forward_hooks.values())

@@ -15,7 +15,7 @@ from wholestep.memory.budget import Budget, shown
 from wholestep.memory.plans import Candidate, Plans
 
 T = TypeVar("T")
-_NEAR = 0.98
+_NEAR = 0.95
 """A peak this near to the budget is not improved on."""
 
 

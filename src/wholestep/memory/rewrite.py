@@ -15,13 +15,14 @@ from dataclasses import replace
 
 from torch import fx
 
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
 from wholestep.memory.costs import computes
 from wholestep.memory.outline import Outline, Plan
 from wholestep.memory.play import order_of
 
 _PARTS = 16
-"""A part ends when more than this fraction of the forward's values has been computed again in it."""
+"""On the CPU a part ends when more than this fraction of the forward's values has been computed again in it."""
 _LEAST = 32
 """Nodes of a part, views not counted: fewer are not worth a compiled call of their own."""
 
@@ -39,7 +40,9 @@ class _Rewriting:
         self._again = outline.run_again(plan)
         self._made: dict[fx.Node, fx.Node] = {}
         total = sum(outline.keeping(i) for i, needed in enumerate(outline.needed) if needed and not outline.is_view(i))
-        self._most = total / _PARTS
+        # Inductor joins unrelated loops only on the CPU.
+        on_cpu = all(tensor.device.type == "cpu" for node in self._nodes for tensor in tensors_in(node.meta.get("val")))
+        self._most = total / _PARTS if on_cpu else float("inf")
         self._since = 0.0
         """Bytes computed again since the last part began."""
         self._length = 0

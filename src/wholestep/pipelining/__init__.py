@@ -1,9 +1,17 @@
 """Any model cut into stages, every value routed."""
 
+from torch.distributed.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
+from torch.distributed.pipelining.microbatch import merge_chunks as merge_chunks
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+
+from wholestep.pipelining.backward import stage_backward as stage_backward
 from wholestep.pipelining.balance import Balance as Balance
 from wholestep.pipelining.clip import clip_grad_norm_ as clip_grad_norm_
+from wholestep.pipelining.detach import DetachExecutor as DetachExecutor
 from wholestep.pipelining.frontend import pipeline as pipeline
 from wholestep.pipelining.info import PipeInfo as PipeInfo
+from wholestep.pipelining.loss import LossWrapper as LossWrapper
+from wholestep.pipelining.loss import TrivialLossWrapper as TrivialLossWrapper
 from wholestep.pipelining.markers import PipeSplitWrapper as PipeSplitWrapper
 from wholestep.pipelining.markers import SplitPoint as SplitPoint
 from wholestep.pipelining.markers import annotate_split_points as annotate_split_points
@@ -19,6 +27,7 @@ from wholestep.pipelining.routing import Value as Value
 from wholestep.pipelining.saving import load_stage as load_stage
 from wholestep.pipelining.saving import save_stage as save_stage
 from wholestep.pipelining.schedules import schedule as schedule
+from wholestep.pipelining.sequential import PipeSequential as PipeSequential
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
 from wholestep.pipelining.stage import Stage as Stage

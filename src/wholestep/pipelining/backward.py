@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
+from wholestep._torch_compat import pytree, pytree_children
 
 
 def stage_backward(
@@ -59,8 +59,8 @@ def null_coalesce_accumulate(lhs: Any, rhs: Any) -> Any:
         return lhs
     if isinstance(lhs, torch.Tensor):
         return torch.add(lhs, rhs)
-    leaves, spec = pytree.tree_flatten(lhs, is_leaf=_is_none)
-    others = pytree.tree_flatten(rhs, is_leaf=_is_none)[0]
+    leaves, spec = pytree.tree_flatten(lhs)
+    others = pytree.tree_flatten(rhs)[0]
     return pytree.tree_unflatten([null_coalesce_accumulate(a, b) for a, b in zip(leaves, others, strict=True)], spec)
 
 
@@ -126,18 +126,14 @@ def _results(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node | None, ...]]:
     return {stage: tuple(of.get(i) for i in range(max(of) + 1)) for stage, of in picked.items()}
 
 
-def _with_gradients(values: Any, gradients: Any) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The tensors of a nested value that have a backward, each with its gradient."""
-    leaves, spec = pytree.tree_flatten(values, is_leaf=_is_none)
-    given = [None] * len(leaves) if gradients is None else _flat_like(gradients, leaves, spec)
-    pairs = zip(leaves, given, strict=True)
-    return [(value, gradient) for value, gradient in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
-
-
-def _flat_like(gradients: Any, leaves: Sequence[Any], spec: Any) -> list[Any]:
-    """Gradients in the order of the values; a missing one may stand for a nested value."""
-    found = spec.flatten_up_to(pytree.tree_unflatten(leaves, spec) if gradients is None else gradients)
-    return list(found)
+def _with_gradients(values: Any, gradients: Any) -> list[tuple[torch.Tensor, Any]]:
+    """The tensors of a nested value that have a backward, each with its gradient or None."""
+    if isinstance(values, torch.Tensor):
+        return [(values, gradients)] if values.requires_grad else []
+    children = pytree_children(values) or []
+    given = [None] * len(children) if gradients is None else pytree_children(gradients)
+    assert given is not None, f"{gradients!r} is no gradient of {type(values).__name__}"
+    return [pair for value, gradient in zip(children, given, strict=True) for pair in _with_gradients(value, gradient)]
 
 
 def _take_gradient(value: Any) -> Any:
@@ -146,7 +142,3 @@ def _take_gradient(value: Any) -> Any:
         return None
     gradient, value.grad = value.grad, None
     return gradient
-
-
-def _is_none(value: Any) -> bool:
-    return value is None

@@ -19,6 +19,7 @@ from wholestep.pipelining.cut import stages_by_marks
 from wholestep.pipelining.markers import annotate_split_points
 from wholestep.pipelining.modes import Modes, capture_modes
 from wholestep.pipelining.pipe import Pipe
+from wholestep.pipelining.pipe_loss import add_loss
 from wholestep.pipelining.shared import MultiUseParamSpec
 from wholestep.pipelining.state import ModelState, attach
 
@@ -34,6 +35,7 @@ def pipeline(
     *,
     dynamic_shapes: Any = None,
     multi_use_params: MultiUseParamSpec = "replicate",
+    loss: Any = None,
     stages: int | Balance | None = None,
 ) -> Pipe:
     """Cut a model into stages.
@@ -45,6 +47,9 @@ def pipeline(
     `multi_use_params` says what happens to parameters that several stages use: "replicate", "transmit", or a mapping
     from names. `dynamic_shapes` is that of `torch.export.export`; without it the batch dimension is open where the
     model allows it.
+
+    `loss` says which result is the loss: True, a nested spec with one True, or a name. Then calling the pipe runs the
+    backward too. See `loss.py`.
 
     The module is not changed. Its parameters are those of the stages.
     """
@@ -71,7 +76,9 @@ def pipeline(
             state=lambda name: state.entries[name].value,
             submodules=main.constants,
         )
-    return assemble(module, modes, form, inputs_require_grad, multi_use_params, choose)
+    pipe = assemble(module, modes, form, inputs_require_grad, multi_use_params, choose)
+    add_loss(pipe, module, loss)
+    return pipe
 
 
 def _by_marks(graph: fx.Graph, of_one_mode: Set[fx.Node]) -> Mapping[fx.Node, int]:

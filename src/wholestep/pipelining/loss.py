@@ -1,9 +1,9 @@
 """Which of a model's results is the loss.
 
-    loss=True                              the model returns the loss
-    loss=(False, True)                     it returns two values; the second is the loss
-    loss={"loss": True, "logits": False}   it returns a dictionary
-    loss="loss"                            the result of that name
+loss=True                              the model returns the loss
+loss=(False, True)                     it returns two values; the second is the loss
+loss={"loss": True, "logits": False}   it returns a dictionary
+loss="loss"                            the result of that name
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def find_loss(results: Any, spec: Any) -> Any:
     """The value of the one result that a spec marks. `results` has a `Result` for each value."""
     if isinstance(spec, str):
         spec = _spec_of_name(results, spec)
-    found = [path for path in _marked(results, spec, results, spec, "")]
+    found = _marked(results, spec, results, spec, "")
     if len(found) != 1:
         said = "marks nothing" if not found else f"marks {len(found)} values"
         raise _error(f"the loss spec {spec!r} {said}, and there is one loss", results)
@@ -136,21 +136,23 @@ def _error(what: str, results: Any) -> PipelineLossError:
 
 
 def _shown(results: Any) -> str:
-    """A spec that fits these results."""
-    state = [False]
-    named = named_parts(results)
-    return repr(_example(results, state, named.get(NAME)))
+    """A spec that fits these results, with True at the one named "loss" or at the first."""
+    wanted = named_parts(results).get(NAME)
+    return repr(_example(results, wanted if isinstance(wanted, Result) else _first(results)))
 
 
-def _example(part: Any, state: list[bool], wanted: Any) -> Any:
-    """A spec with True at the wanted value, or at the first; `state` says whether it was given."""
-    if isinstance(part, Result):
-        here = not state[0] and (not isinstance(wanted, Result) or part is wanted)
-        state[0] |= here
-        return here
+def _example(part: Any, wanted: Result | None) -> Any:
     parts = named_parts(part)
     if parts:
-        return {key: _example(value, state, wanted) for key, value in parts.items()}
+        return {key: _example(value, wanted) for key, value in parts.items()}
     if isinstance(part, tuple | list):
-        return type(part)(_example(value, state, wanted) for value in part)
-    return False
+        return type(part)(_example(value, wanted) for value in part)
+    return part is wanted
+
+
+def _first(part: Any) -> Result | None:
+    """The first value that the model computes."""
+    if isinstance(part, Result):
+        return part
+    parts = list(named_parts(part).values()) or (part if isinstance(part, tuple | list) else ())
+    return next((found for found in map(_first, parts) if found is not None), None)

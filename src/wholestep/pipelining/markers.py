@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.hooks import RemovableHandle
 
-from wholestep._torch_compat_pipelining import define_marker, torchs_markers
+from wholestep._torch_compat_pipelining import define_marker, hooks_around, torchs_markers
 
 SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
 
@@ -81,6 +81,13 @@ def annotate_split_points(mod: torch.nn.Module, spec: Mapping[str, Any]) -> Spli
     return SplitAnnotations(handles)
 
 
+def split_points(module: torch.nn.Module) -> SplitPoint:
+    """The marks that `annotate_split_points` put on a module."""
+    before, after = hooks_around(module)
+    points = SplitPoint.BEGINNING if _split_before in before else SplitPoint(0)
+    return points | SplitPoint.END if _split_after in after else points
+
+
 def _split_before(module: torch.nn.Module, args: Any) -> None:
     pipe_split()
 
@@ -93,7 +100,11 @@ def _submodule(mod: torch.nn.Module, name: str) -> torch.nn.Module:
     try:
         return mod.get_submodule(name)
     except AttributeError as error:
-        raise AttributeError(f"Specified target {name} referenced nonexistent module: {error}") from error
+        atoms = name.split(".")
+        prefixes = [".".join(atoms[: i + 1]) for i in range(len(atoms))]
+        known = dict(mod.named_modules(remove_duplicate=False))
+        missing = next((prefix for prefix in prefixes if prefix not in known), name)
+        raise AttributeError(f"Specified target {name} referenced nonexistent module {missing}: {error}") from error
 
 
 def _points(name: str, given: Any) -> SplitPoint:

@@ -14,6 +14,7 @@ from wholestep.errors import PipelineInputError
 from wholestep.pipelining.calls import CallForm, ResultForm
 from wholestep.pipelining.capture import Program
 from wholestep.pipelining.check import check
+from wholestep.pipelining.detach import DetachExecutor
 from wholestep.pipelining.info import PipeInfo, readable
 from wholestep.pipelining.materialize import materialize
 from wholestep.pipelining.routing import Routing
@@ -51,6 +52,7 @@ class Pipe(torch.nn.Module):
         self.num_stages = routing.stages
         self.has_loss_and_backward = False
         self.loss_spec: Any = None
+        self.call_runs_backward = False
         self.split_gm = _chain(routing, stages)
         self._form = form
         leaves = tuple(None if isinstance(leaf, fx.Node) else (leaf,) for leaf in program.outputs)
@@ -62,24 +64,22 @@ class Pipe(torch.nn.Module):
         ]
 
     @staticmethod
-    def from_tracing(
-        mod: torch.nn.Module,
-        example_args: Sequence[Any],
-        example_kwargs: Mapping[str, Any] | None = None,
-        split_policy: Any = None,
-        **options: Any,
-    ) -> Pipe:
-        """Cut a model that has its marks, or by a policy: `pipeline` under the name that PiPPy has for it."""
-        from wholestep.pipelining.frontend import pipeline
+    def from_tracing(mod: torch.nn.Module, *args: Any, **options: Any) -> Pipe:
+        """Cut a model that has its marks, or by a policy. With an example call this is `pipeline`, under torch's name for
+        it; without one the model is traced symbolically, as in PiPPy. See `tracing.from_tracing`."""
+        from wholestep.pipelining.tracing import from_tracing
 
-        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
+        return from_tracing(mod, *args, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages here, one after the other."""
+        """Run all stages here, one after the other; and the backward, if `pipeline` was given a loss."""
         values: Sequence[Any] = self.flatten_inputs(args, kwargs)
-        for stage in self.stages:
-            result = stage(*values)
-            values = result if isinstance(result, tuple) else (result,)
+        if self.call_runs_backward:
+            values = [value.detach() for value in DetachExecutor(self.split_gm).run(*values)]
+        else:
+            for stage in self.stages:
+                result = stage(*values)
+                values = result if isinstance(result, tuple) else (result,)
         result = self.unflatten_outputs(values)
         return (result,) if isinstance(result, torch.Tensor) else result
 
