@@ -9,8 +9,8 @@
                                               pass_to_inputs([x], [g0[0]])
                                               return loss
 
-A value that several stages use gets the sum of their gradients. The graph runs in a `DetachExecutor`: there the inputs of
-each stage are leaves of autograd, so that each `stage_backward` ends where its stage begins.
+A value that several stages use gets the sum of their gradients. The graph runs in a `DetachExecutor`: there the inputs
+of each stage are leaves of autograd, so that each `stage_backward` ends where its stage begins.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def insert_backward(graph: fx.Graph, loss: fx.Node) -> None:
         for stage in reversed(stages):
             outputs = results.get(stage, (stage,))
             found = tuple(gradients.get(output) if output is not None else None for output in outputs)
-            arguments = {
+            arguments: dict[str, Any] = {
                 "stage_output": outputs,
                 "output_grads": found,
                 "input_values": list(stage.all_input_nodes),

@@ -65,8 +65,10 @@ class Pipe(torch.nn.Module):
 
     @staticmethod
     def from_tracing(mod: torch.nn.Module, *args: Any, **options: Any) -> Pipe:
-        """Cut a model that has its marks, or by a policy. With an example call this is `pipeline`, under torch's name for
-        it; without one the model is traced symbolically, as in PiPPy. See `tracing.from_tracing`."""
+        """Cut a model that has its marks, or by a policy. See `tracing.from_tracing`.
+
+        With an example call this is `pipeline`, as in torch; without one the model is traced symbolically, as in PiPPy.
+        """
         from wholestep.pipelining.tracing import from_tracing
 
         return from_tracing(mod, *args, **options)

@@ -1,0 +1,163 @@
+"""`Pipe.from_tracing` without an example call, as PiPPy has it: the model is traced symbolically by `torch.fx`.
+
+Nothing is known of shapes then. Such a pipe runs here, with its backward if it has a loss. For ranks, give an example
+call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import pytree
+from wholestep._torch_compat_pipelining import RecordCalls, torchs_markers
+from wholestep.errors import PipelineError
+from wholestep.pipelining.backward import insert_backward
+from wholestep.pipelining.loss import Result, default_spec, find_loss
+from wholestep.pipelining.markers import SPLIT, SplitPoint, pipe_split, split_points
+from wholestep.pipelining.pipe import Pipe
+from wholestep.pipelining.shared import MultiUseParameterConfig
+from wholestep.pipelining.traced_pipe import TracedPipe
+from wholestep.pipelining.traced_split import choose_homes, cut, stages_of
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def from_tracing(mod: torch.nn.Module, *args: Any, **options: Any) -> Pipe:
+    """Cut a model: with an example call as torch has it (`example_args, example_kwargs, split_policy`), through
+    `pipeline`; without one as PiPPy has it, through `from_symbolic_tracing`."""
+    if "example_args" in options or (args and isinstance(args[0], tuple | list)):
+        return _from_example(mod, *args, **options)
+    return from_symbolic_tracing(mod, *args, **options)
+
+
+def _from_example(
+    mod: torch.nn.Module,
+    example_args: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    split_policy: SplitPolicy | None = None,
+    **options: Any,
+) -> Pipe:
+    from wholestep.pipelining.frontend import pipeline
+
+    return pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
+
+
+def from_symbolic_tracing(
+    mod: torch.nn.Module,
+    multi_use_param_spec: Any = None,
+    tracer: fx.Tracer | None = None,
+    output_loss_value_spec: Any = None,
+    deep_copy_module: bool = False,
+    split_policy: SplitPolicy | None = None,
+    return_to_0: bool = False,
+    loss_fn: Callable[..., Any] | None = None,
+    **trace_options: Any,
+) -> TracedPipe:
+    """Trace a model by `torch.fx` and cut it at its marks, or where a policy puts them.
+
+    `multi_use_param_spec` is for parameters that the code of several stages reads: TRANSMIT (also if nothing is said),
+    REPLICATE, or a dictionary by name. Submodules called in several stages are in each of them. With
+    `output_loss_value_spec`, a loss wrapper, a result named "loss" or `loss_fn(result, target)`, calling the pipe runs
+    forward and backward. `trace_options` go to `tracer.trace`.
+    """
+    if return_to_0:
+        raise PipelineError(
+            "return_to_0 has no stage that would do it: results stay in the last stage.",
+            fix="leave it out; torch.distributed.broadcast sends a result to other ranks",
+        )
+    _check_sharing(multi_use_param_spec)
+    if deep_copy_module:
+        mod = copy.deepcopy(mod)
+    traced = trace(mod, tracer or fx.Tracer(), trace_options)
+    if split_policy is not None:
+        traced = split_policy(traced)
+    if loss_fn is not None:
+        _append_loss(traced, loss_fn)
+        output_loss_value_spec = True
+    stage_of = stages_of(traced.graph)
+    homes = choose_homes(traced.graph, stage_of, _sharing(traced.graph, multi_use_param_spec))
+    found = cut(traced, stage_of, homes, mod.state_dict().keys())
+    spec = _add_backward(mod, found.split_gm.graph, output_loss_value_spec)
+    found.split_gm.recompile()
+    return TracedPipe(found, spec)
+
+
+def trace(mod: torch.nn.Module, tracer: fx.Tracer, options: Mapping[str, Any]) -> fx.GraphModule:
+    """The model as a graph, with a node for every mark. The model is not changed."""
+    before = set(vars(mod))
+    marks = (SPLIT, *torchs_markers())
+    with RecordCalls(marks, lambda: tracer.graph.call_function(pipe_split)):
+        graph = tracer.trace(mod, **options)
+    _mark_leaves(mod, graph)
+    traced = fx.GraphModule(mod, graph)
+    for name in set(vars(mod)) - before:  # tensors that the tracer met in the code
+        delattr(mod, name)
+    return traced
+
+
+def _mark_leaves(mod: torch.nn.Module, graph: fx.Graph) -> None:
+    """Modules that are single nodes were not entered, nor were the marks around them."""
+    for node in list(graph.nodes):
+        if node.op != "call_module":
+            continue
+        points = split_points(mod.get_submodule(str(node.target)))
+        if SplitPoint.BEGINNING in points:
+            with graph.inserting_before(node):
+                graph.call_function(pipe_split)
+        if SplitPoint.END in points:
+            with graph.inserting_after(node):
+                graph.call_function(pipe_split)
+
+
+def _append_loss(traced: fx.GraphModule, loss_fn: Callable[..., Any]) -> None:
+    """Let the graph return the loss of its result and of one more argument, `target`."""
+    graph = traced.graph
+    output = graph.output_node()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
+        target = graph.placeholder("target")
+    with graph.inserting_before(output):
+        if isinstance(loss_fn, torch.nn.Module):
+            traced.add_module("_loss", loss_fn)
+            loss = graph.call_module("_loss", (output.args[0], target))
+        else:
+            loss = graph.call_function(loss_fn, (output.args[0], target))
+    output.args = (loss,)
+
+
+def _check_sharing(spec: Any) -> None:
+    if spec is not None and not isinstance(spec, MultiUseParameterConfig | Mapping):
+        raise PipelineError(
+            f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}.",
+            fix="write MultiUseParameterConfig.REPLICATE or TRANSMIT, or a dictionary from names to one of them",
+        )
+
+
+def _sharing(graph: fx.Graph, spec: Any) -> dict[str, MultiUseParameterConfig]:
+    """What happens to each tensor that the code reads."""
+    found: dict[str, MultiUseParameterConfig] = {}
+    for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"):
+        config = spec.get(name) if isinstance(spec, Mapping) else spec
+        if config is not None and not isinstance(config, MultiUseParameterConfig):
+            raise PipelineError(
+                f"Unknown multi-use config value {config!r} specified for {name}.",
+                fix="write MultiUseParameterConfig.REPLICATE or TRANSMIT",
+            )
+        found[name] = config or MultiUseParameterConfig.TRANSMIT
+    return found
+
+
+def _add_backward(mod: torch.nn.Module, graph: fx.Graph, spec: Any) -> Any:
+    """Put the backward of the loss into the graph, if there is one: the spec that says which it is, or None."""
+    results = pytree.tree_map_only(fx.Node, Result, graph.output_node().args[0])
+    if spec is None:
+        spec = default_spec(mod, results)
+    if spec is None or spec is False:
+        return None
+    insert_backward(graph, find_loss(results, spec))
+    return spec
