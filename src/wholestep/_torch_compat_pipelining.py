@@ -12,8 +12,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch.distributed.pipelining import microbatch as _microbatch
 
 from wholestep._torch_compat import DispatchMode
+
+WholeValue: Any = _microbatch._Replicate
+"""In a chunk spec: every microbatch gets the whole value. The class itself stands there."""
 
 
 def define_marker(name: str, schema: str) -> Any:

@@ -2,10 +2,10 @@
 
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
 from torch.distributed.pipelining.microbatch import merge_chunks as merge_chunks
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 
 from wholestep.pipelining.backward import stage_backward as stage_backward
 from wholestep.pipelining.balance import Balance as Balance
+from wholestep.pipelining.chunks import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 from wholestep.pipelining.clip import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.detach import DetachExecutor as DetachExecutor
 from wholestep.pipelining.frontend import pipeline as pipeline

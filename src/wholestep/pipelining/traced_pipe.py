@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,7 +34,22 @@ class TracedPipe(Pipe):
         self.new_to_old_qualname_mapping = cut.names
         for i, stage in enumerate(self.stages):
             _use_names_of_model(stage, _names_in(cut.names, f"submod_{i}."))
+        self._not_saved = cut.not_saved
+        self._restore()
+
+    def _restore(self) -> None:
+        """What graph modules forget when they are built or copied."""
         self.split_gm.forward = not_on_its_own
+        for stage, names in zip(self.stages, self._not_saved, strict=True):
+            for name in names:
+                stage.register_buffer(name, stage.get_buffer(name), persistent=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedPipe:
+        new = TracedPipe.__new__(TracedPipe)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        new._restore()
+        return new
 
     @property
     def has_loss_and_backwards(self) -> bool:

@@ -32,6 +32,8 @@ class Cut:
     split_gm: fx.GraphModule
     num_stages: int
     names: dict[str, str]
+    not_saved: tuple[tuple[str, ...], ...]
+    """By stage, buffers that are not part of its state dict."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def cut(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int], homes: Homes, p
     made: dict[Key, fx.Node] = {}
     names: dict[str, str] = {}
     stages: dict[str, fx.GraphModule] = {}
+    not_saved: list[tuple[str, ...]] = []
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             made[node] = top.node_copy(node)
@@ -99,6 +102,7 @@ def cut(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int], homes: Homes, p
         module = builder.build()
         name = f"submod_{stage}"
         stages[name] = module
+        not_saved.append(tuple(builder.not_saved))
         root.add_module(name, torch.nn.Module())
         names |= {f"{name}.{inside}": old for inside, old in builder.names.items()}
         call = top.create_node("call_module", name, tuple(made[key] for key in builder.inputs))
@@ -112,7 +116,7 @@ def cut(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int], homes: Homes, p
     split_gm = fx.GraphModule(root, top)
     for name, module in stages.items():
         split_gm.add_module(name, module)
-    return Cut(split_gm, count, names)
+    return Cut(split_gm, count, names, tuple(not_saved))
 
 
 class _StageBuilder:
@@ -136,6 +140,7 @@ class _StageBuilder:
         self.inputs: list[Key] = list(taken)
         self.outputs: list[Key] = [*leaving, *(name for name, home in homes.sent.items() if home == stage)]
         self.names: dict[str, str] = {}
+        self.not_saved: list[str] = []
         self._root = torch.nn.Module()
         self._graph = fx.Graph()
         self._made: dict[Key, fx.Node] = {key: self._graph.placeholder(value.name) for key, value in taken.items()}
@@ -165,7 +170,9 @@ class _StageBuilder:
             inside = "moved_" + name.replace(".", "_")
             value = operator.attrgetter(name)(self._traced)
             if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                self._root.register_buffer(inside, value, persistent=name in self._persistent)
+                self._root.register_buffer(inside, value)
+                if name not in self._persistent:
+                    self.not_saved.append(inside)
             else:
                 setattr(self._root, inside, value)
             self.names[inside] = name

@@ -94,6 +94,7 @@ def trace(mod: torch.nn.Module, tracer: fx.Tracer, options: Mapping[str, Any]) -
     with RecordCalls(marks, lambda: tracer.graph.call_function(pipe_split)):
         graph = tracer.trace(mod, **options)
     _mark_leaves(mod, graph)
+    _open_named_tuples(graph)
     traced = fx.GraphModule(mod, graph)
     for name in set(vars(mod)) - before:  # tensors that the tracer met in the code
         delattr(mod, name)
@@ -112,6 +113,24 @@ def _mark_leaves(mod: torch.nn.Module, graph: fx.Graph) -> None:
         if SplitPoint.END in points:
             with graph.inserting_after(node):
                 graph.call_function(pipe_split)
+
+
+def _open_named_tuples(graph: fx.Graph) -> None:
+    """A named tuple that the model returns is a call of its class in the trace; let the output have its parts."""
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, fx.Node) and isinstance(value.target, type) and hasattr(value.target, "_fields"):
+            return value.target(*(opened(arg) for arg in value.args))
+        return value
+
+    output = graph.output_node()
+    output.args = (pytree.tree_map_only(fx.Node, opened, output.args[0]),)
+    graph.eliminate_dead_code(_has_effect)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Only calls of named tuples may go."""
+    return not (isinstance(node.target, type) and hasattr(node.target, "_fields"))
 
 
 def _append_loss(traced: fx.GraphModule, loss_fn: Callable[..., Any]) -> None:

@@ -1,0 +1,295 @@
+"""A pipe with a loss runs its own backward: gradients are those of autograd over the whole model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from pipelining.models import CASES, make
+from wholestep._torch_compat import pytree
+from wholestep.errors import PipelineLossError
+from wholestep.pipelining import (
+    DetachExecutor,
+    LossWrapper,
+    Pipe,
+    PipeSequential,
+    TrivialLossWrapper,
+    pipe_split,
+    pipeline,
+    stage_backward,
+)
+
+
+class WithLoss(LossWrapper):
+    """Any model; what it returns is in the result beside the loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The loss and the results."""
+        results = self.module(*args, **kwargs)
+        return {"results": results, "loss": self.loss_fn(results)}
+
+
+def mean_of_squares(results: Any) -> torch.Tensor:
+    values = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    return sum(value.float().square().mean() for value in values if value.requires_grad)
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharing"), [*((name, "replicate") for name in CASES), ("skip", "transmit"), ("gpt2", "transmit")]
+)
+def test_a_call_leaves_the_gradients_of_autograd(name, sharing):
+    inner, args, kwargs = make(name)
+    model = WithLoss(inner, mean_of_squares)
+    before = copy.deepcopy(model.state_dict())
+    split = {f"module.{path}": point for path, point in (CASES[name].split or {}).items()} or None
+    pipe = pipeline(model, args, kwargs, split_spec=split, multi_use_params=sharing, loss="loss")
+    assert pipe.has_loss_and_backward
+    assert pipe.info().has_loss_and_backward
+    torch.manual_seed(3)
+    wanted = model(*args, **kwargs)
+    wanted["loss"].backward()
+    wanted_gradients = gradients(model)
+    model.zero_grad()
+    model.load_state_dict(before)
+    torch.manual_seed(3)
+    found = pipe(*args, **kwargs)
+    assert_same(found["loss"], wanted["loss"].detach())
+    assert not found["loss"].requires_grad
+    assert_same(gradients(model), wanted_gradients)
+
+
+class Skips(nn.Module):
+    """Three stages; a parameter in the first and the last; one input in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, targets):
+        first = x @ self.weight
+        pipe_split()
+        second = self.layer(first) + x
+        pipe_split()
+        out = (second + first) @ self.weight + x
+        return (out - targets).square().mean(), out
+
+
+@pytest.mark.parametrize("sharing", ["replicate", "transmit"])
+def test_arguments_that_want_gradients_get_them(sharing):
+    model, targets = Skips(), torch.randn(2, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    pipe = pipeline(model, (x, targets), multi_use_params=sharing, loss=(True, False))
+    pipe(x, targets)
+    found, found_x = gradients(model), x.grad
+    model.zero_grad()
+    x.grad = None
+    model(x, targets)[0].backward()
+    assert_same(found, gradients(model))
+    assert_same(found_x, x.grad)
+
+
+def test_gradients_go_on_into_what_made_an_argument():
+    model, before, targets = Skips(), nn.Linear(4, 4), torch.randn(2, 4)
+    x = torch.randn(2, 4)
+    pipe = pipeline(model, (x.requires_grad_(), targets), loss=(True, False))
+    pipe(before(x), targets)
+    found = gradients(before)
+    before.zero_grad()
+    model(before(x), targets)[0].backward()
+    assert_same(found, gradients(before))
+
+
+def test_calls_add_up_gradients_as_backward_does():
+    model, x, targets = Skips(), torch.randn(2, 4), torch.randn(2, 4)
+    pipe = pipeline(model, (x, targets), loss=[True, False])
+    for _ in range(2):
+        pipe(x, targets)
+    found = gradients(model)
+    model.zero_grad()
+    (2 * model(x, targets)[0]).backward()
+    assert_same(found, gradients(model))
+
+
+def test_without_gradients_nothing_runs_backward():
+    model, x, targets = Skips(), torch.randn(2, 4), torch.randn(2, 4)
+    pipe = pipeline(model, (x, targets), loss=(True, False))
+    with torch.no_grad():
+        assert torch.equal(pipe(x, targets)[0], model(x, targets)[0])
+    assert all(gradient is None for gradient in gradients(model).values())
+
+
+def test_a_result_named_loss_is_found_and_runs_in_a_detach_executor_only():
+    model = WithLoss(nn.Linear(4, 2), mean_of_squares)
+    x = torch.randn(3, 4)
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x)
+
+    pipe = pipeline(Plain(), (x,))
+    assert (pipe.has_loss_and_backward, pipe.loss_spec) == (True, "loss")
+    assert pipe(x)["loss"].requires_grad
+    assert model.module.weight.grad is None
+    DetachExecutor(pipe.split_gm).run(x)
+    found = gradients(model)
+    model.zero_grad()
+    model(x)["loss"].backward()
+    assert_same(found, gradients(model))
+
+
+def test_a_trivial_loss_wrapper_needs_no_spec():
+    model = TrivialLossWrapper(PipeSequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss())
+    x, targets = torch.randn(3, 4), torch.randn(3, 2)
+    pipe = pipeline(model, (x, targets))
+    assert (pipe.num_stages, pipe.loss_spec) == (3, True)
+    found = pipe(x, targets)[0]
+    left = gradients(model)
+    model.zero_grad()
+    wanted = model(x, targets)
+    wanted.backward()
+    assert torch.equal(found, wanted)
+    assert_same(left, gradients(model))
+
+
+def test_a_loss_of_an_early_stage_has_no_backward_in_later_ones():
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            loss = hidden.square().mean()
+            pipe_split()
+            return self.second(hidden), loss
+
+    model, x = Early(), torch.randn(2, 4)
+    pipeline(model, (x,), loss=(False, True))(x)
+    assert model.second.weight.grad is None
+    found = model.first.weight.grad.clone()
+    model.zero_grad()
+    model(x)[1].backward()
+    assert_same(found, model.first.weight.grad)
+
+
+class Pair(NamedTuple):
+    """Two results."""
+
+    loss: Any
+    out: Any
+
+
+class Returns(nn.Module):
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.form = form
+
+    def forward(self, x):
+        out = self.layer(x)
+        return self.form(out.square().mean(), out)
+
+
+def as_dict(loss: Any, out: Any) -> Any:
+    return {"loss": loss, "out": out}
+
+
+def as_tuple(loss: Any, out: Any) -> Any:
+    return out, (loss, 3)
+
+
+def only_loss(loss: Any, out: Any) -> Any:
+    return loss
+
+
+FITTING = [
+    (Pair, (True, False)),
+    (Pair, Pair(True, False)),
+    (Pair, "loss"),
+    (as_dict, {"out": False, "loss": True}),
+    (as_dict, "loss"),
+    (as_tuple, (False, (True, False))),
+    (as_tuple, [False, [True, None]]),
+    (only_loss, True),
+]
+
+
+def cut(model: nn.Module, spec: Any, symbolic: bool) -> Pipe:
+    if symbolic:
+        return Pipe.from_tracing(model, output_loss_value_spec=spec)
+    return pipeline(model, (torch.randn(2, 4),), loss=spec)
+
+
+@pytest.mark.parametrize(("form", "spec"), FITTING)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_specs_have_the_structure_of_the_results(form, spec, symbolic):
+    model, x = Returns(form), torch.randn(2, 4)
+    cut(model, spec, symbolic)(x)
+    found = gradients(model)
+    model.zero_grad()
+    model.layer(x).square().mean().backward()
+    assert_same(found, gradients(model))
+
+
+MISFITS = [
+    (as_dict, (True, False), "{'loss': True, 'out': False}"),
+    (as_dict, {"loss": True}, "{'loss': True, 'out': False}"),
+    (as_dict, True, "{'loss': True, 'out': False}"),
+    (as_dict, "lost", "{'loss': True, 'out': False}"),
+    (as_dict, {"loss": False, "out": False}, "{'loss': True, 'out': False}"),
+    (as_dict, {"loss": True, "out": True}, "{'loss': True, 'out': False}"),
+    (as_tuple, (True,), "(True, (False, False))"),
+    (as_tuple, (False, (False, True)), "(True, (False, False))"),
+    (as_tuple, {"loss": True}, "(True, (False, False))"),
+    (only_loss, (True,), "True"),
+    (only_loss, 3, "True"),
+]
+
+
+@pytest.mark.parametrize(("form", "spec", "shown"), MISFITS)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_spec_that_does_not_fit_is_answered_with_one_that_does(form, spec, shown, symbolic):
+    with pytest.raises(PipelineLossError) as caught:
+        cut(Returns(form), spec, symbolic)
+    assert shown in caught.value.fix
+    assert isinstance(caught.value, RuntimeError)  # PiPPy's
+
+
+def test_a_loss_is_one_number_with_a_gradient():
+    with pytest.raises(PipelineLossError, match=r"shape \[2, 4\]"):
+        pipeline(Returns(as_dict), (torch.randn(2, 4),), loss={"loss": False, "out": True})
+    frozen = Returns(only_loss).requires_grad_(False)
+    with pytest.raises(PipelineLossError, match="no parameter has a gradient"):
+        pipeline(frozen, (torch.randn(2, 4),), loss=True)
+
+
+def test_a_loss_wrapper_says_what_to_write():
+    with pytest.raises(NotImplementedError, match="implement forward"):
+        LossWrapper(nn.Linear(2, 2), nn.MSELoss())(1)
+
+
+def test_stage_backward_leaves_out_what_has_no_gradient_and_takes_nested_values():
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    output = {"a": (x * y), "b": [x.exp(), torch.tensor(2)]}
+    given = stage_backward(output, {"a": torch.ones(3), "b": [None, None]}, [(x, 1), y])
+    assert_same(given[0][0], y.detach())
+    assert given[0][1] is None
+    assert_same(given[1], x.detach())
+    assert x.grad is None
