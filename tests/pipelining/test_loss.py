@@ -293,3 +293,10 @@ def test_stage_backward_leaves_out_what_has_no_gradient_and_takes_nested_values(
     assert given[0][1] is None
     assert_same(given[1], x.detach())
     assert x.grad is None
+
+
+def test_stage_backward_begins_at_edges_of_autograd_too():
+    x = torch.randn(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(x * 3)
+    (found,) = stage_backward((edge, None), (torch.ones(3), None), (x,))
+    assert_same(found, torch.full((3,), 3.0))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import GradientEdge
 
 from wholestep._torch_compat import pytree, pytree_children
 
@@ -126,8 +127,10 @@ def _results(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node | None, ...]]:
     return {stage: tuple(of.get(i) for i in range(max(of) + 1)) for stage, of in picked.items()}
 
 
-def _with_gradients(values: Any, gradients: Any) -> list[tuple[torch.Tensor, Any]]:
-    """The tensors of a nested value that have a backward, each with its gradient or None."""
+def _with_gradients(values: Any, gradients: Any) -> list[tuple[Any, Any]]:
+    """The tensors (or edges of autograd) of a nested value that have a backward, each with its gradient or None."""
+    if isinstance(values, GradientEdge):
+        return [(values, gradients)]
     if isinstance(values, torch.Tensor):
         return [(values, gradients)] if values.requires_grad else []
     children = pytree_children(values) or []
