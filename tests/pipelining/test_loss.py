@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from wholestep.errors import PipelineLossError
 from wholestep.pipelining import (
     DetachExecutor,
     LossWrapper,
+    MultiUseParameterConfig,
     Pipe,
     PipeSequential,
     TrivialLossWrapper,
@@ -187,6 +189,61 @@ def test_a_loss_of_an_early_stage_has_no_backward_in_later_ones():
     model.zero_grad()
     model(x)[1].backward()
     assert_same(found, model.first.weight.grad)
+
+
+class Drawn(nn.Module):
+    """A random program: each line uses values and parameters of earlier lines or stages; some cuts between."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.lines = []
+        for line in range(12):
+            kind = "cut" if line == 6 else draw.choice(["weight", "layer", "add", "chunk", "detach", "cut"])
+            self.lines.append((kind, draw.randrange(line + 1), draw.randrange(line + 1), draw.randrange(6)))
+
+    def forward(self, x):
+        values = [x]
+        for kind, a, b, c in self.lines:
+            first, second = values[a % len(values)], values[b % len(values)]
+            if kind == "cut":
+                pipe_split()
+            elif kind == "weight":
+                values.append(torch.tanh(first @ self.weights[c % 3]))
+            elif kind == "layer":
+                values.append(self.layers[c % 2](first))
+            elif kind == "add":
+                values.append(first * 0.5 + second)
+            elif kind == "chunk":
+                left, right = first.chunk(2, dim=-1)
+                values.append(torch.cat([right, left.sin()], dim=-1))
+            else:
+                values.append(first.detach() * second)
+        loss = (values[-1] @ self.weights[0]).square().mean() + values[len(values) // 2].mean()
+        return loss, values[len(values) // 3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_have_the_gradients_of_autograd(seed):
+    torch.manual_seed(seed)
+    model, x = Drawn(seed).double(), torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+    model(x)[0].backward()
+    wanted, wanted_x = gradients(model), x.grad
+    pipes = [
+        pipeline(model, (x,), multi_use_params=("replicate", "transmit")[seed % 2], loss=(True, False)),
+        Pipe.from_tracing(model, MultiUseParameterConfig.REPLICATE, output_loss_value_spec=(True, False)),
+        Pipe.from_tracing(model, MultiUseParameterConfig.TRANSMIT, output_loss_value_spec=(True, False)),
+    ]
+    assert pipes[1].num_stages == pipes[2].num_stages > 1
+    for pipe in pipes:
+        model.zero_grad()
+        x.grad = None
+        found = pipe(x)
+        assert torch.equal(found[1], model(x)[1])
+        assert_same(gradients(model), wanted)
+        assert_same(x.grad, wanted_x)
 
 
 class Pair(NamedTuple):

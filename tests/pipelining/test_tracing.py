@@ -144,6 +144,25 @@ def test_a_value_that_later_stages_use_without_gradient_and_a_parameter_that_is_
     assert torch.equal(pipe(x)[1], model.weight)
 
 
+def test_a_stage_that_writes_its_input_is_told_where_that_works():
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.layer(x)
+            pipe_split()
+            return x.relu_().sum()
+
+    model, x = Writes(), torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match="in-place") as caught:
+        Pipe.from_tracing(model, output_loss_value_spec=True)(x)
+    assert any("pipeline()" in note for note in caught.value.__notes__)
+    assert torch.equal(Pipe.from_tracing(model)(x), model(x))
+    assert torch.equal(pipeline(model, (x,), loss=True)(x)[0], model(x))
+
+
 def test_a_sequential_is_cut_between_its_modules_and_a_repeated_one_is_shared():
     layer = nn.Linear(4, 4)
     model, x = nn.Sequential(layer, nn.Tanh(), layer), torch.randn(2, 4)

@@ -1,0 +1,40 @@
+"""Compiled steps under a memory budget: measured as planned, within the budget, and close to eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memory.steps import Trained
+from wholestep.ir.meta import node_meta
+from wholestep.lower.expand import expand
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_compiled_steps_stay_within_their_budget_and_train_as_eager(fraction):
+    eager = Trained(eager=True)
+    ours = Trained(memory_budget=fraction, lower="inductor")
+    memory = ours.memory
+    assert memory.planned_peak <= memory.budget
+    assert abs(memory.measured_peak - memory.planned_peak) <= 0.02 * memory.planned_peak
+    assert memory.peak_without > memory.planned_peak
+    assert memory.recomputed
+    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(eager.losses))
+    for name, value in eager.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_forward_and_backward_are_calls_of_their_own():
+    ours = Trained(memory_budget=1.0, lower="inductor", steps=2)
+    phases = [region.phases for region in ours.step.lowering.regions]
+    assert phases
+    assert not any({"forward", "backward"} <= set(each) for each in phases)
+
+
+def test_norms_are_opened_so_that_their_parts_can_be_kept():
+    graph = Trained(steps=1).step.last.gm.graph
+    count = sum(1 for node in graph.nodes if node.target is torch.ops.aten.native_layer_norm.default)
+    assert expand(graph) == count > 0
+    graph.lint()
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.native_layer_norm.default)
+    assert all(node_meta(node).phase for node in graph.nodes)
