@@ -32,9 +32,13 @@ class DetachExecutor(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a stage on detached values."""
-        return super().call_module(
-            target, pytree.tree_map(self._detached, args), pytree.tree_map(self._detached, kwargs)
-        )
+        args, kwargs = pytree.tree_map(self._detached, (args, kwargs))
+        try:
+            return super().call_module(target, args, kwargs)
+        except RuntimeError as error:
+            if "in-place" in str(error):
+                error.add_note(f"{target} may not write what it takes; pipeline() gives a stage a copy to write")
+            raise
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run another node; the backward of a stage is that of its detached inputs."""
