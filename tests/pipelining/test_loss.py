@@ -24,6 +24,7 @@ from wholestep.pipelining import (
     pipeline,
     stage_backward,
 )
+from wholestep.pipelining.backward import stage_backward_input, stage_backward_weight
 
 
 class WithLoss(LossWrapper):
@@ -357,3 +358,19 @@ def test_stage_backward_begins_at_edges_of_autograd_too():
     edge = torch.autograd.graph.get_gradient_edge(x * 3)
     (found,) = stage_backward((edge, None), (torch.ones(3), None), (x,))
     assert_same(found, torch.full((3,), 3.0))
+
+
+def test_a_backward_in_two_halves_adds_up_to_one():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    gradient = torch.randn(2, 4)
+    of_inputs, rest = stage_backward_input([model(x)], [gradient], ["no tensor", x], model.parameters())
+    assert of_inputs[0] is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    stage_backward_weight(model.parameters(), rest)
+    found, found_x = gradients(model), x.grad
+    assert_same(of_inputs[1], found_x)
+    model.zero_grad()
+    x.grad = None
+    model(x).backward(gradient)
+    assert_same(found, gradients(model))
+    assert_same(found_x, x.grad)

@@ -90,6 +90,15 @@ def test_names_inside_are_those_of_pippy_and_the_state_has_those_of_the_model():
         pipe.remap_qualname("split_gm.submod_0.other")
 
 
+def test_what_no_stage_uses_stays_in_the_state():
+    model = Model()
+    model.spare = nn.BatchNorm1d(3)
+    pipe = Pipe.from_tracing(model)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert copy.deepcopy(pipe).state_dict().keys() == model.state_dict().keys()
+    assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
+
+
 def test_without_a_loss_autograd_goes_through_the_whole_pipe():
     model, x = Model(), torch.randn(3, 6)
     Pipe.from_tracing(model)(x).sum().backward()

@@ -24,6 +24,8 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from wholestep._torch_compat import pytree, pytree_children
+from wholestep.pipelining.backward_halves import stage_backward_input as stage_backward_input
+from wholestep.pipelining.backward_halves import stage_backward_weight as stage_backward_weight
 
 
 def stage_backward(

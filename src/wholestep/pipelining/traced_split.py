@@ -119,6 +119,23 @@ def cut(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int], homes: Homes, p
     return Cut(split_gm, count, names, tuple(not_saved))
 
 
+def keep_unused(found: Cut, model: torch.nn.Module) -> None:
+    """Let the first stage hold what the model saves and no stage uses, so that nothing is lost from the state."""
+    if not found.num_stages:
+        return
+    used = {id(tensor) for tensor in (*found.split_gm.parameters(), *found.split_gm.buffers())}
+    first = found.split_gm.get_submodule("submod_0")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in used:
+            used.add(id(tensor))
+            inside = "moved_" + name.replace(".", "_")
+            if isinstance(tensor, torch.nn.Parameter):
+                first.register_parameter(inside, tensor)
+            else:
+                first.register_buffer(inside, tensor)
+            found.names[f"submod_0.{inside}"] = name
+
+
 class _StageBuilder:
     """Copies the nodes of one stage."""
 

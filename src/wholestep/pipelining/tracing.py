@@ -22,7 +22,7 @@ from wholestep.pipelining.markers import SPLIT, SplitPoint, pipe_split, split_po
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.shared import MultiUseParameterConfig
 from wholestep.pipelining.traced_pipe import TracedPipe
-from wholestep.pipelining.traced_split import choose_homes, cut, stages_of
+from wholestep.pipelining.traced_split import choose_homes, cut, keep_unused, stages_of
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -82,6 +82,7 @@ def from_symbolic_tracing(
     stage_of = stages_of(traced.graph)
     homes = choose_homes(traced.graph, stage_of, _sharing(traced.graph, multi_use_param_spec))
     found = cut(traced, stage_of, homes, mod.state_dict().keys())
+    keep_unused(found, mod)
     spec = _add_backward(mod, found.split_gm.graph, output_loss_value_spec)
     found.split_gm.recompile()
     return TracedPipe(found, spec)
