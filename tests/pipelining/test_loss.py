@@ -150,6 +150,8 @@ def test_a_result_named_loss_is_found_and_runs_in_a_detach_executor_only():
     assert (pipe.has_loss_and_backward, pipe.loss_spec) == (True, "loss")
     assert pipe(x)["loss"].requires_grad
     assert model.module.weight.grad is None
+    with pytest.raises(RuntimeError, match="invoke the Pipe object directly"):
+        pipe.split_gm(x)
     DetachExecutor(pipe.split_gm).run(x)
     found = gradients(model)
     model.zero_grad()

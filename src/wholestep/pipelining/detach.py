@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from wholestep._torch_compat import pytree
 from wholestep.pipelining.backward import stage_backward
+
+
+def not_on_its_own(*args: Any, **kwargs: Any) -> NoReturn:
+    """The forward of a graph of stages with a backward, which is right only in a `DetachExecutor`."""
+    raise RuntimeError("To run pipeline locally, invoke the Pipe object directly, not `split_gm`")
 
 
 class DetachExecutor(fx.Interpreter):

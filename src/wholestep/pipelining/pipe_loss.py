@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from wholestep.pipelining.backward import insert_backward
+from wholestep.pipelining.detach import not_on_its_own
 from wholestep.pipelining.loss import LossWrapper, Result, bad_loss, default_spec, find_loss
 from wholestep.pipelining.pipe import Pipe
 
@@ -36,6 +37,7 @@ def add_loss(pipe: Pipe, module: torch.nn.Module, spec: Any) -> None:
     assert isinstance(loss, fx.Node)
     insert_backward(graph, loss)
     pipe.split_gm.recompile()
+    pipe.split_gm.forward = not_on_its_own
     pipe.loss_spec = found
     pipe.has_loss_and_backward = True
     pipe.call_runs_backward = spec is not None or isinstance(module, LossWrapper)

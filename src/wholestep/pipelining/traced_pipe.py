@@ -13,7 +13,7 @@ from torch import fx
 
 from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineError
-from wholestep.pipelining.detach import DetachExecutor
+from wholestep.pipelining.detach import DetachExecutor, not_on_its_own
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.traced_split import Cut
 
@@ -121,11 +121,6 @@ class TracedPipe(Pipe):
     def unflatten_outputs(self, flat: Sequence[Any]) -> NoReturn:
         """Refused: see `pipeline`."""
         raise _needs_example("a flat list of outputs")
-
-
-def not_on_its_own(*args: Any, **kwargs: Any) -> NoReturn:
-    """The forward of `split_gm`."""
-    raise RuntimeError("To run pipeline locally, invoke the Pipe object directly, not `split_gm`")
 
 
 def _needs_example(what: str) -> PipelineError:
