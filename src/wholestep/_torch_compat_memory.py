@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def size_hint(size: Any) -> int:
@@ -37,3 +39,26 @@ def cpu_bytes_at_most(function: Callable[[], Any]) -> tuple[Any, int]:
                 now += event.cpu_memory_usage()
                 most = max(most, now)
     return result, most
+
+
+def extract_forward_backward(
+    joint: fx.GraphModule, saved: list[fx.Node], forward_outputs: int, settings: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward that returns `saved` too, and the backward that computes all else again, right before it is read.
+
+    torch's partitioner has both steps. `settings` are what `aot_function` gave the partition function. 2.11, 2.13.
+    """
+    from torch._functorch import partitioners
+
+    known = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    nodes = settings.get("static_lifetime_input_nodes")
+    more: dict[str, Any] = {} if nodes is None else {"static_lifetime_input_nodes": nodes}
+    inputs = joint.graph.find_nodes(op="placeholder")
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint,
+        saved,
+        saved_sym_nodes=[node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)],
+        num_fwd_outputs=forward_outputs,
+        **{name: value for name, value in more.items() if name in known},
+    )
+    return forward, partitioners.reordering_to_mimic_autograd_engine(backward)

@@ -63,3 +63,60 @@ def test_the_min_cut_keeps_less_than_eager_does() -> None:
 def test_the_table_of_decompositions_is_that_of_functorch() -> None:
     assert ws.compilers.default_decompositions.keys() == torchs_decompositions.keys()
     assert all(callable(each) for each in ws.compilers.default_decompositions.values())
+
+
+class Deep(nn.Module):
+    """Wide activations between narrow ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def bytes_kept(budget: float, **options: Any) -> int:
+    """What the forward keeps for its backward under a budget, besides its inputs."""
+    found: list[int] = []
+
+    def counting(gm: fx.GraphModule, inputs: Any) -> Any:
+        results = gm.graph.output_node().args[0]
+        made = [node.meta["val"] for node in results[1:] if isinstance(node, fx.Node) and node.op != "placeholder"]
+        found.append(sum(value.numel() * value.element_size() for value in made if isinstance(value, Tensor)))
+        return boxed(gm)
+
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(128, 8)
+    expected = model(x).pow(2).sum()
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    settings = {"fw_compiler": counting, "bw_compiler": ws.compilers.nop, **options}
+    loss = memory_efficient_fusion(model, memory_budget=budget, **settings)(x).pow(2).sum()
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for mine, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, mine)
+    return found[0]
+
+
+def test_less_is_kept_under_a_smaller_budget() -> None:
+    kept_bytes = [bytes_kept(budget) for budget in (0.0, 0.5, 1.0)]
+    assert kept_bytes == sorted(kept_bytes)
+    assert kept_bytes[0] < 0.5 * kept_bytes[-1]
+
+
+def test_a_policy_saves_what_it_says() -> None:
+    assert bytes_kept(0.0, policy={"aten.addmm": "save"}) > bytes_kept(0.0)
+
+
+def test_a_budget_that_cannot_be_met_is_an_error() -> None:
+    with pytest.raises(ws.errors.MemoryBudgetError, match="smallest peak"):
+        memory_efficient_fusion(Deep(), memory_budget=100)(torch.randn(128, 8)).sum().backward()
+
+
+def test_modules_train_under_a_budget_with_inductor() -> None:
+    assert_trains_as_in_eager(
+        Deep(), lambda model: memory_efficient_fusion(model, memory_budget=0.2), {"x": torch.randn(32, 8)}, exact=False
+    )

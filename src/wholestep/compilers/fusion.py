@@ -20,6 +20,8 @@ from wholestep._torch_compat import (
 )
 from wholestep.compilers.aot import aot
 from wholestep.compilers.boxed import Compiled, boxed, copy_graph_module
+from wholestep.compilers.budget import partition_within
+from wholestep.errors import OptionError
 
 _SETTINGS = {"fallback_random": True}
 _DEFAULT = (
@@ -66,8 +68,13 @@ def memory_efficient_fusion(fn: Callable[..., Any], **kwargs: Any) -> Any:
     """A function or module whose forward and backward are compiled with little kept between them.
 
     `kwargs` replace single settings of `aot_function`: fw_compiler, bw_compiler, inference_compiler, partition_fn,
-    decompositions.
+    decompositions. `memory_budget` and `policy` are those of `ws.compile`: what is kept is then our choice.
     """
+    budget, policy = kwargs.pop("memory_budget", None), kwargs.pop("policy", None)
+    if budget is not None:
+        kwargs = {"partition_fn": partition_within(budget, policy), **kwargs}
+    elif policy is not None:
+        raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
     settings = {**fusion_settings(), **kwargs}
     if "fw_compiler" in kwargs:
         # As in torch, one compiler that is given does all; Inductor's operators are then not asked for either.
