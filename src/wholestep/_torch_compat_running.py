@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
@@ -23,3 +24,13 @@ def reduced_stages(schedule: Any) -> set[int] | None:
     if not actions or not schedule._has_backward:
         return None
     return {action.stage_index for action in actions[schedule.rank] if action.computation_type.name == "REDUCE_GRAD"}
+
+
+def let_graph_go(loss: torch.Tensor | None) -> None:
+    """After the first half of a backward: the schedule keeps each loss until the step ends, and its graph with it.
+
+    A full backward frees what the graph keeps; halves cannot, as both use it. The second half has what it needs. A loss
+    that is a view, which torch cannot detach, keeps its graph.
+    """
+    if loss is not None and loss.grad_fn is not None and not loss._is_view():
+        loss.detach_()

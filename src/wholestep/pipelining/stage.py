@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+from wholestep._torch_compat_running import let_graph_go
 from wholestep.errors import OptionError, StageError
 from wholestep.parallel.plan import Plan
 from wholestep.pipelining.chunk_backward import Beginning, accumulate, add_passed, begin
@@ -349,6 +350,7 @@ class Stage(PipelineStage):
                     [inputs[place] for place in wanted],
                     list(self.submod.parameters()),
                 )
+                let_graph_go(loss)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
             self.bwd_cache[bwd_chunk_id] = add_passed(found, beginning.passed)
