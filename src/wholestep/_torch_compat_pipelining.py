@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator
@@ -90,7 +91,14 @@ def quiet_torch() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"torch\.")
         # About attributes such as the flat weights of an LSTM, which point to parameters: said from `contextlib`.
         warnings.filterwarnings("ignore", message=r"The tensor attribute")
-        yield
+        # When it fails, export prints the graph so far: a thousand lines, also where the next attempt succeeds.
+        names: dict[str, Any] = importlib.import_module("torch.export._trace").__dict__
+        before = names.get("print", print)
+        names["print"] = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            names["print"] = before
 
 
 def define_tensor_marker(name: str) -> Any:

@@ -44,7 +44,7 @@ class Chain(nn.Module):
         return self.leave(x)
 
 
-def test_the_error_names_the_line_and_offers_the_submodules():
+def test_the_error_names_the_line_and_offers_the_submodules(capfd):
     model = Chain()
     with pytest.raises(PipelineCaptureError, match="Chain into one graph") as caught:
         pipeline(model, (X,))
@@ -54,6 +54,7 @@ def test_the_error_names_the_line_and_offers_the_submodules():
         "split_modules(model, ...) of 'enter', 'layers.0', 'layers.1', '...', 'leave.0', 'leave.1'" in caught.value.fix
     )
     assert model.layers[0].calls == 0
+    assert "def forward" not in capfd.readouterr().err  # export's own dump of the graph
 
 
 def test_a_model_that_is_no_chain_is_told_to_write_stages():
