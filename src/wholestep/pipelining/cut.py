@@ -7,6 +7,7 @@ before the first or after the last operator are none.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from torch import fx
 
@@ -19,8 +20,8 @@ def is_work(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem and not is_mark(node)
 
 
-def stages_by_marks(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of every node but placeholders, state, marks and the output."""
+def stages_by_marks(graph: fx.Graph, is_work: Callable[[fx.Node], bool] = is_work) -> dict[fx.Node, int]:
+    """The stage of every node but placeholders, state, marks and the output. Marks with no work between them are one."""
     stage, waiting, seen_work = 0, False, False
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wholestep.pipelining.markers import is_split
+from wholestep.pipelining.cut import stages_by_marks
 from wholestep.pipelining.shared import MultiUseParameterConfig
 
 Key = fx.Node | str
@@ -47,19 +47,8 @@ class Homes:
 
 
 def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of each node between two marks. Marks with nothing between them are one cut."""
-    stage, waiting, seen_work = 0, False, False
-    found: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        if is_split(node):
-            waiting = seen_work
-            continue
-        if node.target is not operator.getitem:
-            stage, waiting, seen_work = stage + waiting, False, True
-        found[node] = stage
-    return found
+    """The stage of each node between two marks, in a graph that may call modules and methods."""
+    return stages_by_marks(graph, lambda node: node.target is not operator.getitem)
 
 
 def choose_homes(
