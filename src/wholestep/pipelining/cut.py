@@ -21,7 +21,7 @@ def is_work(node: fx.Node) -> bool:
 
 
 def stages_by_marks(graph: fx.Graph, is_work: Callable[[fx.Node], bool] = is_work) -> dict[fx.Node, int]:
-    """The stage of every node but placeholders, state, marks and the output. Marks with no work between them are one."""
+    """The stage of every node but placeholders, state, marks and the output. Marks without work between are one."""
     stage, waiting, seen_work = 0, False, False
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
