@@ -105,6 +105,18 @@ def test_cuts_are_asked_for_in_one_way():
         pipeline(Layers(), (X,), split_spec={}, stages=2)
 
 
+def test_what_would_cut_nothing_and_arguments_of_other_kinds_are_named():
+    model = Layers()
+    with pytest.raises(PipelineError, match=r"'layers', which the model does not call.*\n.*such as 'layers.5'"):
+        pipeline(model, (X,), split_spec={"layers": SplitPoint.BEGINNING})
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(PipelineError, match=r"not a Tensor.\n.*write \(x,\)"):
+        pipeline(model, X, stages=2)
+    for stages in (0, "2"):
+        with pytest.raises(PipelineError, match="no number of stages"):
+            pipeline(model, (X,), stages=stages)
+
+
 def test_a_name_that_is_no_module_and_a_value_that_is_no_split_point_are_refused():
     with pytest.raises(AttributeError, match=r"layers\.9.*nonexistent"):
         annotate_split_points(Layers(), {"layers.9": SplitPoint.END})

@@ -16,7 +16,7 @@ from wholestep.pipelining.balance import Balance, choose_stages
 from wholestep.pipelining.calls import call_form
 from wholestep.pipelining.capture import Program, capture
 from wholestep.pipelining.cut import stages_by_marks
-from wholestep.pipelining.markers import annotate_split_points
+from wholestep.pipelining.markers import annotate_split_points, every_one_called
 from wholestep.pipelining.modes import Modes, capture_modes
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.pipe_loss import add_loss
@@ -54,9 +54,10 @@ def pipeline(
     The module is not changed. Its parameters are those of the stages.
     """
     _check_one_way(split_spec, split_policy, stages)
+    _check_arguments(mb_args, stages)
     kwargs = dict(mb_kwargs or {})
     form = call_form(module, mb_args, kwargs)
-    with annotate_split_points(module, split_spec or {}):
+    with annotate_split_points(module, split_spec or {}), every_one_called(module, split_spec or {}):
         modes = capture_modes(module, lambda: capture(module, form, mb_args, kwargs, dynamic_shapes))
     if split_policy is not None:
         modes = _apply_policy(module, modes, split_policy)
@@ -93,6 +94,15 @@ def _check_one_way(split_spec: object, split_policy: object, stages: object) -> 
             f"Cannot specify both `{named[0]}` and `{named[1]}`. Please use only one of them.",
             fix="say in one way where to cut",
         )
+
+
+def _check_arguments(mb_args: object, stages: object) -> None:
+    if not isinstance(mb_args, tuple | list):
+        raise PipelineError(
+            f"mb_args is the tuple of a call's arguments, not a {type(mb_args).__name__}.", fix="write (x,) for one."
+        )
+    if stages is not None and not isinstance(stages, Balance) and (not isinstance(stages, int) or stages < 1):
+        raise PipelineError(f"stages={stages!r} is no number of stages.", fix="give a number from 1 on, or a Balance.")
 
 
 def _apply_policy(module: torch.nn.Module, modes: Modes, policy: SplitPolicy) -> Modes:

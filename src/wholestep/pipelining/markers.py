@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Flag
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import fx
 from torch.utils.hooks import RemovableHandle
 
 from wholestep._torch_compat_pipelining import define_marker, hooks_around, torchs_markers
+from wholestep.errors import PipelineError
 
 SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
 
@@ -79,6 +81,27 @@ def annotate_split_points(mod: torch.nn.Module, spec: Mapping[str, Any]) -> Spli
         if SplitPoint.END in points:
             handles.append(submodule.register_forward_hook(_split_after))
     return SplitAnnotations(handles)
+
+
+@contextmanager
+def every_one_called(mod: torch.nn.Module, spec: Iterable[str]) -> Iterator[None]:
+    """Raise afterwards if a submodule that a spec names was not called: nothing was cut there."""
+    called: set[torch.nn.Module] = set()
+    handles = [mod.get_submodule(name).register_forward_pre_hook(lambda each, _: called.add(each)) for name in spec]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in spec:
+        submodule = mod.get_submodule(name)
+        if submodule not in called:
+            inside = [f"{name}.{child}" for child, _ in submodule.named_children()]
+            also = f", such as {inside[-1]!r}" if inside else ""
+            raise PipelineError(
+                f"split_spec names {name!r}, which the model does not call: there is nothing to cut before or after.",
+                fix=f"name a submodule that is called{also}.",
+            )
 
 
 def split_points(module: torch.nn.Module) -> SplitPoint:
