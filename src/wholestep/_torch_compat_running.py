@@ -18,6 +18,11 @@ def has_merge_spec(schedule: Any) -> bool:
     return schedule._output_merge_spec is not None
 
 
+def chunk_specs(schedule: Any) -> tuple[Any, Any]:
+    """How the user said that positional and keyword arguments become microbatches."""
+    return schedule._args_chunk_spec, schedule._kwargs_chunk_spec
+
+
 def reduced_stages(schedule: Any) -> set[int] | None:
     """The stages of this rank whose gradients the list of actions reduces; None if there is no list or no backward."""
     actions = getattr(schedule, "pipeline_order_with_comms", None)

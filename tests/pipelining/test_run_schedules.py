@@ -19,7 +19,7 @@ import wholestep as ws
 from pipelining.hand_made import HandMade
 from ranks import run_ranks
 from wholestep.errors import OptionError, ScheduleError, StageError
-from wholestep.pipelining import Stage, build_stage, messages
+from wholestep.pipelining import Stage, TensorChunkSpec, build_stage, messages
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -269,12 +269,46 @@ def refusals(rank: int, pipe: HandMade, stage: Any) -> None:
         ws.pipelining.schedule("GPipe", [stage, stage], 4)
     with pytest.raises(StageError, match="stages of"):
         ws.pipelining.schedule("GPipe", nn.Linear(2, 2), 4)
+    elsewhere = ws.pipelining.schedule("GPipe", build_stage(pipe, 1 - rank, "cpu"), 4)
+    with pytest.raises(StageError, match=rf"GPipe runs stage {1 - rank} on rank {1 - rank}.*\n.*here \[{rank}\]"):
+        elsewhere.step(torch.randn(4, 6))
     looped = ws.pipelining.schedule("Interleaved1F1B", [stage], 2, lambda result, target: result["logits"].mean())
     orders = looped.pipeline_order_with_comms
     for actions in orders.values():
         actions[:] = [action for action in actions if action.computation_type.name != "REDUCE_GRAD"]
     with pytest.raises(ScheduleError, match="never reduces"):
         looped.step(torch.randn(4, 6))
+
+
+class Scaled(nn.Module):
+    """Takes a value that is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * scale) + shift
+
+
+def with_whole_arguments(rank: int) -> None:
+    torch.manual_seed(1)
+    pipe = HandMade([Scaled(), nn.Linear(6, 3)])
+    stage = build_stage(pipe, rank, "cpu")
+    x, scale, shift = torch.randn(8, 6), torch.randn(1, 6), torch.randn(6)
+    specs = {"args_chunk_spec": (TensorChunkSpec(0), None), "kwargs_chunk_spec": {"shift": None}}
+    for name in ("1F1B", "Interleaved1F1B"):
+        schedule = ws.pipelining.schedule(name, [stage], 4, lambda result, _: result.mean(), **specs)
+        result = schedule.step(*((x, scale) if rank == 0 else ()), **({"shift": shift} if rank == 0 else {}))
+        if rank == 1:
+            torch.testing.assert_close(result, pipe(x, scale, shift))
+    if rank == 0:
+        with pytest.raises(OptionError, match=r"an argument of 1 rows.*\n.*put None"):
+            ws.pipelining.schedule("GPipe", stage, 4).step(x, scale, shift=shift)
+
+
+def test_arguments_that_every_microbatch_gets_whole():
+    run_ranks(with_whole_arguments, 2)
 
 
 def test_dict_results_and_targets_and_losses_that_are_sums():

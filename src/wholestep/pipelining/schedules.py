@@ -6,6 +6,8 @@
                   if the model computes its loss from its inputs: loss_fn gets the result and None
     results       numbers and None among what the model returns: torch's `step` joins microbatches itself
     errors        a rank that raises or dies is named, also where the schedule waits: the wait is in torch's `step`
+    arguments     None in a chunk spec gives every microbatch the whole value; specs of keywords go by name
+    stages        one that the schedule runs on another rank is refused, where torch would wait for ever
     actions       a list that never reduces gradients is refused: a stage cannot know that nothing more will come
 
 Everything else is torch's: the order of the actions, and the loop that runs them.
@@ -21,8 +23,9 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from wholestep._torch_compat import pytree
-from wholestep._torch_compat_running import has_merge_spec, reduced_stages, stages_of
-from wholestep.errors import OptionError, ScheduleError
+from wholestep._torch_compat_running import chunk_specs, has_merge_spec, reduced_stages, stages_of
+from wholestep.errors import OptionError, ScheduleError, StageError
+from wholestep.pipelining.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.stage import Stage, own_stages
 
 
@@ -71,6 +74,7 @@ class _Whole:
 
     def step(self, *args: Any, target: Any = None, **named: Any) -> Any:
         """One step; see torch's class."""
+        self._check_places()
         self._check_actions()
         rank_step = stages_of(self)[0].rank_step
         try:
@@ -87,6 +91,19 @@ class _Whole:
             return split(target, self._n_microbatches)
         return None if self._loss_fn is None else [None] * self._n_microbatches
 
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if not args and not kwargs:
+            return super()._split_inputs(args, kwargs)  # type: ignore[misc]
+        positional, named = split_args_kwargs_into_chunks(args, kwargs, self._n_microbatches, *chunk_specs(self))
+        rows, wanted = len(positional), self._n_microbatches
+        if rows < wanted:
+            raise OptionError(
+                f"an argument of {rows} rows cannot be split into {wanted} microbatches.",
+                fix="use fewer microbatches; or, if every microbatch gets the whole argument, put None in its place in "
+                "args_chunk_spec or kwargs_chunk_spec of the schedule.",
+            )
+        return positional, named
+
     def _step_microbatches(self, args: Any, kwargs: Any, targets: Any = None, *rest: Any, **named: Any) -> Any:
         return super()._step_microbatches(args, kwargs, self._targets, *rest, **named)  # type: ignore[misc]
 
@@ -94,6 +111,17 @@ class _Whole:
         if has_merge_spec(self):
             return super()._merge_outputs(output_chunks)  # type: ignore[misc]
         return join(output_chunks)
+
+    def _check_places(self) -> None:
+        for stage in stages_of(self):
+            wanted = stage.stage_index_to_group_rank.get(stage.stage_index)
+            if wanted != stage.group_rank:
+                raise StageError(
+                    f"{type(self).__name__} runs stage {stage.stage_index} on rank {wanted}; this is rank "
+                    f"{stage.group_rank}.",
+                    fix="build on each rank the stages that the schedule has there: "
+                    f"here {[i for i, rank in stage.stage_index_to_group_rank.items() if rank == stage.group_rank]}.",
+                )
 
     def _check_actions(self) -> None:
         reduced = reduced_stages(self)
