@@ -15,7 +15,7 @@ from wholestep.ir.records import RecordReader, write_record
 from wholestep.ir.targets import TargetReader
 
 FULL = NodeMeta(
-    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3
+    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True
 )
 
 

@@ -29,10 +29,10 @@ class NodeMeta:
     """The parameter that a collective gathers or whose gradient it reduces."""
     move: int = 0
     """Runs in the next iteration, with all nodes of the same number; 0: in its own (`passes.crossing`)."""
-    begins: bool = False
-    """A part of the step begins here: no compiled call reaches over it."""
     generation: int = 0
     """Number of the forward or backward that a parameter was gathered for; gathers of two are apart on purpose."""
+    begins: bool = False
+    """A part of the step begins here: no compiled call reaches over it."""
 
 
 def node_meta(node: fx.Node) -> NodeMeta:
