@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
 from wholestep.pipelining.calls import CallForm, ResultForm
 from wholestep.pipelining.capture import Program
 from wholestep.pipelining.check import check
 from wholestep.pipelining.detach import DetachExecutor
 from wholestep.pipelining.info import PipeInfo, readable
+from wholestep.pipelining.loss import Result, find_loss
 from wholestep.pipelining.materialize import materialize
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
@@ -139,6 +141,11 @@ class Pipe(torch.nn.Module):
     def unflatten_outputs(self, flat: Sequence[Any]) -> Any:
         """What the model returns, from the values of `routing.outputs[-1]`."""
         return self._results.unflatten(flat)
+
+    def own_loss(self, result: Any, target: Any = None) -> torch.Tensor:
+        """The loss among what the model returns: the `loss_fn` of a schedule that is given none."""
+        found: torch.Tensor = find_loss(pytree.tree_map(Result, result), self.loss_spec)
+        return found
 
     def info(self) -> PipeInfo:
         """The graph of the stages, their number, and whether there is a loss."""

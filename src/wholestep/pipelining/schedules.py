@@ -2,6 +2,7 @@
 
     schedule = ws.pipelining.schedule("1F1B", stage, 8, loss_fn)      what Schedule1F1B(stage, 8, loss_fn) is, and also:
 
+    loss          no loss_fn is needed if `pipeline` was told which result is the loss
     targets       a dict, tuple or list of tensors, not only a tensor: torch's `step` splits the target itself. None,
                   if the model computes its loss from its inputs: loss_fn gets the result and None
     results       numbers and None among what the model returns: torch's `step` joins microbatches itself
@@ -42,6 +43,7 @@ def schedule(
     """
     cls = _class_of(kind)
     given = own_stages(stages, "a schedule")
+    loss_fn = loss_fn or given[0].own_loss
     whole = type(cls.__name__, (_Whole, cls), {})
     if not issubclass(cls, PipelineScheduleSingle):
         return whole(given, n_microbatches, loss_fn, **options)

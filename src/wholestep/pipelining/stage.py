@@ -102,6 +102,11 @@ class Stage(PipelineStage):
         rank_step.join(self)
 
     @property
+    def own_loss(self) -> Any:
+        """The loss function of a pipe that was told which result is its loss; else None."""
+        return self._source.own_loss if getattr(self._source, "call_runs_backward", False) else None  # type: ignore[attr-defined]
+
+    @property
     def local_stages(self) -> int:
         """How many stages of the pipeline are on this rank."""
         return sum(rank == self.group_rank for rank in self.stage_index_to_group_rank.values())
