@@ -26,6 +26,7 @@ from wholestep.memory.plans import Candidate, Plans
 from wholestep.memory.policy import Policy
 from wholestep.memory.report import MemoryReport, SavedTensor
 from wholestep.memory.rewrite import recompute
+from wholestep.memory.stand_in import tell_unknown_sizes
 from wholestep.memory.storage import tensor_bytes
 from wholestep.memory.timeline import timeline
 from wholestep.memory.workspace import OperatorMemory
@@ -63,6 +64,7 @@ class _Work:
         self._compiles = compiles
         self._runs_once = runs_once
         self._base = copy_graph(step_graph.gm.graph)
+        tell_unknown_sizes(self._base)
         if compiles:
             log.debug("%d operators opened", expand(self._base))
         self.device = main_device(self._base)

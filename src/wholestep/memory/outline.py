@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload
-from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, writes
+from wholestep.ir.effects import draws, is_arithmetic, is_communication, is_data_dependent, may_write, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.memory.costs import is_fused, time_of
 from wholestep.memory.policy import Policy, policy_of
-from wholestep.memory.storage import Pieces, find_pieces, read_by
+from wholestep.memory.storage import Pieces, find_pieces, is_unsafe_split, read_by
 
 Plan = frozenset[int]
 """Places of the nodes that are computed again."""
@@ -135,8 +135,8 @@ class Outline:
         if is_communication(target):
             return self.policy(node) != "recompute"
         if not isinstance(target, OpOverload):
-            return node.is_impure() or not callable(target)
-        if draws(node) or is_data_dependent(target):
+            return not is_arithmetic(target)  # an operator inside (`call_on_copies`) may draw
+        if draws(node) or is_data_dependent(target) or is_unsafe_split(node):
             return True
         return (may_write(target) and writes(node)) or node.is_impure()
 

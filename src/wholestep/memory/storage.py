@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, may_copy, shares_storage
+from wholestep._torch_compat import OpOverload, may_copy, op_name, shares_storage
 from wholestep._torch_compat_memory import size_hint
 from wholestep.ir.effects import shared_inputs
+
+_UNSAFE_SPLITS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"})
 
 
 @dataclass
@@ -78,10 +80,18 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the result of a node is, views and tensors that it writes into."""
     if node.op != "call_function":
         return []
+    if is_unsafe_split(node):
+        return node.all_input_nodes[:1]
     shared = shared_inputs(node)
     if shared and isinstance(node.target, OpOverload) and may_copy(node.target):
         return [source for source in shared if shares_storage(node.meta.get("val"), source.meta.get("val"))]
     return shared
+
+
+def is_unsafe_split(node: fx.Node) -> bool:
+    """Whether a node makes views that are said to be new tensors. Cells of recurrent networks write into them, and so
+    into what they are parts of: that is no longer what they were made of, and they are not made again."""
+    return isinstance(node.target, OpOverload) and op_name(node.target).split(".")[0] in _UNSAFE_SPLITS
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:

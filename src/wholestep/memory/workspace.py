@@ -56,8 +56,8 @@ class OperatorMemory:
 
     def _measure(self, node: fx.Node) -> int:
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), stand_in)
         try:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), stand_in)
             with below_autograd(), torch.random.fork_rng():
                 function(*args, **kwargs)  # loads what it loads
                 _, most = bytes_at_most(lambda: function(*args, **kwargs), self._device)

@@ -75,7 +75,7 @@ class _Writer:
 
     def _boxed_line(self, node: fx.Node) -> str:
         """A compiled region takes its arguments in one list and empties it: here they are let go before the call."""
-        function = self._bind(self._gm.get_submodule(str(node.target)).call_boxed, "region", key=node)
+        function = self._bind(self._gm.get_submodule(str(node.target)).call_boxed, "region")
         given = ", ".join(self._argument(a) for a in node.args)
         drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
         drop = f"; {' = '.join(drops)} = None" if drops else ""
@@ -99,17 +99,15 @@ class _Writer:
 
     def _function(self, target: Any) -> str:
         if isinstance(target, OpOverload):
-            return self._bind(kernel_call(target), _identifier(op_name(target)), key=target)
+            return self._bind(kernel_call(target), _identifier(op_name(target)))
         return self._bind(target, getattr(target, "__name__", "call"))
 
-    def _bind(self, value: Any, hint: str, key: Any = None) -> str:
-        key = value if key is None else key
-        name = self._names.get(id(key))
+    def _bind(self, value: Any, hint: str) -> str:
+        name = self._names.get(id(value))
         if name is None:
             name = f"_{_identifier(hint)}_{len(self._names)}"
-            self._names[id(key)] = name
+            self._names[id(value)] = name
             self._bound[name] = value
-            self._bound[name + "_key"] = key
         return name
 
     def _argument(self, value: Any) -> str:

@@ -1,0 +1,64 @@
+"""Memory budgets on models whose operators say less than they do: recurrent cells, attention that draws in place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from memory.steps import Trained
+from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.runtime.program import program
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells, self.out = kind(16, 24, num_layers=2, batch_first=True, dropout=0.2), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0])
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.1)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def sequences(i: int) -> Tensor:
+    return torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(i))
+
+
+MODELS = {"lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU), "encoder": encoder}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_results_are_eagers_and_the_peak_is_the_planned_one(model):
+    eager = Trained(MODELS[model], sequences, eager=True, steps=3)
+    for fraction in (0.0, 0.4, 0.7, 1.0):
+        ours = Trained(MODELS[model], sequences, steps=3, memory_budget=fraction)
+        assert ours.equals(eager), fraction
+        assert abs(ours.memory.measured_peak - ours.memory.planned_peak) <= 0.05 * ours.memory.planned_peak
+        assert ours.memory.planned_peak <= ours.memory.budget
+        assert fraction == 1.0 or ours.memory.recomputed
+
+
+def test_what_is_drawn_in_place_is_drawn_once():
+    graph = Trained(encoder, sequences, steps=1, memory_budget=0.0).step.last.gm.graph
+    drawn = [n for n in graph.nodes if "bernoulli" in str(n.args[0] if n.target is call_on_copies else n.target)]
+    assert drawn
+    assert not any(node_meta(node).recompute for node in drawn)
+
+
+def test_an_operator_can_be_called_and_be_an_argument_in_one_program():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    operator = torch.ops.aten.mul_.Tensor
+    first = graph.call_function(operator, (x, 2.0))
+    both = graph.call_function(call_on_copies, (operator, (0,), first, 3.0))
+    graph.output((both,))
+    ((value,),) = program(fx.GraphModule(nn.Module(), graph))(torch.ones(2))
+    assert value.tolist() == [6.0, 6.0]
