@@ -106,6 +106,13 @@ def test_more_microbatches_than_rows_are_left_out(pipes):
     assert plan.left_out == {"GPipe, 4 stages, 16 microbatches": "the batch has 8 rows."}
 
 
+def test_a_plan_in_which_nothing_can_be_made_says_why(pipes):
+    plan = ws.pipelining.plan(pipes[4], 4, batch=8, schedules=["GPipe"], microbatches=(16,))
+    assert str(plan) == "no schedule can be made\n  GPipe, 4 stages, 16 microbatches: the batch has 8 rows."
+    with pytest.raises(ScheduleError, match=r"no schedule can be made\. GPipe, .*: the batch has 8 rows\."):
+        _ = plan.best
+
+
 def test_a_model_is_cut_by_the_plan_itself():
     plan = ws.pipelining.plan(
         Blocks(),

@@ -59,16 +59,19 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        if not self.choices or not self.choices[0].fits:
-            least = min((choice.peak_bytes for choice in self.choices), default=0)
-            what = (
-                f"the least that any choice needs is {least / _MIB:.0f} MiB on a rank" if least else "nothing is left"
-            )
+        if not self.choices:
+            reasons = "; ".join(f"{what}: {why}" for what, why in self.left_out.items())
+            raise ScheduleError(f"no schedule can be made. {reasons}", fix="fewer ranks, or more microbatches.")
+        if not self.choices[0].fits:
+            least = min(choice.peak_bytes for choice in self.choices)
             fix = "more ranks, more microbatches, activation checkpointing, or sharding inside a stage."
+            what = f"the least that any choice needs is {least / _MIB:.3g} MiB on a rank"
             raise ScheduleError(f"no schedule fits: {what}.", fix=fix)
         return self.choices[0]
 
     def __str__(self) -> str:
+        if not self.choices:
+            return "\n".join(["no schedule can be made", *(f"  {what}: {why}" for what, why in self.left_out.items())])
         table = [_HEAD, *_rows(self.choices)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
