@@ -41,8 +41,8 @@ def test_results_are_eagers_and_the_peak_is_the_planned_one(model):
     for fraction in (0.0, 0.4, 0.7, 1.0):
         ours = Trained(MODELS[model], sequences, steps=3, memory_budget=fraction)
         assert ours.equals(eager), fraction
-        assert abs(ours.memory.measured_peak - ours.memory.planned_peak) <= 0.05 * ours.memory.planned_peak
-        assert ours.memory.planned_peak <= ours.memory.budget
+        assert abs(ours.memory.measured_peak - ours.memory.planned_peak) <= 0.02 * ours.memory.planned_peak
+        assert ours.memory.measured_peak <= 1.02 * ours.memory.budget
         assert fraction == 1.0 or ours.memory.recomputed
 
 

@@ -176,6 +176,15 @@ class Outline:
         return node.target is operator.getitem and not self.is_list(i) and bool(self.pieces.seen_by.get(node))
 
     @cached_property
+    def elements(self) -> dict[int, list[int]]:
+        """For each list the places of the nodes that take something out of it."""
+        found: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if node.target is operator.getitem and len(self.inputs[i]) == 1 and self.is_list(self.inputs[i][0]):
+                found.setdefault(self.inputs[i][0], []).append(i)
+        return found
+
+    @cached_property
     def reads(self) -> list[tuple[int, ...]]:
         """Places of the values that each node needs in memory."""
         return [

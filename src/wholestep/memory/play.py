@@ -106,8 +106,10 @@ def order_of(outline: Outline, again: Collection[int]) -> list[int]:
                     stack += missing
                     continue
                 stack.pop()
-                if each not in done:
-                    done.add(each)
-                    order.append(~each)
+                # What a list has is taken out at once: the list would keep all of it.
+                for made in (each, *(e for e in outline.elements.get(each, ()) if e in again)):
+                    if made not in done:
+                        done.add(made)
+                        order.append(~made)
         order.append(i)
     return order
