@@ -25,7 +25,25 @@ def test_fractions():
 
 
 @pytest.mark.parametrize(
-    "given", ["12 apples", "GiB", "-3MB", "1e3", True, 1, 0, -5, -0.5, float("nan"), [], float("inf")]
+    "given",
+    [
+        "12 apples",
+        "GiB",
+        "-3MB",
+        "1e3",
+        "0.5",
+        "0B",
+        "9" * 9 + "TiB",
+        True,
+        1,
+        0,
+        -5,
+        -0.5,
+        1.5,
+        float("nan"),
+        [],
+        float("inf"),
+    ],
 )
 def test_what_is_no_budget_is_refused_with_what_is(given):
     with pytest.raises(OptionError, match="12GiB"):

@@ -35,16 +35,17 @@ class Budget:
             raise OptionError(f"memory_budget={given!r}", fix=_FIX)
         if isinstance(given, float) and 0.0 <= given <= 1.0:
             return cls(fraction=given)
-        if not 1 < given < 2**63:
+        if not 1 < given < 2**63 or given != int(given):
             raise OptionError(f"memory_budget={given!r}", fix=_FIX)
         return cls(most=int(given))
 
 
 def _bytes(text: str) -> int:
     match = _TEXT.fullmatch(text)
-    if match is None or match[2] not in _UNITS:
+    count = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
+    if not 1 < count < 2**63:  # "0.5" is not half of something
         raise OptionError(f"memory_budget={text!r}", fix=_FIX)
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(count)
 
 
 def shown(count: float) -> str:
