@@ -14,7 +14,7 @@ from torch import nn
 from pipelining.models import CASES, UNet, gpt2, make, numbers, tokens
 from pipelining.test_blocks_and_modes import Blocks
 from wholestep._torch_compat import FakeTensorMode
-from wholestep.errors import GraphFormatError, PipelineError
+from wholestep.errors import GraphFormatError, PipelineError, StageError
 from wholestep.ir.tensor_file import read_tensors
 from wholestep.pipelining import Pipe, SplitPoint, load_stage, pipe_split, pipeline, save_stage
 from wholestep.pipelining.saving import read_stage, write_stage
@@ -144,6 +144,8 @@ def test_a_model_on_the_meta_device_is_cut_and_one_stage_is_given_memory():
         model = Factories()
         x = torch.empty(4, 8)
     pipe = pipeline(model, (x,))
+    with pytest.raises(StageError, match=r"stage 0 is on the meta device.*\n.*pipe\.materialize_stage\(0, "):
+        pipe.build_stage(0, "cpu")
     real = Factories()
     stages = [pipe.materialize_stage(i, "cpu", real.state_dict()) for i in range(2)]
     assert torch.equal(run(stages, [numbers(4, 8)])[0], real(numbers(4, 8)))

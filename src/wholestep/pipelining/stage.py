@@ -447,6 +447,14 @@ def build_stage(
         raise StageError(
             f"there is no stage {stage_index}: the pipe has {pipe.num_stages}.", fix="count stages from 0."
         )
+    module = pipe.get_stage_module(stage_index)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None and torch.device(device).type != "meta":
+        raise StageError(
+            f"{empty} of stage {stage_index} is on the meta device: it has no values.",
+            fix=f"give the stage its tensors first: pipe.materialize_stage({stage_index}, device, state_dict).",
+        )
     steps: dict[Any, RankStep] = pipe.__dict__.setdefault("_rank_steps", {})
     rank_step = steps.get(group)
     if rank_step is None:
