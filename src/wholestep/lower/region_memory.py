@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd
 from wholestep.lower.compiled import CompiledRegion
+from wholestep.lower.scalars import pack_numbers
 from wholestep.memory.measure import bytes_at_most
 from wholestep.memory.stand_in import stand_in
 from wholestep.memory.storage import tensor_bytes
@@ -58,18 +59,26 @@ def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
+def _argument(source: Any) -> Any:
+    """What stands for an argument; numbers that are packed for a region have no metadata."""
+    if isinstance(source, fx.Node) and source.target is pack_numbers:
+        numbers, dtype, device = source.args
+        return pack_numbers([0.0] * len(numbers), dtype, device)  # type: ignore[arg-type]
+    return stand_in(source)
+
+
 def _measure(module: CompiledRegion, node: fx.Node, given: list[bool], device: torch.device) -> int:
     """Inputs that die in the call are given away, and made while it is counted: the CPU's count knows no others."""
     arguments = list(node.args)
-    held = [None if gives else stand_in(source) for source, gives in zip(arguments, given, strict=True)]
+    held = [None if gives else _argument(source) for source, gives in zip(arguments, given, strict=True)]
 
     def call() -> None:
-        module.call_boxed([stand_in(arguments[i]) if gives else held[i] for i, gives in enumerate(given)])
+        module.call_boxed([_argument(arguments[i]) if gives else held[i] for i, gives in enumerate(given)])
 
     with below_autograd(), torch.random.fork_rng():
         call()  # loads and tunes kernels
         _, most = bytes_at_most(call, device)
     if most is None:
         return 0
-    given_away = (source.meta["val"] for source, gives in zip(arguments, given, strict=True) if gives)  # type: ignore[union-attr]
+    given_away = (source.meta.get("val") for source, gives in zip(arguments, given, strict=True) if gives)  # type: ignore[union-attr]
     return most - sum(tensor_bytes(t) for t in given_away if isinstance(t, Tensor) and t.device == device)
