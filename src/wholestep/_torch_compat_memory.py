@@ -1,4 +1,4 @@
-"""Private torch names that planning of memory needs: sizes of traced tensors, and the CPU allocator's events."""
+"""Private torch names that planning memory needs: the CPU allocator's events, torch's way to cut a joint graph."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
-
-def size_hint(size: Any) -> int:
-    """A size as a number: that of the traced call where it is symbolic (`SymInt.node.hint`). 2.11, 2.13."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        return 1 if hint is None else int(hint)
-    return int(size)
 
 
 def cpu_bytes_at_most(function: Callable[[], Any]) -> tuple[Any, int]:

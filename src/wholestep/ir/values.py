@@ -39,6 +39,12 @@ def hint_of(value: Any) -> Any:
     return getattr(value.node, "hint", None) if isinstance(value, _SYMBOLIC) else value
 
 
+def size_hint(size: Any) -> int:
+    """A size as a number: that of the traced call where it is symbolic, 1 where nobody knows."""
+    known = hint_of(size)
+    return 1 if known is None else int(known)
+
+
 def kind_of(value: object) -> str:
     """int, float or bool, for plain and symbolic numbers."""
     for kind, types in (

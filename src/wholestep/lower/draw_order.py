@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import hint_of
+from wholestep.ir.values import size_hint
 
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 """Operators that look at the shape and the layout of a tensor, not at what it holds."""
@@ -58,13 +58,8 @@ def is_row_by_row(val: Tensor) -> bool:
     """Whether steps never grow from one dimension to the next. Asked of the traced sizes: nothing is guarded."""
     if val.layout is not torch.strided:
         return True
-    steps = [_hint(step) for step, size in zip(val.stride(), val.shape, strict=True) if _hint(size) != 1]
+    steps = [size_hint(step) for step, size in zip(val.stride(), val.shape, strict=True) if size_hint(size) != 1]
     return all(a >= b for a, b in pairwise(steps))
-
-
-def _hint(size: Any) -> float:
-    known = size if type(size) is int else hint_of(size)
-    return 1 if known is None else known
 
 
 def _draws_like(op: OpOverload) -> bool:

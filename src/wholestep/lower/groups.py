@@ -27,8 +27,6 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
 
-_COPY = torch.ops.aten.copy_.default
-
 
 @dataclass(eq=False)
 class Group:

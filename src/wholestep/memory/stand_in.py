@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, below_autograd, op_name
-from wholestep._torch_compat_memory import size_hint
+from wholestep.ir.values import size_hint
 
 _OWN = {"aten::mkldnn_rnn_layer": 3, "aten::_cudnn_rnn": 3}
 """Operators with a result that only their backward can read, and which one it is."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, may_copy, op_name, shares_storage
-from wholestep._torch_compat_memory import size_hint
 from wholestep.ir.effects import shared_inputs
+from wholestep.ir.values import size_hint
 
 _UNSAFE_SPLITS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"})
 
