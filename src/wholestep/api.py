@@ -18,6 +18,7 @@ from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.compilers.debug import checked_program
 from wholestep.errors import OptionError, RecompileWarning
+from wholestep.ir.iter_marks import CREATES, LATE
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
 from wholestep.lower.memory_budget import fit_to_budget
@@ -28,7 +29,6 @@ from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import Dump
-from wholestep.passes.iter_move import CREATES, LATE
 from wholestep.passes.manager import run_passes
 from wholestep.runtime import pending
 from wholestep.runtime.executor import Entry, late_outputs_of, runs_once

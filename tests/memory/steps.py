@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
-from wholestep.memory.report import MemoryReport
+from wholestep.ir.memory_report import MemoryReport
 
 
 class Block(nn.Module):

@@ -7,7 +7,8 @@ import torch
 
 import wholestep as ws
 from wholestep.errors import OptionError
-from wholestep.memory.budget import Budget, shown
+from wholestep.ir.memory_report import shown
+from wholestep.memory.budget import Budget
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run, shared_pairs
 from passes.random_graphs import communicating_steps
 from wholestep.ir import NodeMeta, StepGraph, set_node_meta, update_node_meta, verify
+from wholestep.ir.reinplace import reinplaced
 from wholestep.passes import common_subexpressions
 from wholestep.passes.common_subexpressions import Merge, merge_common_subexpressions, plan_merges
-from wholestep.passes.reinplace import reinplaced
 from wholestep.passes.replay import Replay
 
 

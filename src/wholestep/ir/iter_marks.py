@@ -18,6 +18,22 @@ from wholestep.ir.meta import node_meta, update_node_meta
 
 DESTINATIONS = "wholestep_destinations"
 """In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
+LATE = "wholestep_late_outputs"
+"""In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
+CREATES = "wholestep_creates_state"
+"""In the `meta` of a graph module: whether its step is one that creates the state of its optimizer."""
+
+
+def gm_meta(gm: Any) -> dict[str, Any]:
+    """Where a graph module, or the main one of an IterGraphModule, keeps what passes know."""
+    meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
+    return meta
+
+
+def late_outputs(gm: Any) -> tuple[int, ...]:
+    """Places in the output of a graph that may be filled by the next iteration."""
+    found: tuple[int, ...] = gm_meta(gm).get(LATE, ())
+    return found
 
 
 def marked_moves(graph: fx.Graph) -> dict[int, list[fx.Node]]:

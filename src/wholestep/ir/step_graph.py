@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from torch import fx
 from torch.fx.graph import CodeGen
@@ -18,12 +18,10 @@ from torch.fx.graph import CodeGen
 from wholestep._torch_compat import has_plain_codegen
 from wholestep.ir.fingerprint import fingerprint
 from wholestep.ir.groups import rebind_groups, renamed_groups
+from wholestep.ir.memory_report import MemoryReport
 from wholestep.ir.readable import readable
 from wholestep.ir.serialize import read_step_graph, write_step_graph
 from wholestep.ir.signature import Signature
-
-if TYPE_CHECKING:
-    from wholestep.memory.report import MemoryReport
 
 
 class StepGraph:

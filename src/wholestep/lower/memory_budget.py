@@ -14,23 +14,23 @@ from torch import fx
 
 from wholestep._torch_compat import lazy_graph_module
 from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
+from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.expand import expand
 from wholestep.lower.region_memory import RegionMemory
 from wholestep.lower.step import Lowering
-from wholestep.memory.budget import Budget, shown
+from wholestep.memory.budget import Budget
 from wholestep.memory.fit import Fitted, Fitting
 from wholestep.memory.outline import Outline
 from wholestep.memory.plans import Candidate, Plans
 from wholestep.memory.policy import Policy
-from wholestep.memory.report import MemoryReport, SavedTensor
 from wholestep.memory.rewrite import recompute
 from wholestep.memory.stand_in import tell_unknown_sizes
 from wholestep.memory.storage import tensor_bytes
 from wholestep.memory.timeline import timeline
 from wholestep.memory.workspace import OperatorMemory
-from wholestep.passes.reinplace import reinplace
 
 log = logging.getLogger("wholestep.memory")
 

@@ -46,11 +46,3 @@ def _bytes(text: str) -> int:
     if not 1 < count < 2**63:  # "0.5" is not half of something
         raise OptionError(f"memory_budget={text!r}", fix=_FIX)
     return int(count)
-
-
-def shown(count: float) -> str:
-    """Bytes for a person."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"

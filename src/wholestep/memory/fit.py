@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from wholestep.errors import MemoryBudgetError
-from wholestep.memory.budget import Budget, shown
+from wholestep.ir.memory_report import shown
+from wholestep.memory.budget import Budget
 from wholestep.memory.plans import Candidate, Plans
 
 T = TypeVar("T")

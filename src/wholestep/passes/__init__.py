@@ -2,6 +2,7 @@
 
 from wholestep.ir.iter_graph import IterGraph
 from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.reinplace import reinplace
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -22,7 +23,6 @@ from wholestep.passes.optimizer_blocks import (
     get_all_fused_optimizer_blocks,
     get_fused_optimizer_block,
 )
-from wholestep.passes.reinplace import reinplace
 from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 from wholestep.passes.split_optimizer import split_fused_optimizer, split_optimizer

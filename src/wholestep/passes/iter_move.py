@@ -30,7 +30,7 @@ from wholestep.errors import IterMoveError
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.iter_graph import IterGraph
-from wholestep.ir.iter_marks import DESTINATIONS, deadline, marked_moves
+from wholestep.ir.iter_marks import CREATES, DESTINATIONS, deadline, gm_meta, late_outputs, marked_moves
 from wholestep.ir.iter_moves import first_readers, move_of, plan_moves
 from wholestep.ir.meta import update_node_meta
 from wholestep.passes.contract import graph_optimization_pass
@@ -44,10 +44,6 @@ log = logging.getLogger("wholestep.passes")
 
 _COPY = torch.ops.aten.copy_.default
 
-LATE = "wholestep_late_outputs"
-"""In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
-CREATES = "wholestep_creates_state"
-"""In the `meta` of a graph module: whether its step is one that creates the state of its optimizer."""
 STAYS = "wholestep_stays"
 """In the `meta` of a graph module: name of a wait that did not cross, to the reason."""
 
@@ -105,18 +101,6 @@ def overlap_optimizer_with_next_forward(gm: Any) -> None:
     readers = first_readers(graph, moved)
     place = {node: i for i, node in enumerate(graph.nodes)}
     _move(gm, [(group, deadline(group, readers, place, graph)) for group in crossing.groups])
-
-
-def gm_meta(gm: Any) -> dict[str, Any]:
-    """Where a graph module, or the main one of an IterGraphModule, keeps what passes know."""
-    meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
-    return meta
-
-
-def late_outputs(gm: Any) -> tuple[int, ...]:
-    """Places in the output of a graph that may be filled by the next iteration."""
-    found: tuple[int, ...] = gm_meta(gm).get(LATE, ())
-    return found
 
 
 def _prepare(gm: Any) -> None:

@@ -19,12 +19,12 @@ from torch.autograd.graph import increment_version
 from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
 from wholestep.memory.measure import bytes_at_most, held_bytes
-from wholestep.passes.reinplace import reinplace, reinplaced
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards import Guards

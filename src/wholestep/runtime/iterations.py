@@ -24,12 +24,11 @@ from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
 from wholestep.ir.iter_derived import flush_graph, setup_graph
 from wholestep.ir.iter_graph import CROSS, IterGraph, copy_nodes, find_output, kept
-from wholestep.ir.iter_marks import DESTINATIONS, marked_moves, requested_moves
+from wholestep.ir.iter_marks import DESTINATIONS, late_outputs, marked_moves, requested_moves
 from wholestep.ir.iter_moves import move_of, needed_outputs
+from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.step import Lowering
-from wholestep.passes.iter_move import late_outputs
-from wholestep.passes.reinplace import reinplace
 from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wholestep.memory.budget import shown
-
 _MOST_ROWS = 12
 
 
@@ -59,3 +57,11 @@ class MemoryReport:
             rest = self.saved[_MOST_ROWS:]
             lines.append(f"    {shown(sum(t.bytes for t in rest)):>12}  in {len(rest)} others")
         return "\n".join(lines)
+
+
+def shown(count: float) -> str:
+    """Bytes for a person."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 import wholestep as ws
-from wholestep.passes.reinplace import reinplaced
+from wholestep.ir.reinplace import reinplaced
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ def test_the_input_of_a_collective_is_not_written_before_its_wait() -> None:
     waited = call(torch.ops._c10d_functional.wait_tensor.default, started)
     graph.output((changed, waited))
 
-    from wholestep.passes.reinplace import reinplace
+    from wholestep.ir.reinplace import reinplace
 
     reinplace(graph)
     assert aten.add_.Tensor not in [node.target for node in graph.nodes]
