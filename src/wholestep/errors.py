@@ -343,6 +343,10 @@ class PipelineError(WholestepError):
     code = "WS-PIPELINE"
 
 
+class NoSuchModuleError(PipelineError, AttributeError):
+    """A split spec names a submodule that the model does not have."""
+
+
 class PipelineCaptureError(PipelineError):
     """`torch.export` cannot turn the model into one graph."""
 

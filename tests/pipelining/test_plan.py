@@ -190,6 +190,26 @@ def test_a_check_returns_the_timeline_of_names_lists_and_torchs_objects(pipes):
     assert len(pipes[8].check("Interleaved1F1B", ranks=2, microbatches=4).schedule.ranks) == 2
 
 
+def test_a_check_does_not_guess_how_many_ranks_there_are(pipes):
+    with pytest.raises(OptionError, match=r"8 stages on different numbers of ranks.\n.*one of 1, 2, 4, 8"):
+        pipes[8].check("Interleaved1F1B")
+    with pytest.raises(ScheduleError, match="8 stages cannot be shared by 3 ranks"):
+        pipes[8].check("interleaved1f1b", ranks=3)
+    with pytest.raises(OptionError, match="no schedule '2F2B'"):
+        pipes[8].check("2F2B")
+    assert len(pipes[4].check("1f1b").schedule.ranks) == 4
+
+
+def test_memory_may_be_a_text(pipes):
+    assert pipes[4].check("1F1B", memory="16GB").deadlock is None
+    with pytest.raises(ScheduleError, match="MiB on rank 0"):
+        pipes[4].check("1F1B", memory="1KiB")
+    with pytest.raises(OptionError, match="memory='much'"):
+        pipes[4].check("1F1B", memory="much")
+    found = ws.pipelining.plan(pipes[4], 4, "16GB", schedules=("1F1B",), microbatches=(4,))
+    assert [choice.fits for choice in found.choices] == [True]
+
+
 def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
     by_hand = with_communication(named_schedule("1F1B", 4, 8).compute_only(), "late")
     assert pipes[4].check(by_hand).deadlock is None

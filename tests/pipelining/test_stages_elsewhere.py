@@ -13,6 +13,7 @@ from torch import nn
 
 from pipelining.models import CASES, UNet, gpt2, make, numbers, tokens
 from pipelining.test_blocks_and_modes import Blocks
+from ranks import run_ranks
 from wholestep._torch_compat import FakeTensorMode
 from wholestep.errors import GraphFormatError, PipelineError, StageError
 from wholestep.ir.tensor_file import read_tensors
@@ -150,6 +151,43 @@ def test_a_model_on_the_meta_device_is_cut_and_one_stage_is_given_memory():
     stages = [pipe.materialize_stage(i, "cpu", real.state_dict()) for i in range(2)]
     assert torch.equal(run(stages, [numbers(4, 8)])[0], real(numbers(4, 8)))
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Angles(nn.Module):
+    """A buffer that is not saved, as rotary embeddings have it, and a stage without any tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("angles", torch.arange(8) / 8, persistent=False)
+
+    def forward(self, x):
+        x = self.linear(x) * self.angles.cos()
+        pipe_split()
+        return x + torch.ones(8, device=x.device)
+
+
+def test_buffers_that_are_not_saved_come_from_another_module_or_a_function():
+    real = Angles()
+    for source in (real, lambda name: {"angles": real.angles}[name]):
+        with torch.device("meta"):
+            pipe = pipeline(Angles(), (torch.empty(4, 8),))
+        with pytest.raises(PipelineError, match=r"the buffer angles has no memory.*\n.*buffers_from="):
+            pipe.materialize_stage(0, "cpu", real.state_dict())
+        for i in range(2):
+            pipe.materialize_stage(i, "cpu", real.state_dict(), buffers_from=source)
+        assert torch.equal(run(pipe.stages, [numbers(4, 8)])[0], real(numbers(4, 8)))
+
+
+def built(rank: int) -> torch.Tensor:
+    with torch.device("meta"):
+        pipe = pipeline(Angles(), (torch.empty(4, 8),))
+    stage = pipe.build_stage(1, "cpu")
+    return stage.submod(torch.zeros(4, 8))
+
+
+def test_a_stage_without_tensors_of_a_model_on_the_meta_device_is_built():
+    assert torch.equal(run_ranks(built, 1)[0], torch.ones(4, 8))
 
 
 def test_a_model_under_a_fake_mode_is_cut_without_memory(tmp_path):

@@ -13,6 +13,7 @@ _UNITS.update({f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)})
 _UNITS.update({f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)})
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
 _FIX = 'use bytes (12_000_000_000), a text ("12GiB", "800MB"), or a fraction from 0.0 to 1.0.'
+_FIX_BYTES = 'use bytes (12_000_000_000) or a text ("12GiB", "800MB").'
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,20 @@ class Budget:
         return cls(most=int(given))
 
 
-def _bytes(text: str) -> int:
+def as_bytes(given: Any, name: str) -> float | None:
+    """What a user may write as an amount of memory: bytes or a text; None stays None."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return _bytes(given, name, _FIX_BYTES)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise OptionError(f"{name}={given!r}", fix=_FIX_BYTES)
+    return given
+
+
+def _bytes(text: str, name: str = "memory_budget", fix: str = _FIX) -> int:
     match = _TEXT.fullmatch(text)
     count = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
     if not 1 < count < 2**63:  # "0.5" is not half of something
-        raise OptionError(f"memory_budget={text!r}", fix=_FIX)
+        raise OptionError(f"{name}={text!r}", fix=fix)
     return int(count)

@@ -32,3 +32,37 @@ from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParam
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
 from wholestep.pipelining.stage import Stage as Stage
 from wholestep.pipelining.stage import build_stage as build_stage
+
+__all__ = [
+    "Balance",
+    "Choice",
+    "DetachExecutor",
+    "LossWrapper",
+    "Machine",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "Plan",
+    "Routing",
+    "SharedParameter",
+    "SplitPoint",
+    "Stage",
+    "TensorChunkSpec",
+    "TrivialLossWrapper",
+    "Value",
+    "annotate_split_points",
+    "build_stage",
+    "clip_grad_norm_",
+    "load_stage",
+    "merge_chunks",
+    "pipe_split",
+    "pipeline",
+    "plan",
+    "save_stage",
+    "schedule",
+    "split_args_kwargs_into_chunks",
+    "split_modules",
+    "stage_backward",
+]

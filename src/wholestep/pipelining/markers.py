@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Flag
@@ -16,7 +17,7 @@ from torch import fx
 from torch.utils.hooks import RemovableHandle
 
 from wholestep._torch_compat_pipelining import define_marker, hooks_around, torchs_markers
-from wholestep.errors import PipelineError
+from wholestep.errors import NoSuchModuleError, PipelineError
 
 SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
 
@@ -127,7 +128,11 @@ def _submodule(mod: torch.nn.Module, name: str) -> torch.nn.Module:
         prefixes = [".".join(atoms[: i + 1]) for i in range(len(atoms))]
         known = dict(mod.named_modules(remove_duplicate=False))
         missing = next((prefix for prefix in prefixes if prefix not in known), name)
-        raise AttributeError(f"Specified target {name} referenced nonexistent module {missing}: {error}") from error
+        near = ", ".join(repr(other) for other in difflib.get_close_matches(name, known, n=3))
+        raise NoSuchModuleError(
+            f"Specified target {name} referenced nonexistent module {missing}.",
+            fix=f"name a submodule of the model{f', such as {near}' if near else ''}.",
+        ) from error
 
 
 def _points(name: str, given: Any) -> SplitPoint:
@@ -137,6 +142,9 @@ def _points(name: str, given: Any) -> SplitPoint:
         if getattr(part, "name", None) in ("BEGINNING", "END"):  # also torch's own SplitPoint
             part = SplitPoint[part.name]
         if not isinstance(part, SplitPoint):
-            raise ValueError(f"Unknown split point type: {name} has {part!r}, not a SplitPoint")
+            raise PipelineError(
+                f"Unknown split point type: {name} has {part!r}, not a SplitPoint.",
+                fix="SplitPoint.BEGINNING, SplitPoint.END, or both with |.",
+            )
         points |= part
     return points

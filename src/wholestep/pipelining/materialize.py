@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,14 +10,20 @@ from wholestep._torch_compat import FakeTensor
 from wholestep.errors import PipelineError
 from wholestep.pipelining.stage_module import StageModule, follow_device
 
+BuffersFrom = torch.nn.Module | Callable[[str], torch.Tensor]
+
 
 def materialize(
-    stage: torch.nn.Module, device: torch.device | str, state: Mapping[str, torch.Tensor]
+    stage: torch.nn.Module,
+    device: torch.device | str,
+    state: Mapping[str, torch.Tensor],
+    buffers_from: BuffersFrom | None = None,
 ) -> torch.nn.Module:
     """Give each parameter and buffer of a stage that has no memory a tensor of `state`, and move the stage.
 
-    `state` holds the model's names; more than this stage needs is no error. Buffers that the model does not save must
-    be in it too.
+    `state` holds the model's names; more than this stage needs is no error. Buffers that are not in it, such as those
+    that the model does not save, come from `buffers_from`: a module with buffers of these names, or a function of the
+    name.
     """
     new: dict[int, torch.Tensor] = {}
     for module_path, module in stage.named_modules():
@@ -27,7 +33,7 @@ def materialize(
             if not is_empty(tensor):
                 continue
             if id(tensor) not in new:
-                new[id(tensor)] = _filled(prefix + name, tensor, device, state)
+                new[id(tensor)] = _filled(prefix + name, tensor, device, state, buffers_from)
             if isinstance(tensor, torch.nn.Parameter):
                 module.register_parameter(name, new[id(tensor)])
             else:
@@ -43,13 +49,35 @@ def is_empty(tensor: torch.Tensor) -> bool:
 
 
 def _filled(
-    name: str, tensor: torch.Tensor, device: torch.device | str, state: Mapping[str, torch.Tensor]
+    name: str,
+    tensor: torch.Tensor,
+    device: torch.device | str,
+    state: Mapping[str, torch.Tensor],
+    buffers_from: BuffersFrom | None,
 ) -> torch.Tensor:
-    if name not in state:
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    given = state.get(name)
+    if given is None and not is_parameter:
+        given = _buffer(name, buffers_from)
+    if given is None or is_empty(given):
         raise PipelineError(
-            f"{name} has no memory and no value was given for it.",
-            fix="give all parameters and buffers of the stage, also buffers that the state dict leaves out",
+            f"the {'parameter' if is_parameter else 'buffer'} {name} has no memory and no value was given for it.",
+            fix="give all parameters and buffers of the stage"
+            if is_parameter
+            else "put it into the state; or, if the model computes it and does not save it, give "
+            "materialize_stage(..., buffers_from=) a module that has it, such as the same model with fewer layers",
+        )
+    if given.shape != tensor.shape:
+        raise PipelineError(
+            f"{name} has the shape {list(tensor.shape)}; the value that was given has {list(given.shape)}.",
+            fix="give the state of the model that was cut",
         )
     with torch.no_grad():
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(state[name])
-    return torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(given)
+    return torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+
+
+def _buffer(name: str, source: BuffersFrom | None) -> torch.Tensor | None:
+    if isinstance(source, torch.nn.Module):
+        return dict(source.named_buffers(remove_duplicate=False)).get(name)
+    return None if source is None else source(name)

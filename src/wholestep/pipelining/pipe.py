@@ -18,7 +18,7 @@ from wholestep.pipelining.check import check
 from wholestep.pipelining.detach import DetachExecutor
 from wholestep.pipelining.info import PipeInfo, readable
 from wholestep.pipelining.loss import Result, find_loss
-from wholestep.pipelining.materialize import materialize
+from wholestep.pipelining.materialize import BuffersFrom, materialize
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
 from wholestep.pipelining.stage import Stage, build_stage
@@ -114,15 +114,23 @@ class Pipe(torch.nn.Module):
         """The stage on this rank, on a device, for any schedule of torch. Options: see `stage.build_stage`."""
         return build_stage(self, stage_index, device, group, **options)
 
-    def check(self, schedule: Any, *, memory: float | None = None, **options: Any) -> Timeline:
+    def check(self, schedule: Any, *, memory: float | str | None = None, **options: Any) -> Timeline:
         """Simulate a schedule over these stages; refuse one that deadlocks or needs more memory. See `check.check`."""
         return check(self, schedule, memory=memory, **options)
 
     def materialize_stage(
-        self, stage_index: int, device: torch.device | str, state: Mapping[str, torch.Tensor]
+        self,
+        stage_index: int,
+        device: torch.device | str,
+        state: Mapping[str, torch.Tensor],
+        *,
+        buffers_from: BuffersFrom | None = None,
     ) -> torch.nn.Module:
-        """Give a stage of a model without memory (meta or fake) its tensors, from a state with the model's names."""
-        return materialize(self.get_stage_module(stage_index), device, state)
+        """Give a stage of a model without memory (meta or fake) its tensors, from a state with the model's names.
+
+        `buffers_from` has the buffers that a state dict leaves out: a module, or a function of the name.
+        """
+        return materialize(self.get_stage_module(stage_index), device, state, buffers_from)
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensors of a call in the order of `routing.inputs[0]`."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.values import hint_of
+from wholestep.memory.budget import as_bytes
 from wholestep.pipelining.frontend import pipeline
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.pipe import Pipe
@@ -111,7 +112,7 @@ def _rows(choices: Iterable[Choice]) -> Iterator[tuple[str, ...]]:
 def plan(
     model: nn.Module | Pipe | HasStages,
     ranks: int,
-    memory: float | None = None,
+    memory: float | str | None = None,
     *,
     mb_args: Sequence[Any] = (),
     mb_kwargs: Mapping[str, Any] | None = None,
@@ -125,7 +126,8 @@ def plan(
     cut: Callable[[int], HasStages] | None = None,
     costs: Literal["estimated", "measured"] | Callable[[HasStages], Sequence[StageCosts]] = "estimated",
 ) -> Plan:
-    """Try all schedules, numbers of stages and numbers of microbatches on `ranks` ranks with `memory` bytes each.
+    """Try all schedules, numbers of stages and numbers of microbatches on `ranks` ranks with `memory` each: bytes, or
+    a text such as "16GB".
 
     `model` is a model, which is cut into each number of stages with `mb_args` as its microbatch (`cut` does it another
     way), or a pipe, whose stages are taken as they are. `batch`: rows of a whole step, divided among the microbatches;
@@ -135,6 +137,7 @@ def plan(
     """
     if ranks < 1:
         raise OptionError(f"ranks={ranks} is not a number of ranks.", fix="at least 1.")
+    most = as_bytes(memory, "memory")
     is_pipe, is_given = hasattr(model, "get_stage_module"), bool(mb_args or mb_kwargs)
     if not is_given and (costs == "measured" or not (is_pipe or cut is not None)):
         raise OptionError("a model is cut, and stages are measured, with a microbatch.", fix="give mb_args=(x,).")
@@ -156,7 +159,7 @@ def plan(
                 try:
                     size = bytes_from(known, state_copies, scale)
                     times = times_from(known, machine, scale)
-                    found = _choice(name, ranks, each, count, times, size, scale, memory, network)
+                    found = _choice(name, ranks, each, count, times, size, scale, most, network)
                 except (ScheduleError, OptionError) as error:
                     left_out[f"{name}, {ranks * each} stages, {count} microbatches"] = error.what
                 else:

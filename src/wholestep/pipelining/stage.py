@@ -34,6 +34,7 @@ from wholestep.pipelining.links import Receiver, Sender, Wire
 from wholestep.pipelining.messages import check_values
 from wholestep.pipelining.rank_step import RankStep
 from wholestep.pipelining.shared import SharedParameter
+from wholestep.pipelining.stage_module import StageModule, follow_device
 from wholestep.pipelining.written_inputs import written_inputs
 
 Weights = Literal["rows", "equal"]
@@ -455,6 +456,8 @@ def build_stage(
             f"{empty} of stage {stage_index} is on the meta device: it has no values.",
             fix=f"give the stage its tensors first: pipe.materialize_stage({stage_index}, device, state_dict).",
         )
+    if isinstance(module, StageModule) and empty is None:
+        follow_device(module, device)  # a stage without tensors, of a model on the meta device
     steps: dict[Any, RankStep] = pipe.__dict__.setdefault("_rank_steps", {})
     rank_step = steps.get(group)
     if rank_step is None:

@@ -29,6 +29,14 @@ ONE_STAGE_PER_RANK = ("GPipe", "1F1B", "ForwardOnly")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
+def known_name(name: str) -> str:
+    """A name as it is written here; torch takes it in any case."""
+    found = next((known for known in (*NAMES, "ForwardOnly") if known.lower() == name.lower()), None)
+    if found is None:
+        raise OptionError(f"torch has no schedule {name!r}.", fix=f"one of {', '.join(NAMES)}.")
+    return found
+
+
 def named_schedule(
     name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, *, sharded: bool = False
 ) -> Schedule:
