@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.memory.budget import as_bytes
+from wholestep.ir.amounts import as_bytes
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
 from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
+from wholestep.ir.amounts import as_bytes
 from wholestep.ir.values import hint_of
-from wholestep.memory.budget import as_bytes
 from wholestep.pipelining.frontend import pipeline
 from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.pipe import Pipe
