@@ -13,9 +13,9 @@ from torch import fx
 from wholestep._torch_compat_memory import extract_forward_backward
 from wholestep.ir.graphs import tensors_in
 from wholestep.memory.budget import Budget
-from wholestep.memory.fit import Fitting
+from wholestep.memory.fit import Effort, Fitting
 from wholestep.memory.outline import Outline
-from wholestep.memory.plans import Candidate, Plans
+from wholestep.memory.plans import Plans
 from wholestep.memory.policy import policy_of
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -37,16 +37,12 @@ def partition_within(memory_budget: Any, policy: Any = None) -> Partition:
             is_forward=lambda node: node not in late,
             is_backward=late.__contains__,
         )
-        found, _ = Fitting(Plans(outline), _as_estimated, 8).fit(budget)
+        found, _ = Fitting(Plans(outline), lambda candidate: candidate.peak, Effort(levels=6, near=0.99)).fit(budget)
         saved = [outline.nodes[i] for i in outline.saved(found.candidate.plan) if not outline.is_list(i)]
         inputs_read = [node for node in joint.graph.find_nodes(op="placeholder") if _is_read_late(node, late, outline)]
         return extract_forward_backward(joint, [*inputs_read, *saved], num_fwd_outputs, settings)
 
     return partition
-
-
-def _as_estimated(candidate: Candidate) -> tuple[None, int]:
-    return None, candidate.peak
 
 
 def _backward_of(graph: fx.Graph) -> set[fx.Node]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,15 +15,38 @@ _COPY = torch.ops.aten.copy_.default
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same nodes under the same names, each with metadata of its own (the entries are not copied)."""
+    with _no_collection():
+        return _copy(graph)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        made = new.node_copy(node, env.__getitem__)
+        # Arguments that are set afterwards are not searched for sizes by torch, which takes longer than all the rest.
+        made = new.create_node(node.op, node.target, None, None, node.name, node.type)
+        if node.args:
+            made.args = fx.map_arg(node.args, env.__getitem__)
+        if node.kwargs:
+            made.kwargs = fx.map_arg(node.kwargs, env.__getitem__)
         made.meta = dict(node.meta)
         env[node] = made
     for old, made in env.items():
-        made.name = old.name
+        if made.name != old.name:
+            made.name = old.name
     return new
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While very many objects are made that all stay, looking for garbage takes most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def epilogue(graph: fx.Graph) -> list[fx.Node]:

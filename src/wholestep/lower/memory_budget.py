@@ -22,7 +22,7 @@ from wholestep.lower.expand import expand
 from wholestep.lower.region_memory import RegionMemory
 from wholestep.lower.step import Lowering
 from wholestep.memory.budget import Budget
-from wholestep.memory.fit import Fitted, Fitting
+from wholestep.memory.fit import Effort, Fitted, Fitting
 from wholestep.memory.outline import Outline
 from wholestep.memory.plans import Candidate, Plans
 from wholestep.memory.policy import Policy
@@ -34,8 +34,14 @@ from wholestep.memory.workspace import OperatorMemory
 
 log = logging.getLogger("wholestep.memory")
 
-_MOST_BUILDS = {True: 4, False: 8}
-"""Compiling takes seconds, playing a graph does not."""
+_MANY = 8000
+"""Nodes from which on building a plan takes half a second and more."""
+
+
+def _effort(nodes: int, compiles: bool) -> Effort:
+    if compiles:
+        return Effort(levels=3, trusts_estimates=True)
+    return Effort(levels=6, smallest=4, near=0.99) if nodes < _MANY else Effort(levels=3)
 
 
 def fit_to_budget(
@@ -45,9 +51,9 @@ def fit_to_budget(
     started = time.perf_counter()
     compiles = lowering.lowers(step_graph, runs_once=runs_once)
     work = _Work(step_graph, lowering, policy, compiles, runs_once)
-    fitting = Fitting(Plans(work.outline), work.build, _MOST_BUILDS[compiles])
+    fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
     found, most = fitting.fit(budget)
-    step_graph.gm.graph = found.built
+    step_graph.gm.graph = work.planned(found.candidate)
     step_graph.gm.recompile()
     report = work.report(found, most, fitting)
     log.info("%s", report)
@@ -78,25 +84,29 @@ class _Work:
             workspace=(lambda node: 0) if compiles else operators.workspace,
         )
 
-    def build(self, candidate: Candidate) -> tuple[fx.Graph, int]:
-        """The graph in normal form under a plan, and the peak of its executable form."""
+    def planned(self, candidate: Candidate) -> fx.Graph:
+        """The graph in normal form under a plan."""
         graph = copy_graph(self._base)
-        added = recompute(graph, self.outline, candidate.plan)
-        gm = lazy_graph_module(self._step_graph.gm, copy_graph(graph), "WholeStepPlanned")
+        recompute(graph, self.outline, candidate.plan)
+        return graph
+
+    def build(self, candidate: Candidate) -> int:
+        """The peak of the graph in executable form under a plan."""
+        gm = lazy_graph_module(self._step_graph.gm, self.planned(candidate), "WholeStepPlanned")
         if self._compiles:
             gm = self._lowering.lower(gm, runs_once=self._runs_once)
         reinplace(gm.graph)
         found = timeline(gm.graph, self._memory.of(gm, self.device), self.device)
         log.info(
             "%d nodes computed again: peak %s (estimated %s) at %s",
-            added,
+            len(self.outline.run_again(candidate.plan)),
             shown(found.peak),
             shown(candidate.peak),
             found.peak_at,
         )
-        return graph, found.peak
+        return found.peak
 
-    def report(self, found: Fitted[fx.Graph], most: int, fitting: Fitting[fx.Graph]) -> MemoryReport:
+    def report(self, found: Fitted, most: int, fitting: Fitting) -> MemoryReport:
         outline, plan = self.outline, found.candidate.plan
         saved = [
             SavedTensor(node.name, outline.keeping(i), node_meta(node).module_path)

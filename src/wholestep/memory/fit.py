@@ -1,6 +1,8 @@
-"""Find the cheapest plan whose peak is within a budget, by building candidates and looking at what they really need.
+"""Find a cheap plan whose peak is within a budget, by building candidates and looking at what they really need.
 
-Estimates order the plans; what a built one needs is known exactly. The difference corrects the next estimate.
+Estimates order the plans on a ladder from the smallest peak to the one with nothing computed again; what a built one
+needs is known exactly. A search by halves climbs as far as the budget reaches. Where building takes long and the
+budget is in bytes, estimates choose what is built; the difference corrects the next estimate.
 """
 
 from __future__ import annotations
@@ -8,47 +10,59 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from wholestep.errors import MemoryBudgetError
 from wholestep.ir.memory_report import shown
 from wholestep.memory.budget import Budget
 from wholestep.memory.plans import Candidate, Plans
 
-T = TypeVar("T")
-_NEAR = 0.95
-"""A peak this near to the budget is not improved on."""
-
 
 @dataclass(frozen=True)
-class Fitted(Generic[T]):
+class Fitted:
     """A plan that was built."""
 
     candidate: Candidate
-    built: T
     peak: int
 
 
-class Fitting(Generic[T]):
-    """One search. `build` makes an executable of a candidate and tells its peak."""
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried."""
 
-    def __init__(self, plans: Plans, build: Callable[[Candidate], tuple[T, int]], most_builds: int) -> None:
+    levels: int
+    """The search by halves takes so many plans: the ladder has two to the power of it steps."""
+    smallest: int = 1
+    """So many of the lowest rungs are built to find the smallest peak."""
+    near: float = 0.95
+    """A peak this near to the budget is not improved on."""
+    trusts_estimates: bool = False
+    """Building takes long: a budget in bytes is met by what the estimates say is best."""
+    builds: int = 4
+    """Then so many plans are built at most."""
+
+
+class Fitting:
+    """One search. `build` makes an executable of a candidate and tells its peak in bytes."""
+
+    def __init__(self, plans: Plans, build: Callable[[Candidate], int], effort: Effort) -> None:
         self._plans = plans
         self._build = build
-        self._most_builds = most_builds
-        self._tried: dict[Candidate, Fitted[T]] = {}
+        self._effort = effort
+        self._steps = 2**effort.levels
+        self._tried: dict[Candidate, Fitted] = {}
 
     @property
     def tried(self) -> int:
         """How many plans were built."""
         return len(self._tried)
 
-    def smallest(self) -> Fitted[T]:
-        """The lowest peak that was found, after building the plan with the lowest estimate."""
-        self._try(self._plans.front[0])
+    def smallest(self) -> Fitted:
+        """The lowest peak that was found, after building the lowest rungs."""
+        for rung in range(self._effort.smallest):
+            self._try(self._plans.rung(rung / self._steps))
         return min(self._tried.values(), key=lambda each: (each.peak, each.candidate.cost))
 
-    def without(self) -> Fitted[T]:
+    def without(self) -> Fitted:
         """The plan that computes nothing again."""
         return self._try(self._plans.front[-1])
 
@@ -64,24 +78,60 @@ class Fitting(Generic[T]):
         estimate = [] if first in self._tried else [round(self._estimate(first.peak))]
         return min([each.peak for each in self._tried.values()] + estimate)
 
-    def fit(self, budget: Budget) -> tuple[Fitted[T], int]:
-        """The cheapest plan found whose peak fits, and the budget in bytes."""
-        most = self._bytes(budget)
-        if budget.fraction == 0.0:
-            return self.smallest(), most
-        for _ in range(self._most_builds):
+    def fit(self, budget: Budget) -> tuple[Fitted, int]:
+        """A plan whose peak fits, with little to compute again, and the budget in bytes."""
+        if budget.fraction is None and self._effort.trusts_estimates:
+            assert budget.most is not None
+            return self._by_estimates(budget.most), budget.most
+        without = self.without()
+        most = budget.most
+        if most is None:
+            assert budget.fraction is not None
+            smallest = self.smallest()
+            most = round(smallest.peak + budget.fraction * max(without.peak - smallest.peak, 0))
+            if budget.fraction == 0.0:
+                return smallest, most
+        return (without if without.peak <= most else self._on_the_ladder(most)), most
+
+    def _on_the_ladder(self, most: int) -> Fitted:
+        """The plan with the highest peak that fits, of those met on a binary search over rungs.
+
+        Why a larger budget never gets a lower peak: two searches take the same way up to a plan that fits into the
+        larger budget only. The larger one has that plan to choose, and the smaller one ends below it.
+        """
+        low, high = 0, self._steps
+        met = [self.smallest()]
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self._try(self._plans.rung(middle / self._steps))
+            met.append(found)
+            if found.peak > most:
+                high = middle
+            elif found.peak >= self._effort.near * most:
+                break
+            else:
+                low = middle
+        fitting = [each for each in met if each.peak <= most]
+        if not fitting:
+            self._refuse(most)
+        return max(fitting, key=lambda each: (each.peak, -each.candidate.cost))
+
+    def _by_estimates(self, most: int) -> Fitted:
+        """The cheapest plan found: estimates, corrected by what was built, choose what is built next."""
+        for _ in range(self._effort.builds):
             candidate = self._plans.best(lambda peak: self._estimate(peak) <= most)
             if candidate is None or candidate in self._tried:
                 break
             found = self._try(candidate)
-            if _NEAR * most <= found.peak <= most or (candidate is self._plans.front[-1] and found.peak <= most):
+            is_last = candidate is self._plans.front[-1]
+            if found.peak <= most and (is_last or found.peak >= self._effort.near * most):
                 break
         fitting = [each for each in self._tried.values() if each.peak <= most]
         if not fitting and self.smallest().peak <= most:
             fitting = [self.smallest()]
         if not fitting:
             self._refuse(most)
-        return min(fitting, key=lambda each: (each.candidate.cost, each.peak)), most
+        return min(fitting, key=lambda each: (each.candidate.cost, each.peak))
 
     def _refuse(self, most: int) -> None:
         least = self.smallest().peak
@@ -90,13 +140,6 @@ class Fitting(Generic[T]):
             f"({least} bytes).",
             fix=f"use memory_budget={least} or more, a smaller batch, or shards (ws.FullyShard).",
         )
-
-    def _bytes(self, budget: Budget) -> int:
-        if budget.most is not None:
-            return budget.most
-        assert budget.fraction is not None
-        low, high = self.smallest().peak, self.without().peak
-        return round(low + budget.fraction * max(high - low, 0))
 
     def _estimate(self, peak: float) -> float:
         """What a plan needs, by its estimate: along the line through the plans that were built."""
@@ -109,11 +152,10 @@ class Fitting(Generic[T]):
         slope = (high[1] - low[1]) / max(high[0] - low[0], 1)
         return low[1] + max(slope, 0.0) * (peak - low[0])
 
-    def _try(self, candidate: Candidate) -> Fitted[T]:
+    def _try(self, candidate: Candidate) -> Fitted:
         found = self._tried.get(candidate)
         if found is None:
-            built, peak = self._build(candidate)
-            found = self._tried[candidate] = Fitted(candidate, built, peak)
+            found = self._tried[candidate] = Fitted(candidate, self._build(candidate))
         return found
 
 

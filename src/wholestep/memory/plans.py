@@ -48,6 +48,14 @@ class Plans:
             return low
         return self._between(low, self.front[fitting[-1] + 1], fits)
 
+    def rung(self, fraction: float) -> Candidate:
+        """The cheapest plan whose estimated peak is at most so far on the way from the smallest to the largest."""
+        low, high = self.front[0].peak, self.front[-1].peak
+        most = low + fraction * (high - low)
+        found = self.best(lambda peak: peak <= most)
+        assert found is not None  # the smallest
+        return found
+
     def _between(self, low: Candidate, high: Candidate, fits: Callable[[int], bool]) -> Candidate:
         """A mixture of two plans: what costs more in the beginning of the forward, as little of that as fits."""
         differing = sorted(low.plan ^ high.plan)
