@@ -6,8 +6,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from wholestep.ir.values import tensor_bytes
 from wholestep.memory.measure import bytes_at_most, held_bytes
-from wholestep.memory.storage import find_pieces, tensor_bytes
+from wholestep.memory.storage import find_pieces
 from wholestep.memory.timeline import timeline
 from wholestep.runtime.program import program
 

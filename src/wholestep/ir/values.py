@@ -45,6 +45,17 @@ def size_hint(size: Any) -> int:
     return 1 if known is None else int(known)
 
 
+def tensor_bytes(tensor: Tensor) -> int:
+    """The bytes that a new tensor of this form takes."""
+    if tensor.layout is not torch.strided:
+        return size_hint(tensor.numel()) * tensor.element_size()
+    shape = [size_hint(n) for n in tensor.shape]
+    if 0 in shape:
+        return 0
+    last = sum((n - 1) * size_hint(s) for n, s in zip(shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def kind_of(value: object) -> str:
     """int, float or bool, for plain and symbolic numbers."""
     for kind, types in (

@@ -18,6 +18,7 @@ from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.values import tensor_bytes
 from wholestep.lower.expand import expand
 from wholestep.lower.region_memory import RegionMemory
 from wholestep.lower.step import Lowering
@@ -28,7 +29,6 @@ from wholestep.memory.plans import Candidate, Plans
 from wholestep.memory.policy import Policy
 from wholestep.memory.rewrite import recompute
 from wholestep.memory.stand_in import tell_unknown_sizes
-from wholestep.memory.storage import tensor_bytes
 from wholestep.memory.timeline import timeline
 from wholestep.memory.workspace import OperatorMemory
 

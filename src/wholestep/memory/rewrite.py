@@ -17,9 +17,9 @@ from torch import fx
 
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
-from wholestep.memory.costs import computes
 from wholestep.memory.outline import Outline, Plan
 from wholestep.memory.play import order_of
+from wholestep.simulate.operators import is_counted
 
 _PARTS = 16
 """On the CPU a part ends when more than this fraction of the forward's values has been computed again in it."""
@@ -79,7 +79,7 @@ class _Rewriting:
         return self._made.get(node, node)
 
     def _is_much(self, waiting: list[int]) -> bool:
-        return any(computes(self._nodes[i].target) for i in waiting) or (bool(waiting) and self._since > self._most)
+        return any(is_counted(self._nodes[i].target) for i in waiting) or (bool(waiting) and self._since > self._most)
 
     def _bytes(self, waiting: list[int]) -> int:
         return sum(self._outline.keeping(i) for i in waiting if not self._outline.is_view(i))

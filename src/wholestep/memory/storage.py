@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, may_copy, op_name, shares_storage
 from wholestep.ir.effects import shared_inputs
-from wholestep.ir.values import size_hint
+from wholestep.ir.values import tensor_bytes
 
 _UNSAFE_SPLITS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"})
 
@@ -100,14 +100,3 @@ def read_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), list | tuple):
         return []
     return node.all_input_nodes
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes that a new tensor of this form takes."""
-    if tensor.layout is not torch.strided:
-        return size_hint(tensor.numel()) * tensor.element_size()
-    shape = [size_hint(n) for n in tensor.shape]
-    if 0 in shape:
-        return 0
-    last = sum((n - 1) * size_hint(s) for n, s in zip(shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

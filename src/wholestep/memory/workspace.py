@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, below_autograd
 from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, shared_inputs, writes
 from wholestep.ir.graphs import tensors_in
+from wholestep.ir.values import tensor_bytes
 from wholestep.memory.costs import is_elementwise
 from wholestep.memory.measure import bytes_at_most
 from wholestep.memory.stand_in import stand_in
-from wholestep.memory.storage import tensor_bytes
 
 
 class OperatorMemory:

@@ -17,7 +17,6 @@ from wholestep.pipelining.markers import SplitPoint as SplitPoint
 from wholestep.pipelining.markers import annotate_split_points as annotate_split_points
 from wholestep.pipelining.markers import pipe_split as pipe_split
 from wholestep.pipelining.modulewise import split_modules as split_modules
-from wholestep.pipelining.node_costs import Machine as Machine
 from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.plan import Choice as Choice
 from wholestep.pipelining.plan import Plan as Plan
@@ -32,6 +31,7 @@ from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParam
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
 from wholestep.pipelining.stage import Stage as Stage
 from wholestep.pipelining.stage import build_stage as build_stage
+from wholestep.simulate.machine import Machine as Machine
 
 __all__ = [
     "Balance",

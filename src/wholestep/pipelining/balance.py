@@ -18,9 +18,10 @@ from wholestep.partition import balanced_cut
 from wholestep.pipelining.differentiable import find_differentiable
 from wholestep.pipelining.example_values import example_bytes
 from wholestep.pipelining.markers import is_split
-from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Cost, Machine, estimate, measure
+from wholestep.pipelining.node_costs import Cost, estimate, measure
 from wholestep.pipelining.regions import regions_of
 from wholestep.pipelining.staged import is_number
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 
 _TOO_MANY = 1 << 49
 """Bytes of a value that should not be sent."""

@@ -9,8 +9,8 @@ import torch
 
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.ir.amounts import as_bytes
-from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
 from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
 

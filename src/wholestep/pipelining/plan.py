@@ -17,10 +17,10 @@ from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.amounts import as_bytes
 from wholestep.ir.values import hint_of
 from wholestep.pipelining.frontend import pipeline
-from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
 from wholestep.pipelining.stage_measures import measure_costs
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED
 from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
 

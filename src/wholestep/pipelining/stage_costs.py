@@ -8,19 +8,19 @@ numbers are for the microbatch with which the pipe was made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
 
 from wholestep._torch_compat import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 from wholestep.pipelining.example_values import example_value
-from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.routing import Routing
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
+from wholestep.simulate.operators import work_of_call
 from wholestep.simulate.pipeline import Bytes, Times
 
 _PHASES = ("forward", "backward_input", "backward_weight")
@@ -175,10 +175,7 @@ class _Meter(DispatchMode):
         given = dict(kwargs or {})
         result = func(*args, **given)
         if not func.is_view:
-            moved = sum(map(_bytes, _tensors((args, given, result))))
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **given, out_val=result) if count is not None else 0
-            self._seconds.append(max(flops / self._machine.flops, moved / self._machine.memory))
+            self._seconds.append(self._machine.seconds(work_of_call(func, args, given, result)))
         return result
 
 
@@ -196,12 +193,3 @@ class _Kept(saved_tensors_hooks):
             self._seen[key] = tensor.detach()
             self.bytes += int(tensor.untyped_storage().nbytes())
         return tensor
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in _tensors(item))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for item in value for tensor in _tensors(item))

@@ -7,16 +7,15 @@ changes (running statistics) is changed on copies.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from wholestep.pipelining.node_costs import DEFAULT_MACHINE, Machine
 from wholestep.pipelining.stage_costs import HasStages, StageCosts, estimate_costs, gradients, has_gradient
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine, timed
 
 _TIMES = 3
 
@@ -62,23 +61,10 @@ def _once(stage: nn.Module, inputs: list[Tensor]) -> tuple[tuple[float, float, f
     device = next((each.device for each in (*stage.parameters(), *inputs)), None)
     to_inputs = [each for each in inputs if each.requires_grad]
     to_all = to_inputs + [each for each in stage.parameters() if each.requires_grad]
-    forward, result = _timed(lambda: torch.func.functional_call(stage, buffers, tuple(inputs)), device)
+    forward, result = timed(lambda: torch.func.functional_call(stage, buffers, tuple(inputs)), device)
     outputs = result if isinstance(result, tuple) else (result,)
     roots = [each for each in outputs if has_gradient(each)]
-    for_input, _ = _timed(lambda: gradients(roots, to_inputs, True), device)
-    both, _ = _timed(lambda: gradients(roots, to_all, False), device)
+    for_input, _ = timed(lambda: gradients(roots, to_inputs, True), device)
+    both, _ = timed(lambda: gradients(roots, to_all, False), device)
     values = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
     return (forward, for_input, both), values
-
-
-def _timed(run: Callable[[], Any], device: torch.device | None) -> tuple[float, Any]:
-    _finish(device)
-    begin = time.perf_counter()
-    result = run()
-    _finish(device)
-    return time.perf_counter() - begin, result
-
-
-def _finish(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
