@@ -67,7 +67,6 @@ def test_a_hugging_face_model_trains_unmodified(each: Case) -> None:
         networks.OTHERS,
         buffers_and_randomness.OTHERS,
         precision.OTHERS,
-        huggingface.OTHERS,
     ),
 )
 def test_what_no_list_promises_is_equal_or_refused(each: Case) -> None:

@@ -42,7 +42,6 @@ OTHERS = (
     networks.OTHERS,
     buffers_and_randomness.OTHERS,
     precision.OTHERS,
-    huggingface.OTHERS,
 )
 
 

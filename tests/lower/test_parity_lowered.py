@@ -40,7 +40,6 @@ OTHERS = cases_on(
     networks.OTHERS,
     buffers_and_randomness.OTHERS,
     precision.OTHERS,
-    huggingface.OTHERS,
 )
 
 

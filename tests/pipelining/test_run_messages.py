@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from wholestep.errors import StageError
 from wholestep.pipelining import messages
-from wholestep.pipelining.messages import Layout, Packet, check_values, is_dense, layout_of, unpack
+from wholestep.pipelining.messages import Layout, Packet, Size, check_values, is_dense, layout_of, unpack
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
@@ -40,8 +40,8 @@ def test_what_goes_in_comes_out(values, large, data):
     limit = messages._LARGE
     messages._LARGE = -1 if large else limit
     try:
-        layout = layout_of(values, 0.5, gradients=False)
-        assert layout.fits(values, 0.5, False)
+        layout = layout_of(values, Size(0.5, 3), gradients=False)
+        assert layout.fits(values, Size(0.5, 3), False)
         assert Layout.read(layout.write()) == layout
         sent, came = Packet(layout, CPU, receives=False), Packet(layout, CPU, receives=True)
         absent = [data.draw(st.booleans()) for _ in values]
@@ -60,7 +60,7 @@ def test_what_goes_in_comes_out(values, large, data):
 
 @given(st.lists(tensors(), max_size=4))
 def test_a_message_that_was_not_expected_brings_its_description(values):
-    layout = layout_of(values, 1.0, gradients=True)
+    layout = layout_of(values, Size(), gradients=True)
     described = layout.write()
     packet = Packet(layout.together, CPU, front=len(described), receives=False)
     packet.describe(described)
@@ -78,12 +78,13 @@ def test_a_message_that_was_not_expected_brings_its_description(values):
 
 def test_another_shape_dtype_stride_gradient_or_weight_does_not_fit():
     value = torch.randn(2, 3)
-    layout = layout_of([value], 1.0, gradients=True)
-    assert layout.fits([torch.randn(2, 3)], 1.0, True)
+    layout = layout_of([value], Size(), gradients=True)
+    assert layout.fits([torch.randn(2, 3)], Size(), True)
     others = [torch.randn(2, 2), value.double(), torch.randn(3, 2).t(), torch.randn(2, 3, requires_grad=True)]
-    assert not any(layout.fits([other], 1.0, True) for other in others)
-    assert not layout.fits([value], 0.5, True)
-    assert not layout.fits([value, value], 1.0, True)
+    assert not any(layout.fits([other], Size(), True) for other in others)
+    assert not layout.fits([value], Size(0.5), True)
+    assert not layout.fits([value], Size(rows=2), True)
+    assert not layout.fits([value, value], Size(), True)
 
 
 @pytest.mark.parametrize("value", [3, None, torch.eye(2).to_sparse()])

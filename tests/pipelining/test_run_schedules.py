@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _ScheduleForwardOnly, get_sch
 import wholestep as ws
 from pipelining.hand_made import HandMade
 from ranks import run_ranks
-from wholestep.errors import OptionError, ScheduleError, StageError
+from wholestep.errors import OptionError, PipelineInputError, ScheduleError, StageError
 from wholestep.pipelining import Stage, TensorChunkSpec, build_stage, messages
 
 SINGLE = ("GPipe", "1F1B")
@@ -303,7 +303,7 @@ def with_whole_arguments(rank: int) -> None:
         if rank == 1:
             torch.testing.assert_close(result, pipe(x, scale, shift))
     if rank == 0:
-        with pytest.raises(OptionError, match=r"an argument of 1 rows.*\n.*put None"):
+        with pytest.raises(PipelineInputError, match=r"argument 1 has 1 rows.*\n.*None for one that every"):
             ws.pipelining.schedule("GPipe", stage, 4).step(x, scale, shift=shift)
 
 

@@ -349,11 +349,11 @@ def test_difference_is_none_where_ranks_may_run_together():
     strict = {"fingerprint": "f", "communication": "c", "ragged": False}
     ragged = {"fingerprint": "g", "communication": "c", "ragged": True}
     answered = {"fingerprint": "f", "communication": "c", "ragged": False, "answered": True}
-    assert difference([strict, strict]) is None
-    assert difference([strict, ragged, answered]) is None
-    assert difference([strict, {**strict, "fingerprint": "h"}]) == ([0], [1])
-    assert difference([strict, strict, {**answered, "communication": "d"}]) == ([0, 1], [2])
-    assert difference([{**ragged, "communication": "d"}, strict, strict]) == ([1, 2], [0])
+    assert difference(dict(enumerate([strict, strict]))) is None
+    assert difference(dict(enumerate([strict, ragged, answered]))) is None
+    assert difference(dict(enumerate([strict, {**strict, "fingerprint": "h"}]))) == ([0], [1])
+    assert difference(dict(enumerate([strict, strict, {**answered, "communication": "d"}]))) == ([0, 1], [2])
+    assert difference(dict(enumerate([{**ragged, "communication": "d"}, strict, strict]))) == ([1, 2], [0])
 
 
 def test_the_first_difference_of_lists_of_unequal_length_is_where_one_ends():

@@ -56,6 +56,7 @@ from wholestep.errors import (
     UnsupportedError,
     WholestepError,
 )
+from wholestep.ir.known_draws import KnownDraws
 from wholestep.ir.signature import InputKind
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
@@ -263,6 +264,7 @@ class Capture:
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             stack.enter_context(FunctionMode(self))
+            stack.enter_context(KnownDraws())
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
             _tracing.active = True

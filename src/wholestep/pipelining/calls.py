@@ -63,7 +63,14 @@ class CallForm:
         return tensors
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = self.signature.bind(*args, **kwargs).arguments
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise PipelineInputError(
+                f"the model cannot be called so: {error}.",
+                fix=f"give {', '.join(self.names) or 'no argument'}, as pipeline() got it; with a schedule, on the "
+                "rank of the first stage",
+            ) from error
         found: dict[str, Any] = {}
         for name in self.names:
             if name in given:

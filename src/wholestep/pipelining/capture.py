@@ -16,6 +16,7 @@ from torch import fx
 
 from wholestep._torch_compat import pytree
 from wholestep._torch_compat_pipelining import quiet_torch
+from wholestep.ir.known_draws import KnownDraws
 from wholestep.pipelining.calls import Call, CallForm, export_call
 from wholestep.pipelining.failures import capture_error
 from wholestep.pipelining.flatten import Flattener
@@ -59,7 +60,7 @@ def capture(
 def _export(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
     marks.regions.clear()
     args, kwargs = pytree.tree_map_only(torch.Tensor, _marked_apart, call)
-    with quiet_torch(), marks.recording():
+    with quiet_torch(), marks.recording(), KnownDraws():
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from wholestep.pipelining.messages import Layout, Packet, layout_of, unpack
+from wholestep.pipelining.messages import Layout, Packet, Size, layout_of, unpack
 
 _EXTRA_TAG = 7
 
@@ -76,16 +76,16 @@ class Sender:
         self._sent: dict[int, Layout] = {}
 
     def send(
-        self, chunk: int, values: Sequence[torch.Tensor], weight: float, gradients: bool, peer: int
+        self, chunk: int, values: Sequence[torch.Tensor], size: Size, gradients: bool, peer: int
     ) -> list[dist.P2POp]:
         """The operations that send the values of a microbatch."""
         usual = self._usual.get((gradients, chunk))
         if usual is None:
             usual = Packet(Layout(), self._wire.device, receives=False)
-        if usual.layout.fits(values, weight, gradients):
+        if usual.layout.fits(values, size, gradients):
             self._sent[chunk] = usual.layout
             return self._wire.sends(usual.fill(values), peer)
-        layout = layout_of(values, weight, gradients=gradients)
+        layout = layout_of(values, size, gradients=gradients)
         described = layout.write()
         small = Packet(layout.together, self._wire.device, front=len(described), receives=False)
         small.describe(described)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -45,13 +46,24 @@ class Form:
         return count * self.dtype.itemsize
 
 
+class Size(NamedTuple):
+    """How large a microbatch is."""
+
+    weight: float = 1.0
+    """In parts of the first microbatch."""
+    rows: int = 0
+    """The fewest rows that one of its inputs has; 0 if that is not known."""
+
+
+_USUAL = Size()
+
+
 @dataclass(frozen=True)
 class Layout:
     """The values of one microbatch between two stages."""
 
     forms: tuple[Form, ...] = ()
-    weight: float = 1.0
-    """Its size in parts of the first microbatch."""
+    size: Size = _USUAL
     whole: bool = False
     """All in one message, even if it is large."""
 
@@ -78,9 +90,9 @@ class Layout:
         """The same in one message."""
         return replace(self, whole=True)
 
-    def fits(self, values: Sequence[torch.Tensor], weight: float, gradients: bool) -> bool:
+    def fits(self, values: Sequence[torch.Tensor], size: Size, gradients: bool) -> bool:
         """Whether values look like this; `gradients`: whether a backward follows. Faster than making a layout."""
-        if len(values) != len(self.forms) or weight != self.weight:
+        if len(values) != len(self.forms) or size != self.size:
             return False
         for value, form in zip(values, self.forms, strict=True):
             if value.shape != form.shape or value.dtype != form.dtype:
@@ -99,7 +111,7 @@ class Layout:
     def write(self) -> bytes:
         """As text, for a receiver that expects something else."""
         rows = [[f.shape, f.stride, str(f.dtype).removeprefix("torch."), f.requires_grad] for f in self.forms]
-        text = json.dumps({"forms": rows, "weight": self.weight}).encode()
+        text = json.dumps({"forms": rows, "size": self.size}).encode()
         return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
 
     @classmethod
@@ -107,13 +119,14 @@ class Layout:
         """What `write` wrote."""
         data = json.loads(text)
         forms = [Form(tuple(a), tuple(b), getattr(torch, c), bool(d)) for a, b, c, d in data["forms"]]
-        return cls(tuple(forms), float(data["weight"]))
+        weight, rows = data["size"]
+        return cls(tuple(forms), Size(float(weight), int(rows)))
 
 
-def layout_of(values: Sequence[torch.Tensor], weight: float, *, gradients: bool) -> Layout:
+def layout_of(values: Sequence[torch.Tensor], size: Size, *, gradients: bool) -> Layout:
     """The layout of values that a stage returns. `gradients`: whether a backward follows."""
     forms = [Form(tuple(v.shape), _stride(v), v.dtype, gradients and v.requires_grad) for v in values]
-    return Layout(tuple(forms), weight)
+    return Layout(tuple(forms), size)
 
 
 def _stride(value: torch.Tensor) -> tuple[int, ...]:

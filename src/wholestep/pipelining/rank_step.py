@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 class RankStep:
     """The stages of one pipe on this rank, and the step that they are in."""
 
-    def __init__(self, group: dist.ProcessGroup | None, shared: Sequence[SharedParameter], name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, shared: Sequence[SharedParameter]) -> None:
+        name, ranks = _named(group)
         self.group = group
-        self.watch = StepWatch(name)
+        self.watch = StepWatch(name, ranks)
         self.weights: dict[int, float] = {}
         """The size of each microbatch of this step, in parts of the first."""
+        self.rows: dict[int, int] = {}
+        """The rows of each microbatch of this step, where they are known."""
         self.side: dist.ProcessGroup | None = None
         self.prepared = False
         self._shared = tuple(shared)
@@ -59,6 +62,7 @@ class RankStep:
         if not self._begun or stage.stage_index in self._begun:
             self._begun, self._over = set(), set()
             self.weights.clear()
+            self.rows.clear()
             self.watch.begin()
         self._begun.add(stage.stage_index)
 
@@ -109,3 +113,10 @@ class RankStep:
             if parameter is not None:
                 found.append(Copy(number, stage.stage_index, parameter, tuple(sorted(shared.stages))))
         return found
+
+
+def _named(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
+    """What the pipeline of a group is called in messages, and its ranks."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone = len(ranks) == dist.get_world_size()
+    return "pipeline" if everyone else f"pipeline of ranks {', '.join(map(str, ranks))}", ranks

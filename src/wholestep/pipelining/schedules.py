@@ -8,6 +8,8 @@
     results       numbers and None among what the model returns: torch's `step` joins microbatches itself
     errors        a rank that raises or dies is named, also where the schedule waits: the wait is in torch's `step`
     arguments     None in a chunk spec gives every microbatch the whole value; specs of keywords go by name
+    rows          an argument or a target with fewer rows than the batch is refused, where torch would broadcast it
+    ranks         before the first step they compare schedules; one that has another, or does not come, is named
     stages        one that the schedule runs on another rank is refused, where torch would wait for ever
     actions       a list that never reduces gradients is refused: a stage cannot know that nothing more will come
 
@@ -16,6 +18,7 @@ Everything else is torch's: the order of the actions, and the loop that runs the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +28,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from wholestep._torch_compat import pytree
 from wholestep._torch_compat_running import chunk_specs, has_merge_spec, reduced_stages, stages_of
+from wholestep._torch_compat_schedules import actions_that_run, has_loss, is_single, stages_and_ranks
 from wholestep.errors import OptionError, ScheduleError, StageError
 from wholestep.pipelining.chunks import split_args_kwargs_into_chunks
+from wholestep.pipelining.given import check_target, rows_of
 from wholestep.pipelining.stage import Stage, own_stages
+from wholestep.runtime.channel import DEADLINE
+
+_OPTIONS = ("losses", "return_outputs", "loss_kwargs")
+"""Arguments of `step` that are not the model's."""
 
 
 def schedule(
@@ -35,24 +44,31 @@ def schedule(
     stages: Stage | Sequence[Stage],
     n_microbatches: int,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    deadline: float = DEADLINE,
     **options: Any,
 ) -> Any:
     """A schedule of torch over stages of `pipe.build_stage`. `kind`: "1F1B", "ZBVZeroBubble", ... or torch's class.
 
-    `options` are those of torch's class. The result is an instance of it.
+    `deadline`: seconds that ranks wait for each other before the first step. `options` are those of torch's class. The
+    result is an instance of it.
     """
     cls = _class_of(kind)
     given = own_stages(stages, "a schedule")
     loss_fn = loss_fn or given[0].own_loss
     whole = type(cls.__name__, (_Whole, cls), {})
+    made: _Whole
     if not issubclass(cls, PipelineScheduleSingle):
-        return whole(given, n_microbatches, loss_fn, **options)
-    if len(given) != 1:
+        made = whole(given, n_microbatches, loss_fn, **options)
+    elif len(given) == 1:
+        made = whole(given[0], n_microbatches, loss_fn, **options)
+    else:
         raise OptionError(
             f"{cls.__name__} has one stage on each rank; this rank has {len(given)}.",
             fix="use a schedule for several, such as Interleaved1F1B.",
         )
-    return whole(given[0], n_microbatches, loss_fn, **options)
+    made.deadline = deadline
+    return made
 
 
 def _class_of(kind: str | type[Any]) -> type[Any]:
@@ -70,15 +86,23 @@ def _class_of(kind: str | type[Any]) -> type[Any]:
 class _Whole:
     """What is put before a class of torch."""
 
+    deadline: float
     _targets: list[Any] | None = None
+    _met: frozenset[bool] = frozenset()
+    """What the ranks have compared: with and without a backward."""
     _n_microbatches: int
     _loss_fn: Callable[..., torch.Tensor] | None
 
     def step(self, *args: Any, target: Any = None, **named: Any) -> Any:
         """One step; see torch's class."""
-        self._check_places()
-        self._check_actions()
         rank_step = stages_of(self)[0].rank_step
+        trains = has_loss(self)
+        first = trains not in self._met
+        with rank_step.watch.meeting(self._lines(), self.deadline) if first else rank_step.watch.preparing():
+            self._check_places()
+            self._check_actions()
+            self._check_given(args, {name: named[name] for name in named if name not in _OPTIONS}, target)
+        self._met |= {trains}
         try:
             self._targets = self._split_target(target)
             result = super().step(*args, **named)  # type: ignore[misc]
@@ -87,6 +111,45 @@ class _Whole:
         except Exception as error:
             rank_step.failed(error)
             raise
+
+    def _lines(self) -> list[str]:
+        """What all ranks of the pipeline have in common."""
+        stages, _ = stages_and_ranks(self)
+        lists = "" if is_single(self) else repr(actions_that_run(self))  # type: ignore[arg-type]
+        return [
+            type(self).__name__,
+            f"{self._n_microbatches} microbatches",
+            f"{stages} stages",
+            "forward and backward" if has_loss(self) else "only forward",
+            f"actions {hashlib.sha256(lists.encode()).hexdigest()[:16]}",
+        ]
+
+    def _check_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        """Of the whole batch, what this rank can see."""
+        first = next((stage for stage in stages_of(self) if stage.is_first), None)
+        if first is None:
+            return
+        if not args and not kwargs:
+            first.check_call((), {})
+        by_position, by_name = chunk_specs(self)
+        rows = rows_of(() if by_position else args, {} if by_name else kwargs)
+        if any(stage.is_last for stage in stages_of(self)):
+            check_target(target, rows)
+
+    def _maybe_compute_loss(self, stage: Any, output: Any, targets: Any, chunk: int, *rest: Any, **named: Any) -> None:
+        if not stage.is_last or self._loss_fn is None:
+            return
+        target = targets[chunk]
+        check_target(target, stage.rank_step.rows.get(chunk, 0))
+        try:
+            super()._maybe_compute_loss(stage, output, targets, chunk, *rest, **named)  # type: ignore[misc]
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise StageError(
+                f"loss_fn got no target and raised {type(error).__name__}: {error}.",
+                fix="give the rank of the last stage the target: step(target=...).",
+            ) from error
 
     def _split_target(self, target: Any) -> list[Any] | None:
         if target is not None:

@@ -31,11 +31,12 @@ from wholestep.pipelining.data_parallel import apply_plan
 from wholestep.pipelining.gradients import Earlier, divide
 from wholestep.pipelining.halves import Group, first_half, second_half
 from wholestep.pipelining.links import Receiver, Sender, Wire
-from wholestep.pipelining.messages import check_values
+from wholestep.pipelining.messages import Size, check_values
 from wholestep.pipelining.rank_step import RankStep
 from wholestep.pipelining.shared import SharedParameter
 from wholestep.pipelining.stage_module import StageModule, follow_device
 from wholestep.pipelining.written_inputs import written_inputs
+from wholestep.runtime.channel import Channel
 
 Weights = Literal["rows", "equal"]
 
@@ -120,6 +121,10 @@ class Stage(PipelineStage):
         """The parameters of this stage that are counted here: of copies, the one of the first stage."""
         elsewhere = {id(copy.parameter) for copy in self.copies if copy.stage != copy.stages[0]}
         return [parameter for parameter in self.submod.parameters() if id(parameter) not in elsewhere]
+
+    def check_call(self, args: Sequence[Any], kwargs: Any) -> None:
+        """Raise if the model cannot be called so."""
+        self._source.flatten_inputs(args, kwargs)
 
     # What a schedule does once.
 
@@ -235,9 +240,9 @@ class Stage(PipelineStage):
             del self._forwarded[fwd_chunk_id]
         if self.is_last:
             return []
-        weight = self.rank_step.weights.get(fwd_chunk_id, 1.0)
+        size = Size(self.rank_step.weights.get(fwd_chunk_id, 1.0), self.rank_step.rows.get(fwd_chunk_id, 0))
         peer = self._peer(self.stage_index + 1)
-        return self._sender.send(fwd_chunk_id, forwarded.outputs, weight, self.has_backward, peer)
+        return self._sender.send(fwd_chunk_id, forwarded.outputs, size, self.has_backward, peer)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the gradients of a microbatch."""
@@ -300,11 +305,12 @@ class Stage(PipelineStage):
         if self.is_first:
             inputs = tuple(value.to(self.device) for value in self._source.flatten_inputs(args, kwargs or {}))
             self.rank_step.weights[chunk] = self._weigh(inputs)
+            self.rank_step.rows[chunk] = min((value.shape[0] for value in inputs if value.dim()), default=0)
             return inputs
         if chunk in self._local_inputs:
             return self._local_inputs.pop(chunk)
         values, layout = self._receiver.take(chunk, self._peer(self.stage_index - 1))
-        self.rank_step.weights[chunk] = layout.weight
+        self.rank_step.weights[chunk], self.rank_step.rows[chunk] = layout.size
         grad = torch.is_grad_enabled()
         return tuple(
             [_leaf(value, grad and form.requires_grad) for value, form in zip(values, layout.forms, strict=True)]
@@ -461,7 +467,8 @@ def build_stage(
     steps: dict[Any, RankStep] = pipe.__dict__.setdefault("_rank_steps", {})
     rank_step = steps.get(group)
     if rank_step is None:
-        rank_step = steps[group] = RankStep(group, pipe.shared, "pipeline")
+        rank_step = steps[group] = RankStep(group, pipe.shared)
+        Channel.current()  # this rank gives signs of life from now on: others may wait for it
     return Stage(pipe, stage_index, torch.device(device), group, rank_step, data_parallel, weights)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholestep.errors import DesyncError, PeerFailedError
@@ -37,17 +37,20 @@ _FOREVER = 10 * 365 * 86400.0
 class Agreement:
     """The agreement of one step."""
 
-    def __init__(self, channel: Channel, step: str, deadline: float = DEADLINE) -> None:
+    def __init__(
+        self, channel: Channel, step: str, deadline: float = DEADLINE, ranks: Sequence[int] | None = None
+    ) -> None:
         self._channel = channel
         self._step = step
         self._deadline = deadline
+        self._ranks = range(channel.size) if ranks is None else sorted(ranks)
 
     def agree(self, call: int, digest: GraphDigest | LinesDigest) -> None:
         """Return once all ranks are about to run (or already run) graphs that fit; raises on every rank otherwise."""
         channel = self._channel
         channel.watchdog.answers.agreed.append((self._step, call))
         with channel.agreeing(self._step, call):
-            current = _Round(channel, RoundKeys(self._step, call), digest, self._deadline)
+            current = _Round(channel, RoundKeys(self._step, call), digest, self._deadline, self._ranks)
             try:
                 channel.perform(Job(current.poll), _FOREVER)  # the round has a deadline of its own
             except StoreGoneError as error:
@@ -60,18 +63,26 @@ class Agreement:
 class _Round:
     """One round; polled by the watchdog."""
 
-    def __init__(self, channel: Channel, keys: RoundKeys, digest: GraphDigest | LinesDigest, deadline: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        keys: RoundKeys,
+        digest: GraphDigest | LinesDigest,
+        deadline: float,
+        ranks: Sequence[int],
+    ) -> None:
         self.outcome: DesyncError | PeerFailedError | None = None
         self._channel = channel
         self._watchdog = channel.watchdog
         self._keys = keys
         self._digest = digest
         self._deadline = deadline
+        self._ranks = ranks
         self._position = Position(State.AGREEING, keys.step, keys.call)
         self._begun = 0.0
         self._asked = False
         self._look_due = 0.0
-        self._records: list[dict[str, Any]] = []
+        self._records: dict[int, dict[str, Any]] = {}
         self._pair: tuple[list[int], list[int]] | None = None
         self._detail_until = 0.0
         self._events: list[str] = []
@@ -86,7 +97,7 @@ class _Round:
             board.count(self._keys.of("count"), 1)
         if self._pair is not None:
             return self._poll_details(board, now)
-        if board.count(self._keys.of("count")) >= self._channel.size:
+        if board.count(self._keys.of("count")) >= len(self._ranks):
             verdict = board.write_first(self._keys.of("verdict"), "go")
             return self._compare(board, now) if verdict == "go" else self._stop(Failure.read(verdict))
         return self._wait(board, now)
@@ -121,8 +132,9 @@ class _Round:
     def _missing(self, board: Board, now: float) -> Failure | None:
         """The failure of the first rank that had its time to come."""
         peers = self._watchdog.peers
-        present = board.read_some([self._keys.record(rank) for rank in peers.others])
-        missing = [rank for rank, record in zip(peers.others, present, strict=True) if record is None]
+        others = [rank for rank in self._ranks if rank != self._channel.rank]
+        present = board.read_some([self._keys.record(rank) for rank in others])
+        missing = [rank for rank, record in zip(others, present, strict=True) if record is None]
         peers.refresh(board, missing)
         late = [rank for rank in missing if now - max(self._begun, peers.compiled_at(rank)) > self._deadline]
         gone = [rank for rank in missing if peers.state(rank) in (State.LEFT, State.ABORTED)]
@@ -135,7 +147,8 @@ class _Round:
         place = f"call {self._keys.call} of {self._keys.step}"
         lines = [f"    rank {rank} {peers.last_words(rank)}" for rank in late]
         shown = f"{_ranks(late)} did not come to {place} within {self._deadline:g} s.\n" + "\n".join(lines)
-        shown += "\n    A rank that is only slow (data, evaluation, a checkpoint) needs a longer deadline= in the plan."
+        shown += "\n    A rank that is only slow (data, evaluation, a checkpoint) needs a longer deadline= in the plan"
+        shown += " or schedule."
         return Failure(Kind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
 
     def _stop(self, failure: Failure) -> bool:
@@ -143,7 +156,8 @@ class _Round:
         return True
 
     def _compare(self, board: Board, now: float) -> bool:
-        self._records = board.read_all([self._keys.record(rank) for rank in range(self._channel.size)])
+        found = board.read_all([self._keys.record(rank) for rank in self._ranks])
+        self._records = dict(zip(self._ranks, found, strict=True))
         self._pair = difference(self._records)
         if self._pair is None:
             self._finish(board)
@@ -167,15 +181,19 @@ class _Round:
 
     def _is_first(self) -> bool:
         """Whether this is the lowest of the ranks that take part: it speaks for all."""
-        return all("answered" in record for record in self._records[: self._channel.rank])
+        return all("answered" in record for rank, record in self._records.items() if rank < self._channel.rank)
 
     def _poll_details(self, board: Board, now: float) -> bool:
         assert self._pair is not None
         left, right = (board.read(self._keys.detail(side[0])) for side in self._pair)
         if (left is None or right is None) and now < self._detail_until:
             return False
-        text = _describe(self._keys, self._pair, left, right, "node" if self._by_nodes() else "collective")
-        if any("answered" in record for record in self._records):
+        if isinstance(self._digest, LinesDigest):
+            subject, unit = self._digest.subject, "line"
+        else:
+            subject, unit = "graph", "node" if self._by_nodes() else "collective"
+        text = _describe(self._keys, self._pair, left, right, subject, unit)
+        if any("answered" in record for record in self._records.values()):
             # Those ranks are in a collective that the others will not come to: no group can be used any more.
             failure = Failure(Kind.DESYNC, self._pair[1][0], self._keys.step, self._keys.call, text, running=True)
             if self._is_first():
@@ -188,16 +206,16 @@ class _Round:
     def _finish(self, board: Board) -> None:
         """The last rank that has read everything takes it away."""
         board.remove(self._events)
-        readers = sum("answered" not in record for record in self._records)
+        readers = sum("answered" not in record for record in self._records.values())
         if board.count(self._keys.of("done"), 1) == readers:
-            board.remove(self._keys.all(range(self._channel.size)))
+            board.remove(self._keys.all(self._ranks))
 
 
-def difference(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]] | None:
+def difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
     """The ranks with the most common graph and those with the next, where ranks may not run together; else None."""
     by_communication: dict[str, list[int]] = defaultdict(list)
     by_graph: dict[Any, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, record in enumerate(records):
+    for rank, record in records.items():
         by_communication[record["communication"]].append(rank)
         if _is_strict(record):
             by_graph[record["ragged"]][record["fingerprint"]].append(rank)
@@ -217,10 +235,11 @@ def _describe(
     pair: tuple[list[int], list[int]],
     left: list[Line] | None,
     right: list[Line] | None,
+    subject: str,
     unit: str,
 ) -> str:
     one, other = (_ranks(side) for side in pair)
-    text = f"Ranks disagree on the graph of call {keys.call} of {keys.step}: {one} against {other}."
+    text = f"Ranks disagree on the {subject} of call {keys.call} of {keys.step}: {one} against {other}."
     if left is None or right is None:
         return f"{text} Rank {pair[0 if left is None else 1][0]} did not say in time what it runs."
     found = first_difference(left, right)

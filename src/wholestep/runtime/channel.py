@@ -22,6 +22,8 @@ import re
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -66,6 +68,8 @@ class Channel:
         board = Board(default_store(), f"wholestep{Channel._made}", _STORE_TIMEOUT)
         self.watchdog = Watchdog(board, self.rank, self.size, deadline, self._is_current)
         self._posted: BaseException | None = None
+        self.meetings: Counter[str] = Counter()
+        """How often ranks have met for something: the number of the next meeting."""
         self.watchdog.start()
         atexit.register(self.close)
 
@@ -103,12 +107,17 @@ class Channel:
         """While the body runs, this rank is alive and compiling; an error of the body is posted."""
         return _Phase(self, Position(State.COMPILING, step, call))
 
-    def running(self, step: str, call: int, digest: GraphDigest | None = None) -> AbstractContextManager[None]:
-        """While the body runs, this rank may wait in a collective; see the module for what errors become."""
+    def running(
+        self, step: str, call: int, digest: GraphDigest | None = None, ranks: Sequence[int] = ()
+    ) -> AbstractContextManager[None]:
+        """While the body runs, this rank may wait in a collective; see the module for what errors become.
+
+        `ranks`: those that must be in the same call. One that is not is named when communication times out.
+        """
         self.watchdog.answers.ran.append((step, call, digest))
         if digest is not None and digest.number:
             self.watchdog.trail.add(digest.number)
-        return _Phase(self, Position(State.RUNNING, step, call))
+        return _Phase(self, Position(State.RUNNING, step, call), ranks)
 
     def completing(self, step: str, call: int) -> AbstractContextManager[None]:
         """While the body waits for collectives that a call before left under way; other ranks need not do the same."""
@@ -194,22 +203,24 @@ class Channel:
             watchdog.aborted.wait(_POST_SECONDS)  # whoever catches the error may destroy the groups
         return as_error(failure, self.rank, node, watchdog.broken is not None, watchdog.recording)
 
-    def _explain(self, error: BaseException, position: Position) -> DesyncError | PeerFailedError | None:
+    def _explain(
+        self, error: BaseException, position: Position, ranks: Sequence[int]
+    ) -> DesyncError | PeerFailedError | None:
         """What an error of a step becomes; None if it is this rank's own, which is then posted."""
         if isinstance(error, DesyncError | PeerFailedError) or not self._is_current():
             return None  # the latter: the step destroyed the group itself
         watchdog = self.watchdog
         if position.state is State.RUNNING and _is_communication(error):
             if watchdog.broken is None:
-                self._find_out(position)
+                self._find_out(position, ranks)
             if watchdog.broken is not None:
                 return self._error(watchdog.broken, node_in(error.__traceback__))
         self.fail(error, position.step, position.call, running=position.state is State.RUNNING)
         return None
 
-    def _find_out(self, position: Position) -> None:
+    def _find_out(self, position: Position, ranks: Sequence[int]) -> None:
         """Why communication failed: break the groups of this rank for it, if another rank is the cause."""
-        search = _Search(self.watchdog, position)
+        search = _Search(self.watchdog, position, ranks)
         limit = _NEWS_SECONDS + 2 * _SILENT_BEATS * BEAT
         try:
             self.perform(Job(search), limit)
@@ -236,9 +247,10 @@ class Channel:
 class _Phase(AbstractContextManager[None]):
     """A stretch of a step between two positions."""
 
-    def __init__(self, channel: Channel, position: Position) -> None:
+    def __init__(self, channel: Channel, position: Position, ranks: Sequence[int] = ()) -> None:
         self._channel = channel
         self._position = position
+        self._ranks = ranks
 
     def __enter__(self) -> None:
         channel, position = self._channel, self._position
@@ -256,7 +268,7 @@ class _Phase(AbstractContextManager[None]):
         watchdog = channel.watchdog
         try:
             if error is not None:
-                found = channel._explain(error, position)
+                found = channel._explain(error, position, self._ranks)
                 if found is not None:
                     raise found from error
         finally:
@@ -267,11 +279,13 @@ class _Phase(AbstractContextManager[None]):
 
 
 class _Search:
-    """Which rank is the cause of an error of communication: one that says so, has left, or has fallen silent."""
+    """Which rank is the cause of an error of communication: one that says so, has left, has fallen silent, or, of
+    `ranks`, never came."""
 
-    def __init__(self, watchdog: Watchdog, position: Position) -> None:
+    def __init__(self, watchdog: Watchdog, position: Position, ranks: Sequence[int]) -> None:
         self._watchdog = watchdog
         self._position = position
+        self._ranks = ranks
         self._begun = 0.0
         self._look_due = 0.0
 
@@ -291,7 +305,12 @@ class _Search:
                 watchdog.post(failure)
                 watchdog.break_groups(failure)
                 return True
-        return now - self._begun > _NEWS_SECONDS and not any(peers.silent_for(r) > 1.5 * BEAT for r in peers.others)
+        over = now - self._begun > _NEWS_SECONDS and not any(peers.silent_for(r) > 1.5 * BEAT for r in peers.others)
+        absent = watchdog.absent(self._ranks, self._position) if over else None
+        if absent is not None:
+            watchdog.post(absent)
+            watchdog.break_groups(absent)
+        return over
 
 
 def _is_communication(error: BaseException) -> bool:

@@ -52,7 +52,9 @@ class GraphDigest:
 class LinesDigest:
     """What ranks must have in common that is no graph: lines of text."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], subject: str = "graph") -> None:
+        self.subject = subject
+        """What the lines are about, for messages."""
         self._lines: list[Line] = [(_hash(line)[:_SHORT], line[:_TEXT]) for line in lines]
         self.fingerprint = self.communication = _hash("\n".join(lines))
         self.ragged: bool | str = False

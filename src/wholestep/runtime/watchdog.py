@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,22 @@ class Watchdog(threading.Thread):
         if self.peers.silent_for(rank) > silence:
             return Failure(Kind.DIED, rank, position.step, position.call, f"died or hangs ({words})")
         return None
+
+    def absent(self, ranks: Iterable[int], position: Position) -> Failure | None:
+        """What is wrong with those of `ranks` that are alive and have not come to where this rank waits, if any."""
+        late = []
+        for rank in ranks:
+            beat = self.peers.beat(rank)
+            there = Position() if beat is None else beat.position
+            came = there.step == position.step and there.call >= position.call
+            if rank != self.rank and not came and there.state is not State.RUNNING:
+                late.append(rank)
+        if not late:
+            return None
+        lines = [f"    rank {rank} {self.peers.last_words(rank)}" for rank in late]
+        place = f"call {position.call} of {position.step}"
+        text = f"This rank waited in {place}, where not all ranks came:\n" + "\n".join(lines)
+        return Failure(Kind.DESYNC, late[0], position.step, position.call, text)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do something with the store, unless it is gone."""
