@@ -387,6 +387,10 @@ class LowerWarning(UserWarning):
     """A region did not compile and runs operator by operator."""
 
 
+class MemoryPolicyWarning(UserWarning):
+    """A policy for memory budgets says something that has no effect."""
+
+
 class CudaGraphWarning(UserWarning):
     """A step runs without a CUDA graph, and why."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,11 @@ from wholestep.memory.budget import Budget
 )
 def test_bytes(given, most):
     assert Budget.of(given) == Budget(most=most)
+
+
+def test_numbers_of_numpy():
+    assert Budget.of(np.int64(5000)) == Budget.of(np.float32(5000.0)) == Budget(most=5000)
+    assert Budget.of(np.float32(0.5)) == Budget.of(np.float64(0.5)) == Budget(fraction=0.5)
 
 
 def test_fractions():
@@ -44,6 +50,10 @@ def test_fractions():
         float("nan"),
         [],
         float("inf"),
+        np.bool_(True),
+        np.int64(1),
+        np.float32(1.5),
+        np.array(0.5),
     ],
 )
 def test_what_is_no_budget_is_refused_with_what_is(given):

@@ -17,6 +17,7 @@ from wholestep.memory.fit import Effort, Fitting
 from wholestep.memory.outline import Outline
 from wholestep.memory.plans import Plans
 from wholestep.memory.policy import policy_of
+from wholestep.memory.policy_check import check_policy
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -37,6 +38,7 @@ def partition_within(memory_budget: Any, policy: Any = None) -> Partition:
             is_forward=lambda node: node not in late,
             is_backward=late.__contains__,
         )
+        check_policy(outline)
         found, _ = Fitting(Plans(outline), lambda candidate: candidate.peak, Effort(levels=6, near=0.99)).fit(budget)
         saved = [outline.nodes[i] for i in outline.saved(found.candidate.plan) if not outline.is_list(i)]
         inputs_read = [node for node in joint.graph.find_nodes(op="placeholder") if _is_read_late(node, late, outline)]

@@ -27,6 +27,7 @@ from wholestep.memory.fit import Effort, Fitted, Fitting
 from wholestep.memory.outline import Outline
 from wholestep.memory.plans import Candidate, Plans
 from wholestep.memory.policy import Policy
+from wholestep.memory.policy_check import check_policy
 from wholestep.memory.rewrite import recompute
 from wholestep.memory.stand_in import tell_unknown_sizes
 from wholestep.memory.timeline import timeline
@@ -51,6 +52,7 @@ def fit_to_budget(
     started = time.perf_counter()
     compiles = lowering.lowers(step_graph, runs_once=runs_once)
     work = _Work(step_graph, lowering, policy, compiles, runs_once)
+    check_policy(work.outline)
     fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
     found, most = fitting.fit(budget)
     step_graph.gm.graph = work.planned(found.candidate)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from wholestep.errors import OptionError
 from wholestep.ir.amounts import bytes_in
 
@@ -27,6 +29,8 @@ class Budget:
             return given
         if isinstance(given, str):
             return cls(most=bytes_in(given, "memory_budget", _FIX))
+        if isinstance(given, np.integer | np.floating):
+            given = given.item()
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise OptionError(f"memory_budget={given!r}", fix=_FIX)
         if isinstance(given, float) and 0.0 <= given <= 1.0:

@@ -118,22 +118,32 @@ class Outline:
         """Nodes that may not be computed again: random numbers, effects, communication, and what the user saves."""
         found = set()
         for i, needed in enumerate(self.needed):
-            if needed and (self._has_effect(self.nodes[i]) or self.policy(self.nodes[i]) == "save"):
+            if needed and (self._has_effect(i) or self.asked.get(i) == "save"):
                 found.add(i)
+        return found
+
+    @cached_property
+    def asked(self) -> dict[int, str]:
+        """What the user wants of needed forward nodes."""
+        found = {}
+        for i, needed in enumerate(self.needed):
+            word = self.policy(self.nodes[i]) if needed else None
+            if word is not None:
+                found[i] = word
         return found
 
     @cached_property
     def always(self) -> set[int]:
         """Nodes that the user wants to be computed again."""
-        asked = {i for i, needed in enumerate(self.needed) if needed and self.policy(self.nodes[i]) == "recompute"}
-        return asked - self.never
+        return {i for i, word in self.asked.items() if word == "recompute"} - self.never
 
-    def _has_effect(self, node: fx.Node) -> bool:
+    def _has_effect(self, i: int) -> bool:
+        node = self.nodes[i]
         target = node.target
         if target is operator.getitem:
             return False
         if is_communication(target):
-            return self.policy(node) != "recompute"
+            return self.asked.get(i) != "recompute"
         if not isinstance(target, OpOverload):
             return not is_arithmetic(target)  # an operator inside (`call_on_copies`) may draw
         if draws(node) or is_data_dependent(target) or is_unsafe_split(node):

@@ -7,6 +7,7 @@ policy=lambda node: "save" if node.target is torch.ops.aten.mm.default else None
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,20 +17,47 @@ from wholestep._torch_compat import OpOverload, OpOverloadPacket, packet_of
 from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
 
-Policy = Callable[[fx.Node], str | None]
 _WORDS = ("save", "recompute")
 _FIX = 'use {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node.'
 
 
+@dataclass(frozen=True)
+class Rule:
+    """One line of a policy."""
+
+    shown: str
+    fits: Callable[[fx.Node], bool]
+    word: str
+    is_pattern: bool = False
+    """A text, which is meant to fit something."""
+
+
+class Policy:
+    """What is to happen to a node: "save", "recompute", or None. The last rule that fits counts."""
+
+    def __init__(self, rules: list[Rule], function: Callable[[fx.Node], Any] | None = None) -> None:
+        self.rules = rules
+        self._function = function
+
+    def __call__(self, node: fx.Node) -> str | None:
+        if self._function is not None:
+            return _answer(self._function, node)
+        rule = self.rule_for(node)
+        return None if rule is None else rule.word
+
+    def rule_for(self, node: fx.Node) -> Rule | None:
+        """The rule that decides about a node."""
+        return next((rule for rule in reversed(self.rules) if rule.fits(node)), None)
+
+
 def policy_of(given: Any) -> Policy:
-    """The policy that a user's option means; the last rule that fits a node counts."""
+    """The policy that a user's option means."""
     if given is None:
-        return lambda node: None
+        return Policy([])
     if isinstance(given, Mapping):
-        rules = [(_rule(key), _word(word)) for key, word in given.items()]
-        return lambda node: next((word for fits, word in reversed(rules) if fits(node)), None)
+        return Policy([_rule(key, _word(word)) for key, word in given.items()])
     if callable(given):
-        return lambda node: _answer(given(node))
+        return Policy([], given)
     raise OptionError(f"policy={given!r}", fix=_FIX)
 
 
@@ -39,17 +67,26 @@ def _word(word: Any) -> str:
     return str(word)
 
 
-def _answer(word: Any) -> str | None:
+def _answer(function: Callable[[fx.Node], Any], node: fx.Node) -> str | None:
+    try:
+        word = function(node)
+    except Exception as error:
+        raise OptionError(
+            f"the function given as policy= raised {type(error).__name__}: {error}",
+            node=f"{node.name} = {node.target}, in module {node_meta(node).module_path!r}",
+            location=node_meta(node).location,
+            fix='return "save", "recompute" or None for every node of the forward.',
+        ) from error
     return None if word is None else _word(word)
 
 
-def _rule(key: Any) -> Callable[[fx.Node], bool]:
+def _rule(key: Any, word: str) -> Rule:
     if isinstance(key, OpOverload):
-        return lambda node: node.target is key
+        return Rule(str(key), lambda node: node.target is key, word)
     if isinstance(key, OpOverloadPacket):
-        return lambda node: isinstance(node.target, OpOverload) and packet_of(node.target) is key
+        return Rule(str(key), lambda node: isinstance(node.target, OpOverload) and packet_of(node.target) is key, word)
     if isinstance(key, str) and key:
-        return lambda node: _names(node, key)
+        return Rule(repr(key), lambda node: _names(node, key), word, is_pattern=True)
     raise OptionError(f"policy has {key!r}.", fix=_FIX)
 
 
