@@ -82,14 +82,12 @@ def torchs(gm: fx.GraphModule, *, same_caps: bool) -> tuple[float, int]:
     """Seconds and collectives of torch's own bucketing on a copy of the graph, as it comes or with our bucket sizes."""
     from torch._inductor.fx_passes import bucketing
 
-    def cap(number: int) -> float:
-        return BUCKET_MB if number else 1.0  # as ours: a small first bucket
-
+    cap = (lambda _: BUCKET_MB) if same_caps else None
     started = time.process_time()
-    bucketing.bucket_all_gather(gm, (lambda _: BUCKET_MB) if same_caps else None)
-    bucketing.bucket_reduce_scatter(gm, cap if same_caps else None)
+    bucketing.bucket_all_gather(gm, cap)
+    bucketing.bucket_reduce_scatter(gm, cap)
     if hasattr(bucketing, "bucket_all_reduce"):
-        bucketing.bucket_all_reduce(gm, cap if same_caps else None)
+        bucketing.bucket_all_reduce(gm, cap)
     return time.process_time() - started, collectives(gm.graph)
 
 

@@ -1,4 +1,4 @@
-"""Many collectives as one: which go together, and how their operands travel in one flat tensor.
+"""Many collectives as one: which go together (`bucket_rewrites.py` puts them into the graph).
 
 A collective has a place where its operand is ready and a place where its result is first needed. Collectives may share
 a bucket if the last operand is ready before the first result is needed: then nothing else has to move, and no cycle
@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import heapq
 import math
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
 from wholestep.ir.graphs import epilogue
-from wholestep.ir.groups import group_of, group_size
-from wholestep.ir.meta import node_meta
+from wholestep.ir.groups import group_of
 from wholestep.passes.write_windows import WriteWindows
 
 aten = torch.ops.aten
@@ -72,6 +69,16 @@ class Member:
     @property
     def wait(self) -> fx.Node:
         return self.block.waits[0]
+
+    @property
+    def is_gather(self) -> bool:
+        return self.node.target is comm.all_gather_into_tensor.default
+
+    @property
+    def twin_key(self) -> Any:
+        """Equal for two members that make the same operand from the same source."""
+        steps = [(node.target, str(node.args[1:]), str(node.kwargs)) for node in self.prelude]
+        return (self.sources[0], *steps)
 
 
 class Positions:
@@ -132,9 +139,7 @@ def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]
             continue
         needed, followers = positions.follow(block.waits[0])
         prelude = _prelude(node)
-        meta = node_meta(node)
-        scalars = (*node.args[1:], group_of(node), val.dtype, str(val.device), meta.recompute, meta.generation)
-        key = (node.target, *map(str, scalars))
+        key = (node.target, *map(str, (*node.args[1:], group_of(node), val.dtype, str(val.device))))
         size = max(_bytes(val), _bytes(result))
         first = prelude[0] if prelude else node
         last_write, next_write = positions.windows.around(first.all_input_nodes, positions.of[node])
@@ -175,49 +180,68 @@ def _bytes(val: Tensor) -> int:
 
 
 def plan_buckets(
-    members: Iterable[Member],
+    members: list[Member],
     bucket_size_mb: float,
-    start: Callable[[Member], int],
     *,
     small_first: bool = True,
     late: Callable[[fx.Node], float] | None = None,
 ) -> list[list[Member]]:
-    """Buckets in the order in which they begin; `start` is where a member's bucket may begin at the earliest.
+    """Buckets of the members of each key, in the order in which they begin.
 
     `late` says where what a wait gives is needed at the latest, if what uses it at once moves; asked only where that
     lets another one join.
     """
-    open_: dict[Any, _Open] = {}
-    limit: dict[Any, float] = {}
-    done: list[list[Member]] = []
-    cap = bucket_size_mb * MEBIBYTE
+    keyed: dict[Any, list[Member]] = {}
     for member in members:
-        key = member.key
-        limit.setdefault(key, min(cap, FIRST_BUCKET * MEBIBYTE) if small_first else cap)
-        bucket = open_.get(key)
-        if bucket is not None and not bucket.take(member, start(member), limit[key]):
-            done.append(bucket.members)
-            limit[key] = cap
-            bucket = None
-        if bucket is None:
-            open_[key] = _Open(member, start(member), late)
-    done.extend(bucket.members for bucket in open_.values())
+        keyed.setdefault(member.key, []).append(member)
+    pack = _pack_small_first if small_first else _pack
+    done = [bucket for alike in keyed.values() for bucket in pack(alike, bucket_size_mb * MEBIBYTE, late)]
     return [bucket for bucket in done if len(bucket) > 1]
+
+
+def _pack_small_first(members: list[Member], cap: float, late: Callable[[fx.Node], float] | None) -> list[list[Member]]:
+    """Communication starts early if the first bucket is small; that costs no collective where there is a way.
+
+    A first bucket of `FIRST_BUCKET`; if that makes one more, one of what would be left for the last; if nothing would
+    be left, for all are full, the small one after all.
+    """
+    plain = _pack(members, cap, late)
+    if len(plain) == 1:
+        return plain
+    small = _pack(members, cap, late, first=min(cap, FIRST_BUCKET * MEBIBYTE))
+    if len(small) <= len(plain):
+        return small
+    rest = _pack(members, cap, late, first=sum(member.bytes for member in plain[-1]))
+    return rest if len(rest) <= len(plain) and len(rest[0]) < len(plain[0]) else small
+
+
+def _pack(
+    members: list[Member], cap: float, late: Callable[[fx.Node], float] | None, first: float | None = None
+) -> list[list[Member]]:
+    """Members of one key in graph order; who cannot join the open bucket opens the next."""
+    done: list[_Open] = []
+    for member in members:
+        limit = first if first is not None and len(done) == 1 else cap
+        if not done or not done[-1].take(member, limit):
+            done.append(_Open(member, late))
+    return [bucket.members for bucket in done]
 
 
 class _Open:
     """A bucket that others may still join."""
 
-    def __init__(self, first: Member, begun: int, late: Callable[[fx.Node], float] | None) -> None:
+    def __init__(self, first: Member, late: Callable[[fx.Node], float] | None) -> None:
         self.members = [first]
-        self._bytes, self._begun, self._late = first.bytes, begun, late
+        self._bytes, self._begun, self._late = first.bytes, first.ready, late
+        self._sent = {first.twin_key} if first.is_gather else set()
         self._needed = [(first.needed, 0)]
         """Heap of where the results are needed, with the number of the member."""
 
-    def take(self, member: Member, start: int, limit: float) -> bool:
+    def take(self, member: Member, limit: float) -> bool:
         """Take one more, if it fits and no result is needed before the bucket begins."""
-        begun = max(self._begun, start)
-        if self._bytes + member.bytes > limit:
+        begun = max(self._begun, member.ready)
+        bytes_ = 0 if member.is_gather and member.twin_key in self._sent else member.bytes
+        if self._bytes + bytes_ > limit:
             return False
         later: list[tuple[float, int]] = []
         while self._needed and self._needed[0][0] <= begun:
@@ -233,200 +257,12 @@ class _Open:
             heapq.heappush(self._needed, (needed, number))
         heapq.heappush(self._needed, (joining.needed, len(self.members)))
         self.members.append(joining)
-        self._bytes, self._begun = self._bytes + member.bytes, begun
+        self._bytes, self._begun = self._bytes + bytes_, begun
+        if member.is_gather:
+            self._sent.add(member.twin_key)
         return True
 
     def _later(self, member: Member) -> float:
         if self._late is None or member.pushed:
             return member.needed
         return min(self._late(member.wait), member.overwritten)
-
-
-# Rewriting.
-
-
-class Writer:
-    """Puts nodes into a graph at one place, each with its value where the shapes are plain numbers."""
-
-    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
-        self._graph = graph
-        self._before = before
-        self._meta = node_meta(like)
-
-    def call(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
-        """A node right before the place. Without `val` the manager finds it out, which costs more."""
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, args, kwargs)
-        node.meta["wholestep"] = self._meta
-        if val is not None:
-            node.meta["val"] = val
-        return node
-
-    def flat(self, node: fx.Node) -> fx.Node:
-        """A tensor as one dimension."""
-        val = node.meta["val"]
-        if not val.is_contiguous():
-            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format, val=like(val, val.shape))
-        return node if val.dim() == 1 else self.call(aten.view.default, node, [-1], val=like(val, [val.numel()]))
-
-    def view(self, node: fx.Node, wanted: Tensor, sizes: list[Any]) -> fx.Node:
-        """A tensor in the shape of another one."""
-        val = node.meta.get("val")
-        # A contiguous tensor of the same kind looks the same already.
-        same = isinstance(val, FakeTensor) and wanted.dtype == val.dtype and wanted.is_contiguous()
-        found = wanted if same and _is_plain(wanted.shape) else like(val, wanted.shape)
-        return self.call(aten.view.default, node, sizes, val=found)
-
-    def sizes(self, member: Member) -> list[Any]:
-        """The shape of a member's result, from that of its operand; symbolic sizes as nodes."""
-        shape = member.node.meta["val"].shape
-        return [s if type(s) is int else self.size(member, i) for i, s in enumerate(shape)]
-
-    def size(self, member: Member, dim: int) -> fx.Node:
-        """One size of a member's result."""
-        whole = self.call(aten.sym_size.int, member.operand, dim)
-        count = group_size(member.node)
-        if dim == 0 and member.node.target is comm.all_gather_into_tensor.default:
-            return self.call(operator.mul, whole, count)
-        if dim == 0 and member.node.target is comm.reduce_scatter_tensor.default:
-            return self.call(operator.floordiv, whole, count)
-        return whole
-
-    def numel(self, node: fx.Node) -> Any:
-        """The number of elements, as a number or a node."""
-        count = node.meta["val"].numel()
-        return count if type(count) is int else self.call(aten.sym_numel.default, node)
-
-    def cat(self, nodes: list[fx.Node], dim: int = 0) -> fx.Node:
-        """Tensors end to end."""
-        vals: list[Any] = [node.meta.get("val") for node in nodes]
-        total = sum(val.shape[dim] for val in vals) if all(isinstance(val, Tensor) for val in vals) else None
-        shape = [*vals[0].shape[:dim], total] if total is not None else None
-        return self.call(aten.cat.default, nodes, *([dim] if dim else []), val=like(vals[0], shape))
-
-    def split(self, tensor: fx.Node, sizes: list[Any], dim: int) -> list[fx.Node]:
-        """Pieces of a tensor along a dimension."""
-        val: Any = tensor.meta.get("val")
-        plain = isinstance(val, Tensor) and all(type(size) is int for size in sizes)
-        vals = [like(val, [*val.shape[:dim], size], val.stride()) for size in sizes] if plain else None
-        pieces = self.call(aten.split_with_sizes.default, tensor, sizes, dim, val=vals)
-        found = vals or [None] * len(sizes)
-        return [self.call(operator.getitem, pieces, i, val=found[i]) for i in range(len(sizes))]
-
-
-def like(val: Any, shape: Any, stride: Any = None) -> Any:
-    """A fake of another shape; None where the shape is not plain numbers."""
-    if not isinstance(val, FakeTensor) or shape is None or not _is_plain(shape):
-        return None
-    if stride is None:
-        step, strides = 1, []
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        stride = strides[::-1]
-    return fake_tensor(val.fake_mode, shape, stride, val.dtype, val.device)
-
-
-def _is_plain(shape: Iterable[Any]) -> bool:
-    return all(type(size) is int for size in shape)
-
-
-def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One all-reduce of all operands laid end to end; `place` is where the results are needed."""
-    first = bucket[0].node
-    begin = _before(graph, bucket, at)
-    flats = [begin.flat(member.operand) for member in bucket]
-    sizes = [begin.numel(member.operand) for member in bucket]
-    shapes = [begin.sizes(member) for member in bucket]
-    whole = begin.cat(flats)
-    val = whole.meta.get("val")
-    fused = begin.call(first.target, whole, *first.args[1:], val=val)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=val)
-    for member, part, shape in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
-        member.wait.replace_all_uses_with(finish.view(part, member.operand.meta["val"], shape))
-    _erase(graph, bucket)
-    return fused
-
-
-def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One reduce-scatter: the rows of each rank side by side."""
-    first, size = bucket[0].node, group_size(bucket[0].node)
-    begin = _before(graph, bucket, at)
-    rows, sizes = [], []
-    for member in bucket:
-        flat = begin.flat(member.operand)
-        count = member.operand.meta["val"].numel()
-        shape = [size, count // size] if type(count) is int else None
-        rows.append(begin.call(aten.view.default, flat, [size, -1], val=like(flat.meta.get("val"), shape)))
-        sizes.append(count // size if shape else begin.call(operator.floordiv, begin.numel(member.operand), size))
-    shapes = [begin.sizes(member) for member in bucket]
-    table = begin.cat(rows, 1)
-    val = table.meta.get("val")
-    total = val.numel() if isinstance(val, Tensor) else None
-    whole = begin.call(aten.view.default, table, [-1], val=like(val, None if total is None else [total]))
-    mine = like(val, None if total is None else [total // size])
-    fused = begin.call(first.target, whole, *first.args[1:], val=mine)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=mine)
-    for member, part, form in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
-        member.wait.replace_all_uses_with(finish.view(part, member.node.meta["val"], form))
-    _erase(graph, bucket)
-    return fused
-
-
-def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One all-gather of all shards laid end to end; each whole is then collected from the ranks' pieces."""
-    first, size = bucket[0].node, group_size(bucket[0].node)
-    begin = _before(graph, bucket, at)
-    flats = [begin.flat(member.operand) for member in bucket]
-    sizes = [begin.numel(member.operand) for member in bucket]
-    shapes = [begin.sizes(member) for member in bucket]
-    whole = begin.cat(flats)
-    val = whole.meta.get("val")
-    each = val.numel() if isinstance(val, Tensor) else None
-    everything = like(val, None if each is None else [size * each])
-    fused = begin.call(first.target, whole, *first.args[1:], val=everything)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=everything)
-    table = finish.call(aten.view.default, done, [size, -1], val=like(val, None if each is None else [size, each]))
-    for member, part, shape in zip(bucket, finish.split(table, sizes, 1), shapes, strict=True):
-        piece = part.meta.get("val")
-        own = finish.call(
-            aten.clone.default,
-            part,
-            memory_format=torch.contiguous_format,
-            val=like(piece, None if piece is None else piece.shape),
-        )
-        member.wait.replace_all_uses_with(finish.view(own, member.node.meta["val"], shape))
-    _erase(graph, bucket)
-    return fused
-
-
-def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
-    """The place where a bucket begins; what makes its operands moves there."""
-    preludes = {node: None for member in bucket for node in member.prelude}
-    while at in preludes:
-        at = at.next
-    for node in preludes:
-        at.prepend(node)
-    for member in bucket:
-        for user in member.block.measures:
-            # Who asks the collective for its size, on the way, asks the operand.
-            user.replace_all_uses_with(Writer(graph, user, user).size(member, user.args[1]))  # type: ignore[arg-type]
-            graph.erase_node(user)
-    return Writer(graph, at, bucket[0].node)
-
-
-def _after_wait(graph: fx.Graph, bucket: list[Member], place: fx.Node) -> Writer:
-    """The place right before the first use of any result; views behind the old waits move there too."""
-    views = [view for member in bucket for view in member.followers]
-    for view in views:
-        place.prepend(view)
-    return Writer(graph, views[0] if views else place, bucket[0].wait)
-
-
-def _erase(graph: fx.Graph, bucket: list[Member]) -> None:
-    for member in bucket:
-        graph.erase_node(member.wait)
-        graph.erase_node(member.node)

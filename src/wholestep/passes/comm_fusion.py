@@ -10,9 +10,11 @@
 
 Needs: nothing.  Numerics: reassociates (a backend may add ranks in another order at another place of the buffer);
 gathers are exact.  A reduction starts right after its last operand is ready; a gather where the first of its bucket
-stood, so that parameters are not gathered before their time.  Bucket key: operator, reduce op, group, dtype, device,
-and whether it is a gather made again for the backward.  The first bucket is small, so that communication starts early.
-What cannot join the open bucket opens the next one.  The collectives move, their waits and the views behind them; where
+stood, so that parameters are not gathered before their time.  Bucket key: operator, reduce op, group, dtype, device.
+What cannot join the open bucket opens the next one.  The first bucket of reductions is small, so that communication
+starts early, as far as that costs no further collective.  A parameter that is gathered again, by its backward, in the
+bucket of its forward (the last layers; in a small model all) travels once: at the turn from forward to backward both
+would be held anyway.  The collectives move, their waits and the views behind them; where
 results are used at once (a division, a cast), so do these elementwise uses, as far down as the bucket needs.  The
 results of one bucket are views of one tensor.  Cost: one walk over the graph.
 """
@@ -26,15 +28,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import OptionError
-from wholestep.passes.buckets import (
-    Member,
-    Positions,
-    find_members,
-    fuse_all_gather,
-    fuse_all_reduce,
-    fuse_reduce_scatter,
-    plan_buckets,
-)
+from wholestep.passes.bucket_rewrites import fuse_all_gather, fuse_all_reduce, fuse_reduce_scatter
+from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
 from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.late_uses import LateUses
 from wholestep.passes.plain_collectives import make_plain
@@ -69,7 +64,7 @@ def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET
     positions = Positions(gm.graph)
     members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
     # Where the first of a bucket stood, the shards of all others must be at hand.
-    for bucket in plan_buckets(members, bucket_size_mb, lambda member: member.ready, small_first=False):
+    for bucket in plan_buckets(members, bucket_size_mb, small_first=False):
         for part in _from_the_first(bucket, positions):
             if len(part) > 1:
                 fuse_all_gather(gm.graph, part, part[0].node, positions.nodes[positions.needed(part)])
@@ -100,7 +95,7 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
         # What a bucket is made from stays where it is, or the bucket could not begin there.
         fixed = {node for member in now for node in (*member.sources, *member.prelude)}
         uses = LateUses(positions.nodes, positions.of, positions.end, positions.windows, fixed)
-        buckets = plan_buckets(now, bucket_size_mb, lambda member: member.ready, late=uses.late)
+        buckets = plan_buckets(now, bucket_size_mb, late=uses.late)
         seen.update(_apply(gm.graph, now, buckets, positions, uses, fuse))
         if len(now) == len(members):
             return
