@@ -1,9 +1,19 @@
-"""Any model cut into stages, every value routed."""
+"""Any model cut into stages, every value routed. Stages and schedules of torch that run them are here too."""
 
+from torch.distributed.pipelining import PipelineStage as PipelineStage
+from torch.distributed.pipelining import Schedule1F1B as Schedule1F1B
+from torch.distributed.pipelining import ScheduleDualPipeV as ScheduleDualPipeV
+from torch.distributed.pipelining import ScheduleGPipe as ScheduleGPipe
+from torch.distributed.pipelining import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import ScheduleLoopedBFS as ScheduleLoopedBFS
+from torch.distributed.pipelining import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
 from torch.distributed.pipelining.microbatch import merge_chunks as merge_chunks
 
 from wholestep.pipelining.backward import stage_backward as stage_backward
+from wholestep.pipelining.backward import stage_backward_input as stage_backward_input
+from wholestep.pipelining.backward import stage_backward_weight as stage_backward_weight
 from wholestep.pipelining.balance import Balance as Balance
 from wholestep.pipelining.chunks import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 from wholestep.pipelining.clip import clip_grad_norm_ as clip_grad_norm_
@@ -30,7 +40,7 @@ from wholestep.pipelining.sequential import PipeSequential as PipeSequential
 from wholestep.pipelining.shared import MultiUseParameterConfig as MultiUseParameterConfig
 from wholestep.pipelining.shared import SharedParameter as SharedParameter
 from wholestep.pipelining.stage import Stage as Stage
-from wholestep.pipelining.stage import build_stage as build_stage
+from wholestep.pipelining.stage_building import build_stage as build_stage
 from wholestep.simulate.machine import Machine as Machine
 
 __all__ = [
@@ -44,8 +54,16 @@ __all__ = [
     "PipeInfo",
     "PipeSequential",
     "PipeSplitWrapper",
+    "PipelineStage",
     "Plan",
     "Routing",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
     "SharedParameter",
     "SplitPoint",
     "Stage",
@@ -65,4 +83,6 @@ __all__ = [
     "split_args_kwargs_into_chunks",
     "split_modules",
     "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
 ]

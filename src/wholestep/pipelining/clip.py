@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from wholestep.pipelining.stage import Stage, own_stages
+from wholestep.pipelining.stage import Stage
+from wholestep.pipelining.stage_building import own_stages
 
 
 def clip_grad_norm_(

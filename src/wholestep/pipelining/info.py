@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from wholestep.pipelining.routing import Routing, Value
 from wholestep.pipelining.shared import SharedParameter
+from wholestep.pipelining.stage_source import Source
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class PipeInfo:
     graph: fx.Graph
     num_stages: int
     has_loss_and_backward: bool
+    pipe: Source | None = field(default=None, repr=False, compare=False)
+    """The pipe itself, for `build_stage`."""
 
 
 def readable(routing: Routing, stages: Sequence[fx.GraphModule], shared: Sequence[SharedParameter]) -> str:

@@ -21,7 +21,8 @@ from wholestep.pipelining.loss import Result, find_loss
 from wholestep.pipelining.materialize import BuffersFrom, materialize
 from wholestep.pipelining.routing import Routing
 from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
-from wholestep.pipelining.stage import Stage, build_stage
+from wholestep.pipelining.stage import Stage
+from wholestep.pipelining.stage_building import build_stage
 from wholestep.pipelining.stage_module import StageModule
 from wholestep.simulate.pipeline import Timeline
 
@@ -111,7 +112,7 @@ class Pipe(torch.nn.Module):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> Stage:
-        """The stage on this rank, on a device, for any schedule of torch. Options: see `stage.build_stage`."""
+        """The stage on this rank, on a device, for any schedule of torch. Options: see `stage_building.py`."""
         return build_stage(self, stage_index, device, group, **options)
 
     def check(self, schedule: Any, *, memory: float | str | None = None, **options: Any) -> Timeline:
@@ -157,7 +158,7 @@ class Pipe(torch.nn.Module):
 
     def info(self) -> PipeInfo:
         """The graph of the stages, their number, and whether there is a loss."""
-        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self)
 
     def print_readable(self) -> str:
         """Print the stages as Python, with the routing table above; also returned."""

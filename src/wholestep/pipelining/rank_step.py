@@ -104,7 +104,7 @@ class RankStep:
 
     def copies_in(self, stage: Stage) -> list[Copy]:
         """The parameters of a stage of which other stages have copies."""
-        names = dict(stage.submod.named_parameters(remove_duplicate=False))
+        names = stage.named()
         found = []
         for number, shared in enumerate(self._shared):
             if shared.mode is not MultiUseParameterConfig.REPLICATE or stage.stage_index not in shared.stages:

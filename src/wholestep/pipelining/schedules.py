@@ -32,7 +32,8 @@ from wholestep._torch_compat_schedules import actions_that_run, has_loss, is_sin
 from wholestep.errors import OptionError, ScheduleError, StageError
 from wholestep.pipelining.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.given import check_target, rows_of
-from wholestep.pipelining.stage import Stage, own_stages
+from wholestep.pipelining.stage import Stage
+from wholestep.pipelining.stage_building import own_stages
 from wholestep.runtime.channel import DEADLINE
 
 _OPTIONS = ("losses", "return_outputs", "loss_kwargs")

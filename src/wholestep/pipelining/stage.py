@@ -4,99 +4,60 @@
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
     schedule.step(x, target=y)
 
-This is the one place where torch's stage is subclassed. The schedules call: `clear_runtime_states` (a step begins),
-`get_fwd_recv_ops` .. `get_bwd_send_ops` (messages; links.py), `set_local_*` and `get_local_bwd_output` (the neighbour
-is on the same rank), `forward_one_chunk`, `backward_one_chunk` (all of it, or only as far as inputs need),
-`backward_weight_one_chunk`, `perform_reduce_grad` (gradients.py). torch runs the whole model once to learn shapes;
-here no such run is needed.
+Torch's stage is subclassed here and in linked_stage.py, which has its messages, and nowhere else. The schedules call:
+`clear_runtime_states` (a step begins), `forward_one_chunk`, `backward_one_chunk` (all of it, or only as far as inputs
+need), `backward_weight_one_chunk`, `perform_reduce_grad` (gradients.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep._torch_compat_running import let_graph_go
-from wholestep.errors import OptionError, StageError
+from wholestep.errors import StageError
 from wholestep.parallel.plan import Plan
 from wholestep.pipelining.chunk_backward import Beginning, accumulate, add_passed, begin
 from wholestep.pipelining.data_parallel import apply_plan
 from wholestep.pipelining.gradients import Earlier, divide
 from wholestep.pipelining.halves import Group, first_half, second_half
-from wholestep.pipelining.links import Receiver, Sender, Wire
-from wholestep.pipelining.messages import Size, check_values
+from wholestep.pipelining.linked_stage import Forwarded, LinkedStage
+from wholestep.pipelining.messages import check_values
 from wholestep.pipelining.rank_step import RankStep
-from wholestep.pipelining.shared import SharedParameter
-from wholestep.pipelining.stage_module import StageModule, follow_device
+from wholestep.pipelining.stage_source import Source
 from wholestep.pipelining.written_inputs import written_inputs
-from wholestep.runtime.channel import Channel
 
 Weights = Literal["rows", "equal"]
 
 
-class Source(Protocol):
-    """What a stage needs of a pipe."""
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-
-    @property
-    def shared(self) -> tuple[SharedParameter, ...]:
-        """Parameters that several stages use."""
-
-    def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of a stage."""
-
-    def flatten_inputs(self, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
-        """The tensors of a call."""
-
-    def unflatten_outputs(self, flat: Sequence[torch.Tensor]) -> Any:
-        """What the model returns."""
-
-
-class Forwarded(NamedTuple):
-    """A microbatch between its forward and its backward."""
-
-    outputs: tuple[torch.Tensor, ...]
-    inputs: tuple[torch.Tensor, ...]
-
-
-class Stage(PipelineStage):
+class Stage(LinkedStage):
     """A stage of a pipe on this rank. Made by `pipe.build_stage`."""
 
     def __init__(
         self,
         source: Source,
         index: int,
+        module: nn.Module,
         device: torch.device,
         group: dist.ProcessGroup | None,
         rank_step: RankStep,
         data_parallel: Plan | None,
         weights: Weights,
     ) -> None:
-        module = source.get_stage_module(index).to(device)
+        module.to(device)
         rank_step.own_copies(index, module)
-        super().__init__(module, index, source.num_stages, device, group=group)
+        super().__init__(module, index, source.num_stages, device, group, rank_step)
         self._source = source
-        self.rank_step = rank_step
         self._weighted = weights == "rows"
-        self._written = written_inputs(module)
-        self._wire = Wire(group, device)
-        self._sender = Sender(self._wire)
-        self._receiver = Receiver(self._wire)
-        self._forwarded: dict[int, Forwarded] = {}
+        self._written = written_inputs(source.get_stage_module(index))
         self._halfway: dict[int, list[Group] | Beginning] = {}
         """Between the two halves of a backward; a Beginning: nothing was done yet, the second half is all of it."""
-        self._local_inputs: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._local_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._first_sizes: list[int] = []
         self._averaging = apply_plan(module, data_parallel)
         self.earlier = Earlier()
@@ -108,14 +69,12 @@ class Stage(PipelineStage):
         """The loss function of a pipe that was told which result is its loss; else None."""
         return self._source.own_loss if getattr(self._source, "call_runs_backward", False) else None  # type: ignore[attr-defined]
 
-    @property
-    def local_stages(self) -> int:
-        """How many stages of the pipeline are on this rank."""
-        return sum(rank == self.group_rank for rank in self.stage_index_to_group_rank.values())
-
-    def global_rank(self, group_rank: int) -> int:
-        """The number in the world of a rank of the pipeline's group."""
-        return group_rank if self.group is None else dist.get_global_rank(self.group, group_rank)
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters under the model's names, also where a wrapper gives them others."""
+        own = dict(self.submod.named_parameters(remove_duplicate=False))
+        ids = {id(parameter) for parameter in own.values()}
+        original = self._source.get_stage_module(self.stage_index).named_parameters(remove_duplicate=False)
+        return {**{name: parameter for name, parameter in original if id(parameter) in ids}, **own}
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """The parameters of this stage that are counted here: of copies, the one of the first stage."""
@@ -126,57 +85,13 @@ class Stage(PipelineStage):
         """Raise if the model cannot be called so."""
         self._source.flatten_inputs(args, kwargs)
 
-    # What a schedule does once.
-
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        """Nothing is run ahead to learn shapes: messages tell them."""
-        self.chunks = num_microbatches
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
-        self.act_send_info = {}
-        self._make_side_group()
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.chunks = num_microbatches
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """One message each way to neighbours on other ranks: backends connect when they first meet."""
-        operations = []
-        for stage in (self.stage_index - 1, self.stage_index + 1):
-            rank = self.stage_index_to_group_rank.get(stage, self.group_rank)
-            if rank != self.group_rank:
-                here, there = torch.zeros(2, 1, device=self.device)
-                operations += self._wire.receives([here], self.global_rank(rank))
-                operations += self._wire.sends([there], self.global_rank(rank))
-        return operations
-
-    def _make_side_group(self) -> None:
-        """Backends without tags need a second group for messages that were not expected. All ranks come here once."""
-        together = self.rank_step
-        if not together.prepared:
-            together.prepared = True
-            if self._needs_side_group():
-                ranks = [self.global_rank(rank) for rank in range(self.group_size)]
-                together.side = dist.new_group(ranks, use_local_synchronization=True)
-        self._wire.side = together.side
-
-    def _needs_side_group(self) -> bool:
-        return self.device.type != "cpu"
-
     # A step begins and ends.
 
     def clear_runtime_states(self) -> None:
         """A schedule begins a step."""
-        self._wire.finish()
-        self._forwarded.clear()
-        self.bwd_cache.clear()
+        self._forget_messages()
         self._halfway.clear()
         self.output_chunks.clear()
-        self._sender.clear()
-        self._receiver.clear()
-        self._local_inputs.clear()
-        self._local_gradients.clear()
         self._first_sizes.clear()
         self.rank_step.begin(self)
         if self.has_backward:
@@ -222,55 +137,6 @@ class Stage(PipelineStage):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # Messages.
-
-    def _peer(self, stage: int) -> int:
-        return self.global_rank(self.stage_index_to_group_rank[stage])
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the values of a microbatch."""
-        if self.is_first:
-            return []
-        return self._receiver.receive(fwd_chunk_id, self.has_backward, self._peer(self.stage_index - 1))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the values of a microbatch."""
-        forwarded = self._forwarded[fwd_chunk_id]
-        if not self.has_backward:
-            del self._forwarded[fwd_chunk_id]
-        if self.is_last:
-            return []
-        size = Size(self.rank_step.weights.get(fwd_chunk_id, 1.0), self.rank_step.rows.get(fwd_chunk_id, 0))
-        peer = self._peer(self.stage_index + 1)
-        return self._sender.send(fwd_chunk_id, forwarded.outputs, size, self.has_backward, peer)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the gradients of a microbatch."""
-        if not self.has_backward or self.is_last:
-            return []
-        return self._sender.receive_gradients(bwd_chunk_id, self._peer(self.stage_index + 1))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the gradients of a microbatch."""
-        if not self.has_backward or self.is_first:
-            return []
-        gradients = self.bwd_cache.pop(bwd_chunk_id)
-        return self._receiver.send_gradients(bwd_chunk_id, gradients, self._peer(self.stage_index - 1))
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """The stage before is on this rank: its values come without a message."""
-        values = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else tuple(prev_stage_outputs)
-        grad = self.has_backward
-        self._local_inputs[mb_index] = tuple([_leaf(value, grad and value.requires_grad) for value in values])
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """The stage behind is on this rank: its gradients come without a message."""
-        self._local_gradients[mb_index] = tuple(next_stage_bwd_outputs)
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """The gradients for a stage before on this rank; none in an evaluation, which runs the same actions."""
-        return self.bwd_cache.pop(mb_index, ())
-
     # Forward.
 
     def forward_one_chunk(
@@ -307,14 +173,7 @@ class Stage(PipelineStage):
             self.rank_step.weights[chunk] = self._weigh(inputs)
             self.rank_step.rows[chunk] = min((value.shape[0] for value in inputs if value.dim()), default=0)
             return inputs
-        if chunk in self._local_inputs:
-            return self._local_inputs.pop(chunk)
-        values, layout = self._receiver.take(chunk, self._peer(self.stage_index - 1))
-        self.rank_step.weights[chunk], self.rank_step.rows[chunk] = layout.size
-        grad = torch.is_grad_enabled()
-        return tuple(
-            [_leaf(value, grad and form.requires_grad) for value, form in zip(values, layout.forms, strict=True)]
-        )
+        return self._received(chunk)
 
     def _weigh(self, inputs: Sequence[torch.Tensor]) -> float:
         """The size of a microbatch in parts of the first: inputs that are not split do not count."""
@@ -389,8 +248,7 @@ class Stage(PipelineStage):
         self, chunk: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], loss: torch.Tensor | None
     ) -> Beginning:
         if not self.is_last:
-            local = self._local_gradients.pop(chunk, None)
-            return begin(outputs, self._sender.take_gradients(chunk) if local is None else local, inputs)
+            return begin(outputs, self._gradients(chunk), inputs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise StageError(
                 f"the loss of microbatch {chunk} is {_describe(loss)}.",
@@ -425,58 +283,5 @@ class Stage(PipelineStage):
             self.submod.set_requires_gradient_sync(False)
 
 
-def _leaf(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A value of another stage: autograd ends here."""
-    return value.detach().requires_grad_(requires_grad)
-
-
 def _describe(loss: object) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-
-
-def build_stage(
-    pipe: Source,
-    stage_index: int,
-    device: torch.device | str,
-    group: dist.ProcessGroup | None = None,
-    *,
-    data_parallel: Plan | None = None,
-    weights: Weights = "rows",
-) -> Stage:
-    """The stage of a pipe on this rank, for any schedule of torch.
-
-    `weights`: how microbatches of different sizes count. "rows": by their size, so that the gradient of a mean loss is
-    that of the whole batch. "equal": all the same, as torch does; for losses that are sums.
-    """
-    if weights not in ("rows", "equal"):
-        raise OptionError(f"weights={weights!r} is not known.", fix='use "rows" or "equal".')
-    if not 0 <= stage_index < pipe.num_stages:
-        raise StageError(
-            f"there is no stage {stage_index}: the pipe has {pipe.num_stages}.", fix="count stages from 0."
-        )
-    module = pipe.get_stage_module(stage_index)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if empty is not None and torch.device(device).type != "meta":
-        raise StageError(
-            f"{empty} of stage {stage_index} is on the meta device: it has no values.",
-            fix=f"give the stage its tensors first: pipe.materialize_stage({stage_index}, device, state_dict).",
-        )
-    if isinstance(module, StageModule) and empty is None:
-        follow_device(module, device)  # a stage without tensors, of a model on the meta device
-    steps: dict[Any, RankStep] = pipe.__dict__.setdefault("_rank_steps", {})
-    rank_step = steps.get(group)
-    if rank_step is None:
-        rank_step = steps[group] = RankStep(group, pipe.shared)
-        Channel.current()  # this rank gives signs of life from now on: others may wait for it
-    return Stage(pipe, stage_index, torch.device(device), group, rank_step, data_parallel, weights)
-
-
-def own_stages(stages: Stage | Sequence[Stage], who: str) -> list[Stage]:
-    """The stages of this rank, from what a user gives."""
-    given: list[Any] = list(stages) if isinstance(stages, list | tuple) else [stages]
-    if not given or not all(isinstance(stage, Stage) for stage in given):
-        raise StageError(
-            f"{who} takes stages of pipe.build_stage.", fix="pass the stage of this rank, or the list of all of them."
-        )
-    return given
