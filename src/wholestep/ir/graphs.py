@@ -15,7 +15,7 @@ _COPY = torch.ops.aten.copy_.default
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same nodes under the same names, each with metadata of its own (the entries are not copied)."""
-    with _no_collection():
+    with no_collection():
         return _copy(graph)
 
 
@@ -38,7 +38,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """While very many objects are made that all stay, looking for garbage takes most of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import fx
 
 from wholestep._torch_compat import lazy_graph_module
-from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.graphs import copy_graph, no_collection, tensors_in
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
@@ -51,11 +52,12 @@ def fit_to_budget(
     """Rewrite a graph in normal form so that its peak is within a budget; raises MemoryBudgetError if none is."""
     started = time.perf_counter()
     compiles = lowering.lowers(step_graph, runs_once=runs_once)
-    work = _Work(step_graph, lowering, policy, compiles, runs_once)
-    check_policy(work.outline)
-    fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
-    found, most = fitting.fit(budget)
-    step_graph.gm.graph = work.planned(found.candidate)
+    with nullcontext() if compiles else no_collection():
+        work = _Work(step_graph, lowering, policy, compiles, runs_once)
+        check_policy(work.outline)
+        fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
+        found, most = fitting.fit(budget)
+        step_graph.gm.graph = work.planned(found.candidate)
     step_graph.gm.recompile()
     report = work.report(found, most, fitting)
     log.info("%s", report)

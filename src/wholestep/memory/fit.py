@@ -60,6 +60,8 @@ class Fitting:
         """The lowest peak that was found, after building the lowest rungs."""
         for rung in range(self._effort.smallest):
             self._try(self._plans.rung(rung / self._steps))
+        if self._effort.smallest > 1:
+            self._try(self._plans.front[0])  # the first rung has the same estimate and computes less again
         return min(self._tried.values(), key=lambda each: (each.peak, each.candidate.cost))
 
     def without(self) -> Fitted:

@@ -71,6 +71,8 @@ class Outline:
         inputs = [tuple(place[source] for source in node.all_input_nodes) for node in nodes]
         forward = [node.op == "call_function" and is_forward(node) for node in nodes]
         backward = [node.op == "call_function" and is_backward(node) for node in nodes]
+        for i in _inside_of_forward(inputs, forward, backward):
+            forward[i], backward[i] = True, False
         pieces = _pieces_when_updated(graph, device)
         kept: set[int] = set()
         for i, node in enumerate(nodes):
@@ -227,6 +229,19 @@ class Outline:
         """For each piece of memory the place of the node that makes it."""
         place = {node: i for i, node in enumerate(self.nodes)}
         return [place[node] for node in self.pieces.maker]
+
+
+def _inside_of_forward(inputs: list[tuple[int, ...]], forward: list[bool], backward: list[bool]) -> list[int]:
+    """Backward nodes that a forward is computed from, by no update: gradients that are a part of the loss."""
+    found = []
+    inside = list(forward)
+    for i in range(len(inputs) - 1, -1, -1):
+        if inside[i]:
+            if backward[i]:
+                found.append(i)
+            for source in inputs[i]:
+                inside[source] = inside[source] or backward[source]
+    return found
 
 
 def _pieces_when_updated(graph: fx.Graph, device: torch.device | None) -> Pieces:

@@ -1,7 +1,7 @@
 """The plans worth having: from nothing computed again to the smallest peak, each cheaper than all with a lower one.
 
-Three sources: cuts at growing prices; cuts at no price with anchors; and between two neighbours of the list mixtures,
-which follow the one up to some node of the forward and the other from there on.
+Three sources: cuts at growing prices; cuts at no price with anchors; and mixtures of a plan with its neighbour, or with
+none, which follow the one up to some node of the forward and the other from there on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Plans:
         low = self.front[fitting[-1]]
         if fitting[-1] + 1 == len(self.front):
             return low
-        return self._between(low, self.front[fitting[-1] + 1], fits)
+        # A part of a plan is often as good as all of it: what is computed again late does not lower the peak.
+        mixed = (self._between(low, high, fits) for high in (self.front[fitting[-1] + 1], self.front[-1]))
+        return min(mixed, key=lambda each: (each.cost, each.peak))
 
     def rung(self, fraction: float) -> Candidate:
         """The cheapest plan whose estimated peak is at most so far on the way from the smallest to the largest."""
