@@ -15,6 +15,7 @@ from wholestep.pipelining import (
     MultiUseParameterConfig,
     Pipe,
     PipeSequential,
+    PipeSplitWrapper,
     SplitPoint,
     TensorChunkSpec,
     TrivialLossWrapper,
@@ -235,6 +236,31 @@ def test_an_example_call_gives_a_pipe_for_ranks():
     assert torch.equal(pipe(x)[0], model(x))
     with pytest.raises(PipelineError, match="traced without an example call"):
         Pipe.from_tracing(model).build_stage(0, "cpu")
+
+
+def test_the_last_form_of_pippy_cuts_a_whole_batch_into_chunks():
+    model, x = Model(), torch.randn(6, 6)
+    for pipe in (
+        Pipe.from_tracing(model, 3, example_args=(x,)),
+        Pipe.from_tracing(model, num_chunks=3, example_args=(), example_kwargs={"x": x}),
+        Pipe.from_tracing(model, REPLICATE, num_chunks=3, example_args=(x,)),
+    ):
+        assert pipe.num_stages == 3
+        assert next(iter(pipe.routing.values.values())).meta.shape[1:] == (6,)
+        assert torch.equal(pipe(x[:2])[0], model(x[:2]))
+
+
+@pytest.mark.parametrize("capture", [Pipe.from_tracing, lambda model: pipeline(model, (torch.randn(3, 6),))])
+def test_a_module_in_a_split_wrapper_begins_or_ends_a_stage(capture):
+    layers = [nn.Linear(6, 6) for _ in range(3)]
+    ends = PipeSplitWrapper.SplitPoint.END
+    model = nn.Sequential(layers[0], PipeSplitWrapper(layers[1]), PipeSplitWrapper(nn.ReLU(), ends), layers[2])
+    pipe = capture(model)
+    assert pipe.num_stages == 3
+    x = torch.randn(3, 6)
+    found = pipe(x)
+    assert torch.equal(found[0] if isinstance(found, tuple) else found, model(x))
+    assert set(pipe.state_dict()) == set(model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,27 @@ class SplitPoint(Flag):
     END = 2
 
 
-class PipeSplitWrapper:
-    """Where `SplitPoint` was found in PiPPy."""
+_Point = SplitPoint
+
+
+class PipeSplitWrapper(torch.nn.Module):
+    """A module with a cut before it, or after it, as in PiPPy. Names of its state have `mod` in them."""
 
     SplitPoint = SplitPoint
+
+    def __init__(self, mod: torch.nn.Module, split_point: _Point = SplitPoint.BEGINNING) -> None:
+        super().__init__()
+        self.mod = mod
+        self.split_point = split_point
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with its marks."""
+        if _Point.BEGINNING in self.split_point:
+            pipe_split()
+        result = self.mod(*args, **kwargs)
+        if _Point.END in self.split_point:
+            pipe_split()
+        return result
 
 
 class SplitAnnotations:

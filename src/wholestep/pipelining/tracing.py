@@ -17,6 +17,7 @@ from wholestep._torch_compat import pytree
 from wholestep._torch_compat_pipelining import RecordCalls, torchs_markers
 from wholestep.errors import PipelineError
 from wholestep.pipelining.backward import insert_backward
+from wholestep.pipelining.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.loss import Result, default_spec, find_loss
 from wholestep.pipelining.markers import SPLIT, SplitPoint, pipe_split, split_points
 from wholestep.pipelining.pipe import Pipe
@@ -29,22 +30,39 @@ SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 def from_tracing(mod: torch.nn.Module, *args: Any, **options: Any) -> Pipe:
     """Cut a model: with an example call as torch has it (`example_args, example_kwargs, split_policy`), through
-    `pipeline`; without one as PiPPy has it, through `from_symbolic_tracing`."""
-    if "example_args" in options or (args and isinstance(args[0], tuple | list)):
-        return _from_example(mod, *args, **options)
-    return from_symbolic_tracing(mod, *args, **options)
+    `pipeline`; without one as PiPPy has it, through `from_symbolic_tracing`.
+
+    The last PiPPy had `num_chunks` before the example, which then was a whole batch: it is cut into that many.
+    """
+    given = list(args)
+    if given and isinstance(given[0], int):
+        options["num_chunks"] = given.pop(0)
+    if "example_args" in options or "example_kwargs" in options or (given and isinstance(given[0], tuple | list)):
+        if given and isinstance(given[0], MultiUseParameterConfig | Mapping):
+            options["multi_use_param_spec"] = given.pop(0)
+        return _from_example(mod, *given, **options)
+    return from_symbolic_tracing(mod, *given, **options)
 
 
 def _from_example(
     mod: torch.nn.Module,
-    example_args: Any,
+    example_args: Any = (),
     example_kwargs: Mapping[str, Any] | None = None,
     split_policy: SplitPolicy | None = None,
+    *,
+    num_chunks: int | None = None,
+    output_loss_value_spec: Any = None,
+    multi_use_param_spec: Any = "replicate",
     **options: Any,
 ) -> Pipe:
     from wholestep.pipelining.frontend import pipeline
 
-    return pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
+    call: tuple[Any, Any] = (example_args, example_kwargs)
+    if num_chunks is not None:
+        positional, named = split_args_kwargs_into_chunks(tuple(example_args), example_kwargs, num_chunks)
+        call = positional[0], named[0]
+    known = {"loss": output_loss_value_spec, "multi_use_params": multi_use_param_spec, **options}
+    return pipeline(mod, *call, split_policy=split_policy, **known)
 
 
 def from_symbolic_tracing(
