@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,23 @@ def test_a_step_under_the_debug_interpreter_trains_to_the_bit_as_eager_does() ->
         step: Any = make(train_step)
         torch.manual_seed(5)
         losses = [step(model, optimizer, x) for _ in range(3)]
+        results.append([*losses, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [(torch.float16, partial(torch.optim.AdamW, eps=1e-3)), (torch.bfloat16, torch.optim.Adafactor)],
+    ids=["float16", "bfloat16"],
+)
+def test_half_precision_is_rounded_as_eagers_operators_in_place_do(dtype: torch.dtype, optimizer: Any) -> None:
+    results = []
+    for make in (lambda f: f, lambda f: ws.compile(f, lower="debug")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+        chosen = optimizer(model.parameters(), lr=0.01, foreach=True)
+        step: Any = make(train_step)
+        losses = [step(model, chosen, torch.randn(16, 8, dtype=dtype)) for _ in range(5)]
         results.append([*losses, *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -23,7 +23,9 @@ from wholestep.compilers.known_faults import is_known, unknown_places
 from wholestep.compilers.origin import location_of_node, module_path
 from wholestep.compilers.symbol_values import SymbolValues
 from wholestep.errors import DebugError, Location
-from wholestep.ir.meta import KEY
+from wholestep.ir.effects import draws, written_positions
+from wholestep.ir.meta import KEY, node_meta
+from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
 
 _WRONG_METADATA = (
@@ -103,7 +105,22 @@ class DebugInterpreter(fx.Interpreter):
         for difference in self._differences(n, result, had):
             if not is_known(n, difference):
                 self._report(n, difference)
+        if self._is_step:
+            self._take_eagers_numbers(n, result)
         return result
+
+    def _take_eagers_numbers(self, node: fx.Node, result: Any) -> None:
+        """Where eager ran an operator in place, what that one makes: some round differently from their functional
+        form. It is called on copies; the graph stays as people read it."""
+        op = node_meta(node).in_place
+        if op is None or not isinstance(node.target, OpOverload) or draws(node):
+            return
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        values = call_on_copies(op, written_positions(op), *args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if [_form(value) for value in values] == [_form(leaf) for leaf in leaves]:
+            for leaf, value in zip(leaves, values, strict=True):
+                leaf.copy_(value)
 
     def _differences(self, node: fx.Node, result: Any, had: list[bool] | None) -> Iterator[Difference]:
         if node.op == "output":
@@ -169,6 +186,10 @@ class DebugInterpreter(fx.Interpreter):
         self.mismatches.append(found)
         if self._stop:
             raise _error([found], self.symbols)
+
+
+def _form(value: Any) -> Any:
+    return (value.dtype, value.device, value.shape) if isinstance(value, Tensor) else None
 
 
 def _is_fresh(op: OpOverload) -> bool:
