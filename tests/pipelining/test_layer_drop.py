@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from pipelining.models import numbers
-from wholestep.errors import PipelineCaptureError
+from wholestep.errors import PipelineCaptureError, PipelineModeError
 from wholestep.pipelining import SplitPoint, pipeline
 
 
@@ -42,8 +42,15 @@ def test_a_probability_of_0_is_captured_and_draws_as_eager_does():
 
 
 def test_a_probability_above_0_is_refused_with_the_line():
-    with pytest.raises(PipelineCaptureError, match=r"self\.probability"):
+    with pytest.raises(PipelineCaptureError, match=r"(?s)self\.probability.*layerdrop=0\.0"):
         pipeline(Dropping(0.1), (numbers(4, 8),), stages=2)
+
+
+def test_a_pipe_from_evaluation_says_which_line_stops_training():
+    pipe = pipeline(Dropping(0.1).eval(), (numbers(4, 8),), stages=2)
+    pipe.train()
+    with pytest.raises(PipelineModeError, match=r"no graph for training.*test_layer_drop\.py:\d+ in forward"):
+        pipe(numbers(4, 8))
 
 
 def test_bart_is_trained():

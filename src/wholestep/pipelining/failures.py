@@ -21,6 +21,8 @@ def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> Pipe
     fix = "write the line with tensor operators (torch.where, torch.cond)"
     if "not a known type" in str(error) or "pytree" in str(error):
         fix = "return and take tensors in tuples, lists and dictionaries (transformers: config.use_cache = False)"
+    if "data-dependent" in str(error):
+        fix += "; a branch on torch.rand is captured where its probability is 0 (layerdrop=0.0)"
     if chain is None:
         fix += ", or write the stages as modules of your own: torch.distributed.pipelining.PipelineStage runs them"
     else:

@@ -50,7 +50,7 @@ def capture_modes(module: torch.nn.Module, capture: Callable[[], Program]) -> Mo
             try:
                 programs[mode] = capture()
             except WholestepError as error:
-                missing[mode] = error.what
+                missing[mode] = error.what if error.location is None else f"{error.what.rstrip('.')} ({error.location})"
     return Modes(main, programs, missing)
 
 

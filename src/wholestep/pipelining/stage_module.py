@@ -93,7 +93,7 @@ class StageModule(fx.GraphModule):
             shown = {"train": "training", "eval": "evaluation"}[self._mode]
             raise PipelineModeError(
                 f"stage {self._about.index} has no graph for {shown}: {self._about.missing[self._mode]}.",
-                fix=f"make another pipe with the model in {shown}",
+                fix=f"make another pipe with the model in {shown}; where that is refused too, its error says why",
             )
         return super().__call__(*args, **kwargs)
 
