@@ -359,6 +359,10 @@ class PipelineInputError(PipelineError):
     code = "WS-PIPELINE-INPUT"
 
 
+class PipelineCallError(PipelineInputError, TypeError):
+    """A pipe is called with arguments that the model does not take, or without some that it needs."""
+
+
 class PipelineLossError(PipelineError, RuntimeError):
     """The loss spec of a pipe does not fit what the model returns."""
 

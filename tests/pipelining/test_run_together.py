@@ -13,7 +13,7 @@ from torch import nn
 
 from pipelining.hand_made import HandMade
 from ranks import run_ranks
-from wholestep.errors import DesyncError, PipelineInputError, StageError
+from wholestep.errors import DesyncError, PipelineCallError, PipelineInputError, StageError
 from wholestep.pipelining import TensorChunkSpec, build_stage, pipe_split, pipeline, schedule
 
 
@@ -62,7 +62,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_runs():
 
 def test_what_was_forgotten_is_said():
     (error,) = run_ranks(on_one_rank, 1, 0, 0, 8)
-    assert error.startswith(PipelineInputError.__name__)
+    assert error.startswith(PipelineCallError.__name__)
     assert "missing a required argument: 'x'" in error
     (error,) = run_ranks(on_one_rank, 1, 8, 0, None)
     assert error.startswith(StageError.__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from wholestep._torch_compat import pytree
-from wholestep.errors import PipelineInputError
+from wholestep.errors import PipelineCallError, PipelineInputError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -66,7 +66,7 @@ class CallForm:
         try:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise PipelineInputError(
+            raise PipelineCallError(
                 f"the model cannot be called so: {error}.",
                 fix=f"give {', '.join(self.names) or 'no argument'}, as pipeline() got it; with a schedule, on the "
                 "rank of the first stage",

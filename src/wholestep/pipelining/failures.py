@@ -41,7 +41,7 @@ def location_of_error(error: BaseException) -> Location | None:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_FOREIGN) and not code.co_filename.startswith("<frozen"):
+        if not code.co_filename.startswith((*_FOREIGN, "<")):  # "<": code that torch or dataclasses made
             text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
             found = Location(code.co_filename, trace.tb_lineno, code.co_name, text)
         trace = trace.tb_next

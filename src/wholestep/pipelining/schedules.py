@@ -34,7 +34,6 @@ from wholestep.pipelining.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.given import check_target, rows_of
 from wholestep.pipelining.stage import Stage
 from wholestep.pipelining.stage_building import own_stages
-from wholestep.runtime.channel import DEADLINE
 
 _OPTIONS = ("losses", "return_outputs", "loss_kwargs")
 """Arguments of `step` that are not the model's."""
@@ -46,15 +45,17 @@ def schedule(
     n_microbatches: int,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     *,
-    deadline: float = DEADLINE,
+    deadline: float = 60.0,
     **options: Any,
 ) -> Any:
     """A schedule of torch over stages of `pipe.build_stage`. `kind`: "1F1B", "ZBVZeroBubble", ... or torch's class.
 
-    `deadline`: seconds that ranks wait for each other before the first step. `options` are those of torch's class. The
-    result is an instance of it.
+    `deadline`: seconds that ranks wait for each other before the first step: they may still capture or load data.
+    `options` are those of torch's class. The result is an instance of it.
     """
     cls = _class_of(kind)
+    if not deadline > 0:
+        raise OptionError(f"deadline={deadline!r}", fix="use a number of seconds above 0.")
     given = own_stages(stages, "a schedule")
     loss_fn = loss_fn or given[0].own_loss
     whole = type(cls.__name__, (_Whole, cls), {})
