@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -192,6 +193,7 @@ def _rank_main(
         faulthandler.enable(file=file, all_threads=True)
         faulthandler.dump_traceback_later(deadline + _ORPHAN_SECONDS, exit=True, file=file)
         try:
+            gc.freeze()  # what the parent made is not looked at: every page that is would be copied
             torch.set_num_threads(1)
             if sys.platform == "linux":
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

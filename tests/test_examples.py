@@ -25,6 +25,7 @@ ON_RANKS = {"WS-DESYNC", "WS-MESH", "WS-PEER-FAILED", "WS-PENDING", "WS-PLAN", "
 CODES = [cls.code for cls in all_error_types() if cls.__module__.startswith("wholestep.")]
 
 
+@pytest.mark.compiles
 def test_the_demo_ends_with_two_equal_runs(capsys):
     assert demo.main(f"{SMALL} --sample 5 --device cpu --compiled-steps 3".split()) == 0
     shown = capsys.readouterr().out

@@ -353,20 +353,17 @@ print(ws.capture(run.step, *run.arguments(0)).fingerprint())
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", FINGERPRINT],
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    said = [child.communicate(timeout=300)[0].strip() for child in children]
-    assert [child.returncode for child in children] == [0, 0]
+    said = subprocess.run(
+        [sys.executable, "-c", FINGERPRINT],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout.strip()
     torch.manual_seed(0)
     run = training(device(), "GPT2", True)
-    assert said == [ws.capture(run.step, *run.arguments(0)).fingerprint()] * 2
+    assert said == ws.capture(run.step, *run.arguments(0)).fingerprint()
 
 
 def test_the_public_names_are_there() -> None:

@@ -124,14 +124,14 @@ def test_without_a_signature_inputs_go_by_the_names_of_their_placeholders() -> N
     assert step.signature.inputs[0].kind is InputKind.PARAMETER
 
 
-def test_fifty_thousand_nodes_are_looked_at_once() -> None:
+def test_ten_thousand_nodes_are_looked_at_once() -> None:
     build = Build()
     node = build.input("x", 4)
-    for _ in range(6_000):
+    for _ in range(1_300):
         for _ in range(3):
             node = build.call(aten.view.default, node, [4])
         build.reduce(node)
         node = build.wait(build.reduce(node))
     found = look(build.finish(node))
-    assert len(found) == 12_000
+    assert len(found) == 2_600
     assert found[-1].text.startswith("all_reduce(sum, group 0) of model.x:")

@@ -357,9 +357,9 @@ def test_a_shape_that_depends_on_data_is_taken_as_recorded() -> None:
 
 def test_time_grows_with_the_length_of_the_graph_only() -> None:
     step = chain(50_000)
-    start = time.perf_counter()
+    start = time.process_time()
     verify(step)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("view", [False, True])

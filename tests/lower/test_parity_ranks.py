@@ -99,9 +99,11 @@ def beside_fully_shard(case: Case) -> list[str]:
     return lowered_beside(Side(case, lambda model: fully_shard(model, mesh=mesh)), case, ws.FullyShard(mesh))
 
 
-def test_replicated_steps_train_lowered_as_ddp() -> None:
-    all_of(beside_ddp, CASES, deadline=600)
+def test_steps_train_lowered_as_torchs_wrappers() -> None:
+    """In one set of ranks: each of them imports Inductor."""
 
+    def check(case: Case) -> list[str]:
+        replicated = [f"beside DDP: {line}" for line in beside_ddp(case)]
+        return replicated + [f"beside fully_shard: {line}" for line in beside_fully_shard(case)]
 
-def test_sharded_steps_train_lowered_as_fully_shard() -> None:
-    all_of(beside_fully_shard, CASES, deadline=600)
+    all_of(check, CASES, deadline=600)

@@ -57,7 +57,7 @@ class Case:
     step: Callable[..., Any] = train_step
     batch: Callable[[int, int], tuple[Any, ...]] = lambda i, rank: (numbers(i, rank, 5, 6),)
     after: Callable[[int, Optimizer], None] = lambda i, optimizer: None
-    steps: int = 10
+    steps: int = 5
     graphs: int = 2
     """The most graphs: one that creates optimizer state and one for ever after."""
     compile: dict[str, Any] = field(default_factory=dict)

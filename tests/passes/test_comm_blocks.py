@@ -156,11 +156,11 @@ def test_shapes_may_be_symbolic_or_unknown() -> None:
     assert get_all_comm_blocks(gm, "all_reduce")[0].shape is None
 
 
-def test_fifty_thousand_nodes() -> None:
+def test_ten_thousand_nodes() -> None:
     build = Build()
     node = build.input("x", 4)
-    for _ in range(12_500):
+    for _ in range(2_500):
         node = build.call(aten.neg.default, build.call(aten.view.default, build.wait(build.reduce(node)), [4]))
     step = build.finish(node)
-    assert len(step.gm.graph.nodes) > 50_000
-    assert len(get_all_comm_blocks(step.gm, "all_reduce")) == 12_500
+    assert len(step.gm.graph.nodes) > 10_000
+    assert len(get_all_comm_blocks(step.gm, "all_reduce")) == 2_500

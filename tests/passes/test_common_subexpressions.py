@@ -242,7 +242,7 @@ def writing(code: list[tuple[str, int, int]]) -> fx.GraphModule:
 KINDS = st.sampled_from(["write", "add_", "view", "part", "split", "neg", "neg", "add", "add", "zeros", "zeros"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(KINDS, st.integers(0, 5), st.integers(0, 5)), max_size=14))
 def test_graphs_that_write_compute_the_same(code: list[tuple[str, int, int]]) -> None:
     gm = writing(code)
@@ -265,7 +265,7 @@ def test_what_is_written_later_or_before_is_not_merged() -> None:
     assert plan_merges(gm.graph) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(communicating_steps())
 def test_any_step_computes_the_same(step: StepGraph) -> None:
     check(step, merged=len(plan_merges(step.gm.graph)))

@@ -255,7 +255,7 @@ def test_sends_are_never_merged() -> None:
     assert dedup_collectives(build.finish().gm) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(communicating_steps())
 def test_any_step_computes_the_same(step: StepGraph) -> None:
     started = [node for node in step.gm.graph.nodes if node.name in {c.node for c in communication(step.gm)}]
@@ -275,16 +275,16 @@ def test_any_step_computes_the_same(step: StepGraph) -> None:
     assert again.fingerprint() == step.fingerprint()
 
 
-def test_fifty_thousand_nodes() -> None:
+def test_ten_thousand_nodes() -> None:
     build = Build()
     w = node = build.input("w", 4)
-    for _ in range(8_000):
+    for _ in range(1_700):
         cast = build.call(aten._to_copy.default, w, dtype=torch.float64)
         node = build.call(aten.add.Tensor, node, build.wait(build.reduce(cast)))
         node = build.call(aten.neg.default, build.wait(build.reduce(node, group="1")))
     step = build.finish(node)
-    assert len(step.gm.graph.nodes) > 50_000
-    assert dedup_collectives(step.gm) == 7_999
+    assert len(step.gm.graph.nodes) > 10_000
+    assert dedup_collectives(step.gm) == 1_699
     assert count(step, aten._to_copy.default) == 1
     verify(step)
 

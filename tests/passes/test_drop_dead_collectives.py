@@ -92,7 +92,7 @@ def test_sends_stay_somebody_receives_them() -> None:
     assert drop_dead_collectives(build.finish(x).gm) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(communicating_steps())
 def test_any_step_computes_the_same(step: StepGraph) -> None:
     before = run(step)
@@ -107,15 +107,15 @@ def test_any_step_computes_the_same(step: StepGraph) -> None:
         assert any(wait.users for wait in node.users)
 
 
-def test_fifty_thousand_nodes() -> None:
+def test_ten_thousand_nodes() -> None:
     build = Build()
     x = node = build.input("x", 4)
-    for _ in range(17_000):
+    for _ in range(3_400):
         node = build.call(aten.neg.default, build.wait(build.reduce(node)))
     step = build.finish(x)
-    assert len(step.gm.graph.nodes) > 50_000
+    assert len(step.gm.graph.nodes) > 10_000
     for unread in reversed(list(step.gm.graph.nodes)):
         if unread.target is aten.neg.default and not unread.users:
             step.gm.graph.erase_node(unread)
-    assert drop_dead_collectives(step.gm) == 17_000
+    assert drop_dead_collectives(step.gm) == 3_400
     assert targets(step) == []

@@ -152,7 +152,7 @@ def test_random_steps_with_chains_of_uses_compute_the_same(data: st.DataObject) 
         torch.testing.assert_close(one_, other_)
 
 
-@pytest.mark.parametrize("count", [400, 4000])
+@pytest.mark.parametrize("count", [100, 1000])
 def test_long_chains_are_walked_once(count: int) -> None:
     build = Build()
     inputs = [build.input(f"w{i}", 2) for i in range(count)]

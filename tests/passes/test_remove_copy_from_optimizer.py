@@ -216,15 +216,15 @@ def test_a_step_traced_by_make_fx_keeps_its_updates() -> None:
     assert len(copies(gm)) == 2
 
 
-def test_fifty_thousand_nodes() -> None:
+def test_ten_thousand_nodes() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    grads = [graph.call_function(aten.neg.default, (x,)) for _ in range(17_000)]
+    grads = [graph.call_function(aten.neg.default, (x,)) for _ in range(3_400)]
     new = graph.call_function(aten._foreach_add.Scalar, (grads, 1))
     for i, grad in enumerate(grads):
         graph.call_function(aten.copy_.default, (grad, graph.call_function(operator.getitem, (new, i))))
     graph.output((x,))
     gm = fx.GraphModule({}, graph)
-    assert len(graph.nodes) > 50_000
+    assert len(graph.nodes) > 10_000
     remove_copy_from_optimizer(gm)
     assert len(gm.graph.nodes) == 2
