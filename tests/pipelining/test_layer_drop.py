@@ -18,11 +18,11 @@ class Dropping(nn.Module):
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-        self.probability = probability
+        self.layerdrop = probability
 
     def forward(self, x):
         for layer in self.layers:
-            if self.training and torch.rand([]) < self.probability:
+            if self.training and torch.rand([]) < self.layerdrop:
                 continue
             x = nn.functional.dropout(layer(x), 0.5, self.training)
         return x
@@ -42,7 +42,7 @@ def test_a_probability_of_0_is_captured_and_draws_as_eager_does():
 
 
 def test_a_probability_above_0_is_refused_with_the_line():
-    with pytest.raises(PipelineCaptureError, match=r"(?s)self\.probability.*layerdrop=0\.0"):
+    with pytest.raises(PipelineCaptureError, match=r"(?s)self\.layerdrop.*layerdrop=0\.0"):
         pipeline(Dropping(0.1), (numbers(4, 8),), stages=2)
 
 

@@ -18,10 +18,11 @@ _FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__
 def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> PipelineCaptureError:
     """The error for a model that export cannot capture."""
     chain = find_chain(module, call)
+    location = location_of_error(error)
     fix = "write the line with tensor operators (torch.where, torch.cond)"
     if "not a known type" in str(error) or "pytree" in str(error):
         fix = "return and take tensors in tuples, lists and dictionaries (transformers: config.use_cache = False)"
-    if "data-dependent" in str(error):
+    if "data-dependent" in str(error) and location is not None and "drop" in location.text:
         fix += "; a branch on torch.rand is captured where its probability is 0 (layerdrop=0.0)"
     if chain is None:
         fix += ", or write the stages as modules of your own: torch.distributed.pipelining.PipelineStage runs them"
@@ -31,7 +32,7 @@ def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> Pipe
     return PipelineCaptureError(
         f"torch.export cannot turn {type(module).__name__} into one graph: {_first_lines(error)}",
         fix=fix,
-        location=location_of_error(error),
+        location=location,
     )
 
 

@@ -39,7 +39,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 def check_target(target: Any, rows: int) -> None:
     """Raise if a target has fewer rows than its batch or microbatch."""
-    for leaf in pytree.tree_leaves(target):
+    for leaf in [target] if isinstance(target, torch.Tensor) else pytree.tree_leaves(target):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] < rows:
             raise PipelineInputError(
                 f"the target has {leaf.shape[0]} rows for {rows} rows of input: it would be broadcast.",
