@@ -44,10 +44,10 @@ format: $(STAMP)
 
 # One torch thread per worker: two workers with two threads each would fight over two cores. Tests that leave something
 # behind in their process (a fake process group, Inductor) run in processes from which no rank is forked (5: ARGS
-# selected none of them).
+# selected none of them). Each worker takes one half of the tests, in order, and then some of what the other has left.
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not (fake_group or compiles or every_lowered_case)" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "(fake_group or compiles) and not every_lowered_case" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or every_lowered_case)" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not every_lowered_case" $(ARGS) || test $$? -eq 5
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,9 +85,16 @@ def hugging_face_step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[
     return loss
 
 
-def training(where: torch.device, name: str, mask: bool = False, **changes: Any) -> Run:
+def training(
+    where: torch.device,
+    name: str,
+    mask: bool = False,
+    *,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **changes: Any,
+) -> Run:
     model = language_model(name, **changes).to(where)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = make_optimizer(model.parameters(), lr=1e-3)
 
     def batch(i: int) -> dict[str, torch.Tensor]:
         ids = tokens_of(where, i, 2, 9, vocabulary=VOCABULARY - 3) + 3

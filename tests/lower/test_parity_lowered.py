@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 import wholestep as ws
 from cases import buffers_and_randomness, gradients, huggingface, networks, optimizers, precision, schedules, structure
@@ -67,17 +68,17 @@ ALWAYS = (
 """At least one of each family of optimizers and of what lowering treats in its own way; quick to compile."""
 
 
-def small(name: str, mask: bool = False, **sizes: int) -> Case:
+def small(name: str, mask: bool = False, **settings: Any) -> Case:
     """A language model of one layer."""
-    return Case(f"small-{name}", lambda where: huggingface.training(where, name, mask, **sizes))
+    return Case(f"small-{name}", lambda where: huggingface.training(where, name, mask, **settings))
 
 
 SMALL = cases_on(
     "cpu",
     [
         small("GPT2", n_layer=1, n_embd=16),
-        small("Llama", num_hidden_layers=1, hidden_size=16, head_dim=4),
-        small("Bert", mask=True, num_hidden_layers=1, hidden_size=16),
+        small("Llama", num_hidden_layers=1, hidden_size=16, head_dim=4, make_optimizer=SGD),
+        small("Bert", mask=True, num_hidden_layers=1, hidden_size=16, make_optimizer=SGD),
     ],
 )
 
