@@ -63,7 +63,8 @@ def run_example(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(set(CODES) - NOT_RAISED_THEMSELVES - ON_RANKS))
-def test_the_example_of_an_error_page_raises_that_error(code):
+def test_the_example_of_an_error_page_raises_that_error(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write a file
     with pytest.raises((ws.WholestepError, RuntimeError), match=re.escape(f"[{code}]")):
         run_example(code)
 
