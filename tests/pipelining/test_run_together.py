@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelining.hand_made import HandMade
-from ranks import run_ranks
+from ranks import RanksFailed, run_ranks
 from wholestep.errors import DesyncError, PipelineCallError, PipelineInputError, StageError
 from wholestep.pipelining import TensorChunkSpec, build_stage, pipe_split, pipeline, schedule
+from wholestep.runtime.channel import Channel
 
 
 class Masked(nn.Module):
@@ -136,6 +138,25 @@ def test_a_target_on_another_rank_with_fewer_rows_is_refused():
     (first,), (second,) = run_ranks(two_ranks, 2, "target", deadline=40)
     assert "the target has 1 rows for 2 rows of input" in second
     assert "Rank 1 raised" in first
+
+
+def dies_before_it_steps(rank: int) -> str:
+    stage = build_stage(HandMade([nn.Linear(2, 2), nn.Linear(2, 2)]), rank, "cpu")
+    dist.barrier()
+    channel = Channel.current()
+    assert channel is not None
+    if rank == 1:
+        time.sleep(1.5)  # it has given a sign of life
+        os._exit(3)
+    channel.deadline = 2.0
+    return error_of(lambda: schedule("GPipe", stage, 4, loss_of).step(torch.randn(8, 2)))
+
+
+def test_a_rank_that_dies_before_it_steps_is_named_before_the_deadline():
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(dies_before_it_steps, 2, deadline=40)
+    assert list(raised.value.failures) == [1]
+    assert "Rank 1 died or hangs" in raised.value.results[0]
 
 
 def wrong_inputs(rank: int) -> str:

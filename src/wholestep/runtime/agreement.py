@@ -138,8 +138,10 @@ class _Round:
         peers.refresh(board, missing)
         late = [rank for rank in missing if now - max(self._begun, peers.compiled_at(rank)) > self._deadline]
         gone = [rank for rank in missing if peers.state(rank) in (State.LEFT, State.ABORTED)]
-        for rank in gone or late:
-            lost = self._watchdog.lost(rank, self._position, max(3 * BEAT, self._deadline / 2))
+        dead = [rank for rank in missing if peers.silent_for(rank) > self._watchdog.deadline]
+        silence = min(max(3 * BEAT, self._deadline / 2), self._watchdog.deadline)
+        for rank in gone or dead or late:
+            lost = self._watchdog.lost(rank, self._position, silence)
             if lost is not None:
                 return Failure(lost.kind, rank, lost.step, lost.call, lost.text, running=False)
         if not late:
