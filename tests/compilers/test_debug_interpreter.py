@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -260,3 +261,12 @@ def test_it_needs_no_shape_env_where_torchs_own_breaks() -> None:
         torch._functorch.aot_autograd.aot_function(function, fw_compiler=torchs)(x)
     ours = torch._functorch.aot_autograd.aot_function(function, fw_compiler=ws.compilers.debug_nop)
     assert torch.equal(ours(x), x.sin())
+
+
+def test_the_token_that_orders_effects_is_nothing_when_a_graph_runs() -> None:
+    compiled = aot_function(
+        torch.linalg.solve, fw_compiler=ws.compilers.debug_nop, bw_compiler=ws.compilers.debug_nop
+    )  # which checks for errors, an effect
+    a, b = torch.eye(3).mul(2).requires_grad_(), torch.ones(3)
+    compiled(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.full((3, 3), -0.25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from functorch.compile import default_decompositions as torchs_decompositions
 from torch import Tensor, fx, nn
 
 import wholestep as ws
-from compilers.networks import SMALL, assert_trains_as_in_eager
+from compilers.networks import SMALL, assert_trains_as_in_eager, hugging_face
 from wholestep.compilers import boxed, memory_efficient_fusion
 
 
@@ -120,3 +121,28 @@ def test_modules_train_under_a_budget_with_inductor() -> None:
     assert_trains_as_in_eager(
         Deep(), lambda model: memory_efficient_fusion(model, memory_budget=0.2), {"x": torch.randn(32, 8)}, exact=False
     )
+
+
+def test_torch_compile_takes_a_budget_too() -> None:
+    torch._dynamo.reset()
+    assert_trains_as_in_eager(
+        Deep(),
+        lambda model: torch.compile(model, backend="ws_fusion", options={"memory_budget": 0.0}),
+        {"x": torch.randn(32, 8)},
+        exact=False,
+    )
+    with pytest.raises(Exception, match="memory_budget"):
+        torch.compile(Deep(), backend="ws_fusion", options={"budget": 0.0})(torch.randn(32, 8))
+
+
+def test_hugging_face_models_train_under_a_budget() -> None:
+    model, inputs = hugging_face("Bert")
+    fused = partial(memory_efficient_fusion, fw_compiler=ws.compilers.nop, memory_budget=0.2)
+    assert_trains_as_in_eager(model, fused, inputs, exact=False)
+
+
+def test_a_function_that_returns_a_tuple_does_so_when_compiled() -> None:
+    fused = memory_efficient_fusion(lambda x: (x.sin(), x.cos()), fw_compiler=ws.compilers.nop)
+    assert isinstance(fused(torch.randn(3, requires_grad=True)), tuple)
+    listed = memory_efficient_fusion(lambda x: [x.sin(), x.cos()], fw_compiler=ws.compilers.nop)
+    assert isinstance(listed(torch.randn(3, requires_grad=True)), list)

@@ -35,13 +35,31 @@ class AOTFunction:
         key = (self._state(), *_modes(), *_shape_of((args, kwargs)))
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = aot_function(self.fn, **self._settings)
+            compiled = self._compiled[key] = _traced(self.fn, self._settings)
         return compiled(*args, **kwargs)
 
     @property
     def graphs(self) -> int:
         """How many times the function was traced."""
         return len(self._compiled)
+
+
+def _traced(fn: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """torch's `aot_function`, which makes a list of a tuple of tensors; here it stays a tuple."""
+    returned: list[type] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
+        returned[:] = [type(result)]
+        return result
+
+    compiled = aot_function(noting, **settings)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = compiled(*args, **kwargs)
+        return tuple(result) if type(result) is list and returned == [tuple] else result
+
+    return call
 
 
 class AOTModule(nn.Module):

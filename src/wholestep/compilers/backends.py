@@ -1,6 +1,7 @@
 """The compilers as `torch.compile` backends, found by the entry point `torch_dynamo_backends`.
 
     torch.compile(model, backend="ws_debug")
+    torch.compile(model, backend="ws_fusion", options={"memory_budget": 0.3})
     torch.compile(model, backend=as_backend(draw_graph_compile("model")))
 
 A backend gets dynamo's graph, has AOTAutograd make forward and backward of it, and hands these to a compiler.
@@ -8,7 +9,7 @@ A backend gets dynamo's graph, has AOTAutograd make forward and backward of it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,10 +19,11 @@ from wholestep.compilers.boxed import Compiler
 from wholestep.compilers.debug import debug_nop
 from wholestep.compilers.debug_compile import FOLDER, debug_compile
 from wholestep.compilers.draw import draw_graph_compile
-from wholestep.compilers.fusion import fusion_settings
+from wholestep.compilers.fusion import fusion_settings, with_budget
 from wholestep.compilers.graph_dumper import graph_dumper_aot
 from wholestep.compilers.plain import nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
+from wholestep.errors import OptionError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -39,9 +41,15 @@ def as_backend(fw_compiler: Compiler, bw_compiler: Compiler | None = None, **set
     return backend
 
 
-def fusion_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`memory_efficient_fusion` as a backend."""
-    made: Callable[..., Any] = aot_backend(**fusion_settings())(gm, example_inputs)
+def fusion_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """`memory_efficient_fusion` as a backend; `options` of `torch.compile` may have `memory_budget` and `policy`."""
+    unknown = sorted(set(options or {}) - {"memory_budget", "policy"})
+    if unknown:
+        raise OptionError(f"options={{{unknown[0]!r}: ..}}", fix='ws_fusion has "memory_budget" and "policy".')
+    settings = {**fusion_settings(), **with_budget(options or {})}
+    made: Callable[..., Any] = aot_backend(**settings)(gm, example_inputs)
     return made
 
 

@@ -6,7 +6,7 @@ what is computed again into the kernels that need it, on CPU and CUDA. Random nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,24 @@ def fusion_settings() -> dict[str, Any]:
     }
 
 
+def with_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `aot_function` in which `memory_budget` and `policy` became a `partition_fn`."""
+    rest = dict(settings)
+    budget, policy = rest.pop("memory_budget", None), rest.pop("policy", None)
+    if budget is not None:
+        return {"partition_fn": partition_within(budget, policy), **rest}
+    if policy is not None:
+        raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
+    return rest
+
+
 def memory_efficient_fusion(fn: Callable[..., Any], **kwargs: Any) -> Any:
     """A function or module whose forward and backward are compiled with little kept between them.
 
     `kwargs` replace single settings of `aot_function`: fw_compiler, bw_compiler, inference_compiler, partition_fn,
     decompositions. `memory_budget` and `policy` are those of `ws.compile`: what is kept is then our choice.
     """
-    budget, policy = kwargs.pop("memory_budget", None), kwargs.pop("policy", None)
-    if budget is not None:
-        kwargs = {"partition_fn": partition_within(budget, policy), **kwargs}
-    elif policy is not None:
-        raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
+    kwargs = with_budget(kwargs)
     settings = {**fusion_settings(), **kwargs}
     if "fw_compiler" in kwargs:
         # As in torch, one compiler that is given does all; Inductor's operators are then not asked for either.
