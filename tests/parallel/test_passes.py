@@ -69,7 +69,6 @@ def case(name: str, optimizer: str, passes: Any, **more: Any) -> Case:
 
 
 LISTS: dict[str, Any] = {
-    "default": "default",
     "small buckets": SMALL,
     "all-reduce": [comm_fusion_with_concat(bucket_size_mb=SIZE)],
     "reduce-scatter": [bucket_reduce_scatter(bucket_size_mb=SIZE)],
@@ -78,7 +77,7 @@ LISTS: dict[str, Any] = {
 }
 CASES = [case(f"default, {name}", name, "default") for name in OPTIMIZERS] + [
     case(f"{title}, {list(OPTIMIZERS)[i % 4]}", list(OPTIMIZERS)[i % 4], passes)
-    for i, (title, passes) in enumerate(LISTS.items())
+    for i, (title, passes) in enumerate(LISTS.items(), 1)
 ]
 
 
