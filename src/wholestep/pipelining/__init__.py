@@ -31,6 +31,8 @@ from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.plan import Choice as Choice
 from wholestep.pipelining.plan import Plan as Plan
 from wholestep.pipelining.plan import plan as plan
+from wholestep.pipelining.policies import split_into_equal_size as split_into_equal_size
+from wholestep.pipelining.policies import split_on_size_threshold as split_on_size_threshold
 from wholestep.pipelining.routing import Routing as Routing
 from wholestep.pipelining.routing import Value as Value
 from wholestep.pipelining.saving import load_stage as load_stage
@@ -81,7 +83,9 @@ __all__ = [
     "save_stage",
     "schedule",
     "split_args_kwargs_into_chunks",
+    "split_into_equal_size",
     "split_modules",
+    "split_on_size_threshold",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
