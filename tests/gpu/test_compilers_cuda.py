@@ -34,9 +34,10 @@ def on_gpu(network: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def test_compilers_train_as_eager_does(name: str, network: str) -> None:
     model, inputs = on_gpu(network)
     each = getattr(ws.compilers, name)
-    assert_trains_as_in_eager(
-        model, lambda m: aot_module(m, fw_compiler=each, bw_compiler=each), inputs, exact=name != "ts_compile"
-    )
+    with torch.backends.cudnn.flags(deterministic=True):
+        assert_trains_as_in_eager(
+            model, lambda m: aot_module(m, fw_compiler=each, bw_compiler=each), inputs, exact=name != "ts_compile"
+        )
 
 
 @pytest.mark.parametrize("network", SMALL)

@@ -35,6 +35,9 @@ class MemoryReport:
     recomputed: tuple[str, ...]
     """Forward nodes that the backward computes again."""
     plans_tried: int
+    shed: int | None = None
+    """Compiled steps whose budget allows it are cut where torch would cut, and keep so many bytes less (at least);
+    names are then those of the compiled region. None: the graph itself says what is computed again."""
     measured_peak: int | None = None
     """What the first call of this graph had; None before it, or while a profiler ran."""
 

@@ -1,7 +1,8 @@
 """Fit a step into a memory budget: choose what its backward computes again, and rewrite its graph so.
 
-For compiled steps norms and softmax are opened first, forward and backward become calls of their own, and what those
-calls need is measured. Deterministic: ranks with the same shapes choose the same.
+Compiled steps keep torch's cut where that meets the budget, with a little less kept if need be (`cut_budget.py`). Else
+norms and softmax are opened first, forward and backward become calls of their own, and what those calls need is
+measured. Deterministic: ranks with the same shapes choose the same.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.values import tensor_bytes
+from wholestep.lower.cut_budget import CutSearch, Level, cuts_in
 from wholestep.lower.expand import expand
 from wholestep.lower.region_memory import RegionMemory
+from wholestep.lower.remat import Cut
 from wholestep.lower.step import Lowering
 from wholestep.memory.budget import Budget
 from wholestep.memory.fit import Effort, Fitted, Fitting
@@ -56,12 +59,17 @@ def fit_to_budget(
         work = _Work(step_graph, lowering, policy, compiles, runs_once)
         check_policy(work.outline)
         fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
-        found, most = fitting.fit(budget)
-        step_graph.gm.graph = work.planned(found.candidate)
-    step_graph.gm.recompile()
-    report = work.report(found, most, fitting)
+        most = fitting.limit(budget)
+        level = None if budget.fraction == 0.0 else work.cut_within(most, fitting)
+        if level is None:
+            found, _ = fitting.fit(budget)
+            step_graph.gm.graph = work.planned(found.candidate)
+            step_graph.gm.recompile()
+            report = work.report(found, most, fitting)
+        else:
+            report = work.report_of_cut(level, most, fitting)
     log.info("%s", report)
-    log.info("planned in %.1f s, %d plans built", time.perf_counter() - started, fitting.tried)
+    log.info("planned in %.1f s, %d plans built", time.perf_counter() - started, report.plans_tried)
     return report
 
 
@@ -73,6 +81,9 @@ class _Work:
         self._lowering = lowering
         self._compiles = compiles
         self._runs_once = runs_once
+        self._cuts = CutSearch(self._build_cut)
+        self._is_told = not policy.is_empty or any(node_meta(node).recompute for node in step_graph.gm.graph.nodes)
+        """By a policy or by `torch.utils.checkpoint`, which torch's cut does not ask."""
         self._base = copy_graph(step_graph.gm.graph)
         tell_unknown_sizes(self._base)
         if compiles:
@@ -110,6 +121,36 @@ class _Work:
         )
         return found.peak
 
+    def cut_within(self, most: int, fitting: Fitting) -> Level | None:
+        """torch's cut, if it is allowed here and meets the budget, with some bytes less if need be."""
+        if not self._compiles or not self._lowering.may_cut or self._is_told:
+            return None
+        found = self._cuts.within(most, fitting.least_built)
+        return None if found is not None and found.shed and fitting.has_room_for_all(most) else found
+
+    def _build_cut(self, shed: int) -> tuple[int, tuple[Cut, ...]]:
+        graph = copy_graph(self._step_graph.gm.graph)
+        tell_unknown_sizes(graph)
+        gm = lazy_graph_module(self._step_graph.gm, graph, "WholeStepCut")
+        gm = self._lowering.lower(gm, runs_once=self._runs_once, shed=shed)
+        reinplace(gm.graph)
+        found = timeline(gm.graph, self._memory.of(gm, self.device), self.device)
+        log.info("torch's cut with %s less: peak %s at %s", shown(shed), shown(found.peak), found.peak_at)
+        return found.peak, cuts_in(gm)
+
+    def report_of_cut(self, level: Level, most: int, fitting: Fitting) -> MemoryReport:
+        return MemoryReport(
+            device=str(self.device),
+            budget=most,
+            planned_peak=level.peak,
+            smallest_peak=fitting.peak_smallest(),
+            peak_without=fitting.peak_without(),
+            saved=level.saved,
+            recomputed=level.recomputed,
+            plans_tried=fitting.tried + self._cuts.tried,
+            shed=level.shed,
+        )
+
     def report(self, found: Fitted, most: int, fitting: Fitting) -> MemoryReport:
         outline, plan = self.outline, found.candidate.plan
         saved = [
@@ -126,7 +167,7 @@ class _Work:
             peak_without=fitting.peak_without(),
             saved=tuple(sorted(saved, key=lambda tensor: -tensor.bytes)),
             recomputed=tuple(outline.nodes[i].name for i in sorted(outline.run_again(plan))),
-            plans_tried=fitting.tried,
+            plans_tried=fitting.tried + self._cuts.tried,
         )
 
 

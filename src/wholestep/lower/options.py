@@ -27,10 +27,14 @@ class LowerOptions:
     """Settings for single regions, by number."""
     exact: bool = False
     """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
+    shed: int = 0
+    """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well."""
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
             raise OptionError(f"min_aten_ops={self.min_aten_ops!r}", fix="use a whole number, 0 or more.")
+        if type(self.shed) is not int or self.shed < 0:
+            raise OptionError(f"shed={self.shed!r}", fix="use a number of bytes, 0 or more.")
         for name in ("strict", "remat", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}", fix="use True or False.")

@@ -29,7 +29,7 @@ from wholestep.lower.inductor import RegionCache, compile_whole
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
 from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
-from wholestep.lower.remat import compile_in_two, find_seed
+from wholestep.lower.remat import CompileInTwo, find_seed
 from wholestep.lower.report import Lowering, RegionReport, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
@@ -171,7 +171,8 @@ class _Rewriter:
             seed = find_seed(region) if self._options.remat else None
             config = region_settings(self._options, region)
             retraced = retrace(region, config, seed=seed)
-            compiled = self._cache.compile(retraced, config, compile_whole if seed is None else compile_in_two)
+            how = compile_whole if seed is None else CompileInTwo(self._options.shed)
+            compiled = self._cache.compile(retraced, config, how)
         except Exception as error:
             return self._failed(region, error)
         return CompiledRegion(compiled, tag, region.operators), retraced

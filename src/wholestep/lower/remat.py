@@ -9,19 +9,25 @@ backwards stay whole: their forwards would all have to come first.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.meta import node_meta
+from wholestep.ir.values import tensor_bytes
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.groups import is_ordered
 from wholestep.lower.regions import Region
 from wholestep.lower.retrace import Retraced
+from wholestep.lower.shed import owning, shed, sheddable
+
+log = logging.getLogger("wholestep.lower")
 
 aten = torch.ops.aten
 _SEEDS = (aten.ones_like.default,)
@@ -53,9 +59,15 @@ def _begins_backward(node: fx.Node) -> bool:
     return all(node_meta(user).phase == "backward" for user in node.users)
 
 
-def compile_in_two(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
+@dataclass(frozen=True)
+class CompileInTwo:
     """Compile a region whose last input stands for the seed of its backward."""
-    return _Cut(retraced).compile(config)
+
+    shed: int = 0
+    """Bytes to keep less than torch's cut does, as far as pointwise values go."""
+
+    def __call__(self, retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
+        return _Cut(retraced).compile(config, self.shed)
 
 
 class _Cut:
@@ -68,7 +80,7 @@ class _Cut:
         self._copies = self._take_copies()
         self._backward = self._depending_on(self._places[-1])
 
-    def compile(self, config: Mapping[str, Any]) -> Compiled:
+    def compile(self, config: Mapping[str, Any], less: int) -> Compiled:
         output = self._graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         first = [i for i, value in enumerate(results) if value not in self._backward]
@@ -81,16 +93,21 @@ class _Cut:
         self._gm.recompile()
         joint = improve_joint(self._gm, self._inputs, dict(config))
         forward, backward = min_cut(joint, len(ordered), len(self._places) - 1)
+        could = sheddable(forward, len(ordered))
+        if less:
+            log.info("%d bytes are made again", shed(forward, backward, len(ordered), less))
         kept = _results(forward)[len(ordered) :]
+        saved = {value.name: tensor_bytes(value.meta["val"]) for value in kept if _is_tensor(value)}
+        cut = Cut(saved, _again(forward, backward), could)
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
         sources = [_source(name, kept, self._places) for name in names]
-        own = _owning(_results(forward), len(ordered))
+        own = owning(_results(forward), len(ordered))
         given_away = [i for i, (kind, place) in enumerate(sources) if kind == "kept" and own[place]]
         sources += _write_at_end(backward, [place for place, _ in late], self._inputs, len(second))
         writes = _write_early(forward, backward, [place for place, _ in early], self._inputs, len(first))
         run_forward = compile_inductor(forward, self._inputs[:-1], dict(config), "forward")
         run_backward = compile_inductor(backward, _examples(backward), dict(config), "backward", given_away)
-        return ForwardBackward(run_forward, run_backward, sources, first, second, writes)
+        return ForwardBackward(run_forward, run_backward, sources, first, second, writes, cut)
 
     def _rename(self) -> None:
         """The names by which torch's partitioner tells inputs from gradients."""
@@ -117,6 +134,27 @@ class _Cut:
         return found
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What goes from a forward to its backward."""
+
+    saved: Mapping[str, int]
+    """Kept values, with their bytes."""
+    recomputed: tuple[str, ...]
+    """What the backward makes once more."""
+    sheddable: int
+    """Bytes of torch's cut that could be made again by pointwise operators."""
+
+
+def _again(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[str, ...]:
+    made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    return tuple(node.name for node in backward.graph.nodes if node.op == "call_function" and node.name in made)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
+
+
 def _results(gm: fx.GraphModule) -> list[Any]:
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
@@ -129,23 +167,6 @@ def _source(name: str, kept: Sequence[Any], places: Sequence[fx.Node]) -> tuple[
     if name in inputs:
         return ("input", inputs[name])
     return ("kept", next(i for i, value in enumerate(kept) if isinstance(value, fx.Node) and value.name == name))
-
-
-def _owning(results: Sequence[Any], start: int) -> list[bool]:
-    """Of each kept value (from `start` on): whether its memory is nobody else's, so that the backward may use it."""
-    roots = [_root(value) if isinstance(value, fx.Node) else None for value in results]
-    return [root is not None and root.op == "call_function" and roots.count(root) == 1 for root in roots[start:]]
-
-
-def _root(node: fx.Node) -> fx.Node | None:
-    """The node whose memory a value shares; None if it may be that of several."""
-    while True:
-        shared = shared_inputs(node)
-        if not shared:
-            return node
-        if len(shared) > 1:
-            return None
-        node = shared[0]
 
 
 def _write_at_end(gm: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int) -> list[tuple[str, int]]:
@@ -216,7 +237,9 @@ class ForwardBackward:
         first: list[int],
         second: list[int],
         writes: list[tuple[int, int]],
+        cut: Cut,
     ) -> None:
+        self.cut = cut
         self._forward = forward
         self._backward = backward
         self._sources = sources

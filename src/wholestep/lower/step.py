@@ -28,8 +28,9 @@ class Lowering:
     """How the graphs of one compiled step are lowered; regions that are the same share what was compiled."""
 
     def __init__(self, options: LowerOptions, *, compiles: bool, cuda_graph: bool | str, planned: bool = False) -> None:
-        # What the backward computes again is in graphs that were planned: nothing more then.
-        self._options = replace(options, remat=False) if planned else options
+        self._options = options
+        self._planned = planned
+        """Under a memory budget: what the backward computes again was chosen for each graph."""
         self.compiles = compiles
         """Whether regions are compiled; if not, only the recording of kernels is left."""
         self._cuda_graph = cuda_graph
@@ -58,16 +59,25 @@ class Lowering:
         if not self.lowers(step_graph, runs_once=runs_once):
             return None
         gm = lazy_graph_module(step_graph.gm, copy_graph(step_graph.gm.graph), "WholeStepLowered")
-        return self.lower(gm, runs_once=runs_once)
+        return self.lower(gm, runs_once=runs_once, shed=None if step_graph.memory is None else step_graph.memory.shed)
 
-    def lower(self, gm: fx.GraphModule, *, runs_once: bool = False) -> fx.GraphModule:
-        """Lower a graph in normal form; returns it."""
-        predicate = _is_no_update if runs_once else any_node
-        return _timed(gm, self._options, self._cache, predicate)
+    @property
+    def may_cut(self) -> bool:
+        """Whether torch's cut may choose what a backward computes again."""
+        return self._options.remat
+
+    def lower(self, gm: fx.GraphModule, *, runs_once: bool = False, shed: int | None = None) -> fx.GraphModule:
+        """Lower a graph in normal form; returns it. `shed`, of a graph under a memory budget: torch's cut with so many
+        bytes less; None: what is computed again is in the graph."""
+        options = self._options
+        if self._planned:
+            options = replace(options, remat=shed is not None, shed=shed or 0)
+        return _timed(gm, options, self._cache, _is_no_update if runs_once else any_node)
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Lower a graph that already updates in place: what writes stays outside."""
-        return _timed(gm, self._options, self._cache, lambda node: not (may_write(node.target) and writes(node)))
+        options = replace(self._options, remat=False) if self._planned else self._options
+        return _timed(gm, options, self._cache, lambda node: not (may_write(node.target) and writes(node)))
 
     @staticmethod
     def written(step_graph: StepGraph, lowered: fx.GraphModule) -> tuple[int, ...]:

@@ -68,6 +68,16 @@ class Fitting:
         """The plan that computes nothing again."""
         return self._try(self._plans.front[-1])
 
+    @property
+    def least_built(self) -> int:
+        """The lowest peak of all plans that were built."""
+        return min((each.peak for each in self._tried.values()), default=0)
+
+    def has_room_for_all(self, most: int) -> bool:
+        """Whether the plan that computes nothing again was built, and fits."""
+        found = self._tried.get(self._plans.front[-1])
+        return found is not None and found.peak <= most
+
     def peak_without(self) -> int:
         """Of the plan that computes nothing again; corrected by what was built where that one was not."""
         last = self._plans.front[-1]
@@ -80,19 +90,22 @@ class Fitting:
         estimate = [] if first in self._tried else [round(self._estimate(first.peak))]
         return min([each.peak for each in self._tried.values()] + estimate)
 
+    def limit(self, budget: Budget) -> int:
+        """The budget in bytes."""
+        if budget.most is not None:
+            return budget.most
+        assert budget.fraction is not None
+        without, smallest = self.without(), self.smallest()
+        return round(smallest.peak + budget.fraction * max(without.peak - smallest.peak, 0))
+
     def fit(self, budget: Budget) -> tuple[Fitted, int]:
         """A plan whose peak fits, with little to compute again, and the budget in bytes."""
+        most = self.limit(budget)
         if budget.fraction is None and self._effort.trusts_estimates:
-            assert budget.most is not None
-            return self._by_estimates(budget.most), budget.most
+            return self._by_estimates(most), most
         without = self.without()
-        most = budget.most
-        if most is None:
-            assert budget.fraction is not None
-            smallest = self.smallest()
-            most = round(smallest.peak + budget.fraction * max(without.peak - smallest.peak, 0))
-            if budget.fraction == 0.0:
-                return smallest, most
+        if budget.fraction == 0.0:
+            return self.smallest(), most
         return (without if without.peak <= most else self._on_the_ladder(most)), most
 
     def _on_the_ladder(self, most: int) -> Fitted:

@@ -39,6 +39,11 @@ class Policy:
         self.rules = rules
         self._function = function
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is forced."""
+        return not self.rules and self._function is None
+
     def __call__(self, node: fx.Node) -> str | None:
         if self._function is not None:
             return _answer(self._function, node)
