@@ -158,9 +158,29 @@ def test_text_stays_inside_of_its_box_and_boxes_inside_of_the_drawing(deep: fx.G
         assert right <= width
         assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
         for text in group.iter(f"{SVG}text"):
-            if text.attrib.get("font-size") != "8":
-                # Monospaced letters of size 11 are at most 6.7 wide.
-                assert float(text.attrib["x"]) + 6.7 * len(text.text or "") <= right + 1
+            if text.attrib.get("font-size") is None:
+                # A monospaced letter of size 11 is 7 pixels wide in Chromium.
+                assert float(text.attrib["x"]) + 7.0 * len(text.text or "") <= right + 1
+
+
+def test_very_many_inputs_are_lines_of_the_boxes_that_read_them_first_and_paths_keep_their_ends(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(12)))
+    wrapped = nn.ModuleDict({"a_module_with_quite_a_long_name_of_its_own": model})
+
+    def step(model: nn.ModuleDict, x: Tensor) -> Tensor:
+        loss = model["a_module_with_quite_a_long_name_of_its_own"](x).sum()
+        loss.backward()
+        return loss
+
+    captured = ws.capture(step, wrapped, torch.ones(1, 4))
+    found = drawing(captured.gm, 3, {spec.name: spec.path for spec in captured.signature.inputs})
+    assert not any(box.kind == "input" for box in found.boxes)
+    lines = [line for box in found.boxes for line in box.lines]
+    assert any("11.1.weight: f32[4] → 1 more" in line for line in lines)  # the backward reads it too
+    text = draw_graph(captured, tmp_path / "step.svg", collapse=4).read_text(encoding="utf-8")
+    assert ".11.1 · forward" in text
+    rows = rectangles(text)
+    assert max(left for left, *_ in rows) < 1200  # it does not wander off to one side
 
 
 def test_names_that_are_not_xml_or_dot_are_escaped() -> None:

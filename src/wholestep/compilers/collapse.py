@@ -4,7 +4,7 @@
 
 Nodes that follow each other in the graph and belong to the same module (to some depth of its path) and phase become one
 box. Runs of an order that respects the edges cannot depend on each other in a circle, so neither can boxes. An input
-with one reader is drawn as a line of that reader's box when boxes are collapsed.
+with one reader, or one of very many, is drawn as a line of its first reader's box when boxes are collapsed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from wholestep.ir.targets import describe_target
 
 MOST_BOXES = 150
 """A drawing with more boxes than this is collapsed further, as long as module paths allow it."""
+
+MOST_INPUTS = 24
+"""Where there are more, each is a line of the first box that reads it, in a drawing that is collapsed."""
 
 KINDS = {
     "input": ("#e8f1fb", "#4a7ab5"),
@@ -131,19 +134,22 @@ class _Drawer:
         owner = {self._nodes[i]: key for key, group in enumerate(groups) for i in group}
         folded: dict[int, list[str]] = {}
         hidden: set[int] = set()
-        for node, key in owner.items() if fold_inputs else ():
-            readers = {owner[user] for user in node.users}
-            if node.op == "placeholder" and len(readers) <= 1:
-                hidden.add(key)
-                for reader in readers:
-                    folded.setdefault(reader, []).append(f"{self._name(node)}: {describe_value(node.meta.get('val'))}")
+        inputs = [node for node in self._nodes if node.op == "placeholder"] if fold_inputs else []
+        for node in inputs:
+            readers = sorted({owner[user] for user in node.users if user.op != "output"})
+            if len(readers) == 1 or (len(inputs) > MOST_INPUTS and readers) or not node.users:
+                hidden.add(owner[node])
+                others = f" → {len(readers) - 1} more" if len(readers) > 1 else ""
+                text = f"{self._name(node)}: {describe_value(node.meta.get('val'))}{others}"
+                for reader in readers[:1]:
+                    folded.setdefault(reader, []).append(text)
         boxes = []
         for key, group in enumerate(groups):
             if key not in hidden:
                 members = [self._nodes[i] for i in group]
                 box = self._box_of_node(key, members[0]) if len(members) == 1 else _box_of_nodes(key, members, depth)
                 given = folded.get(key, [])
-                box.lines += given[:4] + ([f"and {len(given) - 4} inputs more"] if len(given) > 4 else [])
+                box.lines += given[:4] + ([f"and {_count(len(given) - 4, 'input')} more"] if len(given) > 4 else [])
                 boxes.append(box)
         edges: dict[tuple[int, int], str] = {}
         for node, key in owner.items():
@@ -169,12 +175,16 @@ def _box_of_nodes(key: int, members: list[fx.Node], depth: int) -> Box:
     path = ".".join(module_path(members[0]).split(".")[:depth])
     counts = Counter(_short_target(node) for node in members)
     shown = [f"{name} ×{count}" if count > 1 else name for name, count in counts.most_common(3)]
-    more = [f"and {len(counts) - 3} operators more"] if len(counts) > 3 else []
+    more = [f"and {_count(len(counts) - 3, 'operator')} more"] if len(counts) > 3 else []
     title = f"{path} · {phase(members[0])} · {len(members)} nodes"
     kinds = [kind_of_node(node) for node in members]
     kind = next((each for each in ("communication", "random", "matmul", "write") if each in kinds), "module")
     names = [node.name for node in members]
     return Box(key, title, kind, [", ".join(shown), *more], names, "\n".join(_wrapped(names)), phase(members[0]))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _wrapped(names: Iterable[str], width: int = 8) -> list[str]:

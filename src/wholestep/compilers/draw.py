@@ -26,7 +26,10 @@ from wholestep.errors import OptionError
 from wholestep.ir.readable import clean
 from wholestep.ir.step_graph import StepGraph
 
-_CHARACTER = 6.7
+_CHARACTER = 7.1
+"""Browsers that do not place letters between pixels make them 7 wide."""
+_SMALL_CHARACTER = 5.0
+_WIDE = 200.0
 _LINE = 15.0
 _LONGEST = 46
 _MARGIN = 20.0
@@ -92,7 +95,7 @@ def svg(found: Drawing) -> str:
         far_out.setdefault(source, []).append(target)
         far_in.setdefault(target, []).append(source)
     width, height = placed.width + 2 * _MARGIN, placed.height + 2 * _MARGIN + _LEGEND
-    width = max(width, 110.0 * len(KINDS) + 2 * _MARGIN)
+    width = max(width, 110.0 * len({box.kind for box in found.boxes}) + 2 * _MARGIN)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="DejaVu Sans Mono, Menlo, monospace" font-size="11">',
@@ -165,15 +168,14 @@ def _svg_box(
         parts.append(
             f'<text x="{left + 8:.1f}" y="{top + 16 + i * _LINE:.1f}"{style}>{escape(_clean(_cut(text)))}</text>'
         )
-    for keys, y, sign in ((far_in.get(box.key), top, "▾"), (far_out.get(box.key), top + height, "▴")):
+    for keys, y, sign in ((far_in.get(box.key), top - 4, "←"), (far_out.get(box.key), top + height + 11, "→")):
         if keys:
-            # Lines over half of the drawing would hide it: their ends say where they lead.
-            note = f"{sign} {len(keys)} far" if len(keys) > 1 else f"{sign} {_cut(titles[keys[0]], 24)}"
-            offset = -3 if sign == "▾" else 10
-            parts.append(
-                f'<text x="{left + width / 2:.1f}" y="{y + offset:.1f}" font-size="8" fill="#a33" '
-                f'text-anchor="middle">{escape(_clean(note))}</text>'
-            )
+            # Lines over half of the drawing would hide it: their ends say where they lead, beside the other lines.
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            x = left + width / 2 + 8 if width > _WIDE else left
+            room = max(int((left + width - x) / _SMALL_CHARACTER) - len(more), 8)
+            note = f"{sign} {_cut(titles[keys[0]].rsplit(' · ', 1)[0], room)}{more}"
+            parts.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="9" fill="#a33">{escape(_clean(note))}</text>')
     return "".join([*parts, "</g>"])
 
 
@@ -192,7 +194,8 @@ def _edge(placed: Placed, edge: tuple[int, int], size: dict[int, tuple[float, fl
 
 
 def _cut(text: str, length: int = _LONGEST) -> str:
-    return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-(length // 2 - 1) :]}"
+    """The end of a text: that of a module's path says more than its beginning."""
+    return text if len(text) <= length else f"…{text[1 - length :]}"
 
 
 def _clean(text: str) -> str:

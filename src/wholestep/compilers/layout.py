@@ -17,6 +17,8 @@ from itertools import pairwise
 GAP_X = 18.0
 GAP_Y = 34.0
 WIDEST = 2600.0
+_TO_CENTRE = 0.85
+"""Boxes go so far to where their neighbours are: a long graph would wander off to one side."""
 FAR = 14
 """An edge over more layers than this is named at both ends rather than drawn."""
 
@@ -141,7 +143,7 @@ def _place_rows(rows: list[list[int]], points: dict[int, _Point]) -> dict[int, f
             wanted = []
             for key in row:
                 near = points[key].down if upward else points[key].up
-                wanted.append(sum(points[n].x for n in near) / len(near) if near else points[key].x)
+                wanted.append(_TO_CENTRE * sum(points[n].x for n in near) / len(near) if near else points[key].x)
             _pack(row, points, wanted)
     y: dict[int, float] = {}
     top = 0.0
