@@ -28,6 +28,12 @@ from wholestep.pipelining.traced_split import choose_homes, cut, keep_unused, st
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 
+class BufferTracer(fx.Tracer):
+    """Traces what code does with a buffer, such as `self.buffer[: x.shape[0]]`."""
+
+    proxy_buffer_attributes = True
+
+
 def from_tracing(mod: torch.nn.Module, *args: Any, **options: Any) -> Pipe:
     """Cut a model: with an example call as torch has it (`example_args, example_kwargs, split_policy`), through
     `pipeline`; without one as PiPPy has it, through `from_symbolic_tracing`.
@@ -91,7 +97,7 @@ def from_symbolic_tracing(
     _check_sharing(multi_use_param_spec)
     if deep_copy_module:
         mod = copy.deepcopy(mod)
-    traced = trace(mod, tracer or fx.Tracer(), trace_options)
+    traced = trace(mod, tracer or BufferTracer(), trace_options)
     if split_policy is not None:
         traced = split_policy(traced)
     if loss_fn is not None:
