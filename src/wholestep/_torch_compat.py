@@ -921,7 +921,8 @@ def compile_inductor(
     """
     output = next(iter(reversed(gm.graph.nodes)))
     # Strides of results are those that the trace says: others rely on them.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    # Only of tensors: the gradient of an input without one is None.
+    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(output.args[0]) if isinstance(v, fx.Node)]
     mode = next((value.fake_mode for value in inputs if isinstance(value, _fake_tensor.FakeTensor)), None)
     with _torchs_own_warnings_ignored():
         from torch._guards import TracingContext, tracing

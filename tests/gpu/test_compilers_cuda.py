@@ -29,21 +29,27 @@ def on_gpu(network: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.cuda(), {name: value.cuda() for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("network", SMALL)
-@pytest.mark.parametrize("name", ["nop", "ts_compile", "debug_nop"])
+# TorchScript cannot call the backward of fused attention: its schema has no None for the bias.
+PAIRS = [(name, network) for name in ("nop", "debug_nop", "ts_compile") for network in SMALL]
+PAIRS.remove(("ts_compile", "attention"))
+
+
+@pytest.mark.parametrize(("name", "network"), PAIRS)
 def test_compilers_train_as_eager_does(name: str, network: str) -> None:
     model, inputs = on_gpu(network)
     each = getattr(ws.compilers, name)
-    with torch.backends.cudnn.flags(deterministic=True):
+    exact = name != "ts_compile" and network != "convolution"  # traced batch norm is not cuDNN's
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         assert_trains_as_in_eager(
-            model, lambda m: aot_module(m, fw_compiler=each, bw_compiler=each), inputs, exact=name != "ts_compile"
+            model, lambda m: aot_module(m, fw_compiler=each, bw_compiler=each), inputs, exact=exact
         )
 
 
 @pytest.mark.parametrize("network", SMALL)
 def test_memory_efficient_fusion_has_the_gradients_of_eager(network: str) -> None:
     model, inputs = on_gpu(network)
-    assert_trains_as_in_eager(model, ws.compilers.memory_efficient_fusion, inputs, exact=False)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        assert_trains_as_in_eager(model, ws.compilers.memory_efficient_fusion, inputs, exact=False)
 
 
 def test_a_step_runs_under_the_checks_of_every_node() -> None:

@@ -12,8 +12,14 @@ from wholestep.compilers.check_values import Difference
 
 aten = torch.ops.aten
 
-_WORKSPACES: dict[Any, tuple[int, ...]] = {aten.mkldnn_rnn_layer.default: (3,)}
-"""Results that only the operator's own backward reads, and whose size the fake kernels do not know."""
+_WORKSPACES: dict[Any, tuple[int, ...]] = {
+    aten.mkldnn_rnn_layer.default: (3,),
+    aten._scaled_dot_product_efficient_attention.default: (2, 3),
+    aten._scaled_dot_product_flash_attention.default: (6, 7),
+    aten._scaled_dot_product_cudnn_attention.default: (6, 7),
+}
+"""Results that only the operator's own backward reads, and whose size the fake kernels do not know; of attention on a
+GPU the seed and the offset of its dropout, which are on the CPU unless kernels are being recorded."""
 
 _NORMS = (
     aten.native_layer_norm.default,

@@ -101,7 +101,21 @@ class LinkedStage(PipelineStage):
             if self._needs_side_group():
                 ranks = [self.global_rank(rank) for rank in range(self.group_size)]
                 together.side = dist.new_group(ranks, use_local_synchronization=True)
+                for group in (self.group, together.side):
+                    self._connect(group)
         self._wire.side = together.side
+
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
+        """Meet all neighbours of this rank once. NCCL connects two ranks when they first talk, and whoever talks first
+        stands still until the other one does: an unexpected message would be waited for before it is announced."""
+        mine = [stage for stage, rank in self.stage_index_to_group_rank.items() if rank == self.group_rank]
+        near = {self.stage_index_to_group_rank.get(stage + way, self.group_rank) for stage in mine for way in (-1, 1)}
+        peers = [self.global_rank(rank) for rank in sorted(near - {self.group_rank})]
+        here, there = torch.zeros(2, max(len(peers), 1), device=self.device)
+        operations = [dist.P2POp(dist.isend, there[i : i + 1], peer, group) for i, peer in enumerate(peers)]
+        operations += [dist.P2POp(dist.irecv, here[i : i + 1], peer, group) for i, peer in enumerate(peers)]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
     def _needs_side_group(self) -> bool:
         return self.device.type != "cpu"
