@@ -42,6 +42,13 @@ _UNSAFE = (
 """Views that say they are none, so that autograd lets them be written (cells of recurrent networks use them)."""
 
 
+_BACKWARDS = (
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+
+
 def unknown_places(node: fx.Node) -> tuple[int, ...]:
     """Places of results of a node that metadata knows nothing about."""
     source, index = _part_of(node)
@@ -52,6 +59,9 @@ def unknown_places(node: fx.Node) -> tuple[int, ...]:
 
 def is_known(node: fx.Node, difference: Difference) -> bool:
     """Whether a difference is one that torch has everywhere."""
+    if node.op == "placeholder" and difference.what == "device":
+        # A seed that a forward kept, on its way to the backward.
+        return bool(node.users) and all(user.target in _BACKWARDS for user in node.users) and _is_small_integer(node)
     if difference.what in ("memory", "offset"):
         source, _ = _part_of(node)
         return (node if source is None else source).target in _UNSAFE
@@ -61,6 +71,11 @@ def is_known(node: fx.Node, difference: Difference) -> bool:
     if source is not None:
         return source.target in _NORMS and index in _STATISTICS
     return node.target in _NORMS and difference.which in map(str, _STATISTICS)
+
+
+def _is_small_integer(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dim() <= 1 and not val.dtype.is_floating_point
 
 
 def _part_of(node: fx.Node) -> tuple[fx.Node | None, Any]:
