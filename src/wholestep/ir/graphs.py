@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from wholestep.ir.garbage import collector_paused
 
 _COPY = torch.ops.aten.copy_.default
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same nodes under the same names, each with metadata of its own (the entries are not copied)."""
-    with no_collection():
+    with collector_paused():
         return _copy(graph)
 
 
@@ -35,18 +35,6 @@ def _copy(graph: fx.Graph) -> fx.Graph:
         if made.name != old.name:
             made.name = old.name
     return new
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """While very many objects are made that all stay, looking for garbage takes most of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def epilogue(graph: fx.Graph) -> list[fx.Node]:

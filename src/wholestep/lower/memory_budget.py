@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from wholestep._torch_compat import lazy_graph_module
-from wholestep.ir.graphs import copy_graph, no_collection, tensors_in
+from wholestep.ir.garbage import collector_paused
+from wholestep.ir.graphs import copy_graph, tensors_in
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
@@ -55,7 +57,7 @@ def fit_to_budget(
     """Rewrite a graph in normal form so that its peak is within a budget; raises MemoryBudgetError if none is."""
     started = time.perf_counter()
     compiles = lowering.lowers(step_graph, runs_once=runs_once)
-    with nullcontext() if compiles else no_collection():
+    with nullcontext() if compiles else collector_paused():
         work = _Work(step_graph, lowering, policy, compiles, runs_once)
         check_policy(work.outline)
         fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
@@ -139,16 +141,8 @@ class _Work:
         return found.peak, cuts_in(gm)
 
     def report_of_cut(self, level: Level, most: int, fitting: Fitting) -> MemoryReport:
-        return MemoryReport(
-            device=str(self.device),
-            budget=most,
-            planned_peak=level.peak,
-            smallest_peak=fitting.peak_smallest(),
-            peak_without=fitting.peak_without(),
-            saved=level.saved,
-            recomputed=level.recomputed,
-            plans_tried=fitting.tried + self._cuts.tried,
-            shed=level.shed,
+        return replace(
+            self._report(level.peak, most, fitting), saved=level.saved, recomputed=level.recomputed, shed=level.shed
         )
 
     def report(self, found: Fitted, most: int, fitting: Fitting) -> MemoryReport:
@@ -159,14 +153,21 @@ class _Work:
             if not outline.is_list(i) and outline.keeping(i)
             for node in (outline.nodes[i],)
         ]
+        return replace(
+            self._report(found.peak, most, fitting),
+            saved=tuple(sorted(saved, key=lambda tensor: -tensor.bytes)),
+            recomputed=tuple(outline.nodes[i].name for i in sorted(outline.run_again(plan))),
+        )
+
+    def _report(self, peak: int, most: int, fitting: Fitting) -> MemoryReport:
         return MemoryReport(
             device=str(self.device),
             budget=most,
-            planned_peak=found.peak,
+            planned_peak=peak,
             smallest_peak=fitting.peak_smallest(),
             peak_without=fitting.peak_without(),
-            saved=tuple(sorted(saved, key=lambda tensor: -tensor.bytes)),
-            recomputed=tuple(outline.nodes[i].name for i in sorted(outline.run_again(plan))),
+            saved=(),
+            recomputed=(),
             plans_tried=fitting.tried + self._cuts.tried,
         )
 

@@ -110,16 +110,9 @@ def _is_plain(shape: Iterable[Any]) -> bool:
 
 def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
     """One all-reduce of all operands laid end to end; `place` is where the results are needed."""
-    first = bucket[0].node
     begin = _before(graph, bucket, at)
-    flats = [begin.flat(member.operand) for member in bucket]
-    sizes = [begin.numel(member.operand) for member in bucket]
-    shapes = [begin.sizes(member) for member in bucket]
-    whole = begin.cat(flats)
-    val = whole.meta.get("val")
-    fused = begin.call(first.target, whole, *first.args[1:], val=val)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=val)
+    whole, sizes, shapes = _end_to_end(begin, bucket)
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, whole.meta.get("val"))
     for member, part, shape in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
         member.wait.replace_all_uses_with(finish.view(part, member.operand.meta["val"], shape))
     _erase(graph, bucket)
@@ -128,7 +121,7 @@ def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
 
 def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
     """One reduce-scatter: the rows of each rank side by side."""
-    first, size = bucket[0].node, group_size(bucket[0].node)
+    size = group_size(bucket[0].node)
     begin = _before(graph, bucket, at)
     rows, sizes = [], []
     for member in bucket:
@@ -143,9 +136,7 @@ def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, plac
     total = val.numel() if isinstance(val, Tensor) else None
     whole = begin.call(aten.view.default, table, [-1], val=like(val, None if total is None else [total]))
     mine = like(val, None if total is None else [total // size])
-    fused = begin.call(first.target, whole, *first.args[1:], val=mine)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=mine)
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, mine)
     for member, part, form in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
         member.wait.replace_all_uses_with(finish.view(part, member.node.meta["val"], form))
     _erase(graph, bucket)
@@ -157,21 +148,17 @@ def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
 
     What is gathered again for a backward in the bucket of its forward travels once.
     """
-    first, size = bucket[0].node, group_size(bucket[0].node)
+    size = group_size(bucket[0].node)
     begin = _before(graph, bucket, at)
     once: dict[Any, Member] = {}
     for member in bucket:
         once.setdefault(member.twin_key, member)
     senders = list(once.values())
-    sizes = [begin.numel(member.operand) for member in senders]
-    shapes = [begin.sizes(member) for member in senders]
-    whole = begin.cat([begin.flat(member.operand) for member in senders])
+    whole, sizes, shapes = _end_to_end(begin, senders)
     val = whole.meta.get("val")
     each = val.numel() if isinstance(val, Tensor) else None
     everything = like(val, None if each is None else [size * each])
-    fused = begin.call(first.target, whole, *first.args[1:], val=everything)
-    finish = _after_wait(graph, bucket, place)
-    done = finish.call(comm.wait_tensor.default, fused, val=everything)
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, everything)
     table = finish.call(aten.view.default, done, [size, -1], val=like(val, None if each is None else [size, each]))
     wholes: dict[Any, fx.Node] = {}
     for member, part, shape in zip(senders, finish.split(table, sizes, 1), shapes, strict=True):
@@ -187,6 +174,24 @@ def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
         member.wait.replace_all_uses_with(wholes[member.twin_key])
     _erase(graph, bucket)
     return fused
+
+
+def _end_to_end(begin: Writer, members: list[Member]) -> tuple[fx.Node, list[Any], list[list[Any]]]:
+    """The operands as one flat tensor, how many elements each has, and the shapes of the results."""
+    flats = [begin.flat(member.operand) for member in members]
+    sizes = [begin.numel(member.operand) for member in members]
+    shapes = [begin.sizes(member) for member in members]
+    return begin.cat(flats), sizes, shapes
+
+
+def _talk(
+    graph: fx.Graph, bucket: list[Member], begin: Writer, place: fx.Node, whole: fx.Node, val: Any
+) -> tuple[fx.Node, Writer, fx.Node]:
+    """The collective of a bucket, and its wait where the results are needed."""
+    first = bucket[0].node
+    fused = begin.call(first.target, whole, *first.args[1:], val=val)
+    finish = _after_wait(graph, bucket, place)
+    return fused, finish, finish.call(comm.wait_tensor.default, fused, val=val)
 
 
 def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
