@@ -106,6 +106,15 @@ def test_the_first_level_that_fits_wins_and_hopeless_ones_are_not_built():
     assert CutSearch(lambda less: (100, ())).within(1000) is None
 
 
+def test_a_budget_that_needs_all_that_can_be_shed_is_met_though_levels_are_coarser():
+    # Levels are 100 apart, and what can be shed is 250 in one piece.
+    search = CutSearch(lambda less: (12800 - 250 * bool(less), (Cut({}, (), 250),)))
+    peaks = [search.within(most).peak for most in (12800, 12750, 12600, 12570, 12550)]
+    assert peaks == [12800, 12550, 12550, 12550, 12550]
+    assert search.within(12549) is None
+    assert search.least_built == 12550
+
+
 @pytest.mark.parametrize("wrong", [-1, 0.5, "1GiB", True])
 def test_bytes_to_shed_are_a_number(wrong: Any) -> None:
     with pytest.raises(OptionError, match="shed"):

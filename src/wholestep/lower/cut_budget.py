@@ -55,6 +55,11 @@ class CutSearch:
         """How many were built."""
         return len(self._known)
 
+    @property
+    def least_built(self) -> float:
+        """The lowest peak of all that were built."""
+        return min((level.peak for level in self._known.values()), default=math.inf)
+
     def within(self, most: int, least: int = 0) -> Level | None:
         """The first level whose peak fits; None if none of some does, or if it needs less than `least`."""
         first = self._level(0)
@@ -62,7 +67,7 @@ class CutSearch:
             return None
         self._step = max(first.peak // _LEVELS, 1)
         start = max(math.ceil((first.peak - most) / self._step), 0)
-        if start * self._step > sum(cut.sheddable for cut in first.cuts):
+        if first.peak - most > sum(cut.sheddable for cut in first.cuts):
             return None
         for number in range(start, start + _TRIES):
             level = self._level(number)

@@ -164,7 +164,7 @@ class _Work:
             device=str(self.device),
             budget=most,
             planned_peak=peak,
-            smallest_peak=fitting.peak_smallest(),
+            smallest_peak=int(min(fitting.peak_smallest(), self._cuts.least_built)),
             peak_without=fitting.peak_without(),
             saved=(),
             recomputed=(),
