@@ -46,6 +46,10 @@ class Writer:
             node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format, val=like(val, val.shape))
         return node if val.dim() == 1 else self.call(aten.view.default, node, [-1], val=like(val, [val.numel()]))
 
+    def result(self, node: fx.Node, member: Member, sizes: list[Any]) -> fx.Node:
+        """A piece in the shape of a member's result; what is gathered or scattered is contiguous, as the piece is."""
+        return self.call(aten.view.default, node, sizes, val=member.node.meta["val"])
+
     def view(self, node: fx.Node, wanted: Tensor, sizes: list[Any]) -> fx.Node:
         """A tensor in the shape of another one."""
         val = node.meta.get("val")
@@ -138,7 +142,7 @@ def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, plac
     mine = like(val, None if total is None else [total // size])
     fused, finish, done = _talk(graph, bucket, begin, place, whole, mine)
     for member, part, form in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
-        member.wait.replace_all_uses_with(finish.view(part, member.node.meta["val"], form))
+        member.wait.replace_all_uses_with(finish.result(part, member, form))
     _erase(graph, bucket)
     return fused
 
@@ -169,7 +173,7 @@ def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
             memory_format=torch.contiguous_format,
             val=like(piece, None if piece is None else piece.shape),
         )
-        wholes[member.twin_key] = finish.view(own, member.node.meta["val"], shape)
+        wholes[member.twin_key] = finish.result(own, member, shape)
     for member in bucket:
         member.wait.replace_all_uses_with(wholes[member.twin_key])
     _erase(graph, bucket)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
+from wholestep.ir.effects import sharing_with_outputs
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of
 from wholestep.passes.write_windows import WriteWindows
@@ -50,6 +51,8 @@ class Member:
     """Position of the next write into its operand."""
     pushed: bool = False
     """Whether elementwise followers have to move down for `needed` to be true."""
+    is_alone: bool = False
+    """Whether its result must be memory of its own: somebody writes it, or it leaves the graph."""
 
     @property
     def node(self) -> fx.Node:
@@ -76,7 +79,9 @@ class Member:
 
     @property
     def twin_key(self) -> Any:
-        """Equal for two members that make the same operand from the same source."""
+        """Equal for two members that make the same operand from the same source, and may share the result."""
+        if self.is_alone:
+            return self.node
         steps = [(node.target, str(node.args[1:]), str(node.kwargs)) for node in self.prelude]
         return (self.sources[0], *steps)
 
@@ -122,6 +127,7 @@ class Positions:
 def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]:
     """The collectives of one operator that can share a bucket, in graph order."""
     found = []
+    leaving = sharing_with_outputs(graph)
     for node in positions.having(op):
         if not isinstance(node.args[0], fx.Node):
             continue
@@ -138,13 +144,13 @@ def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]
         ):
             continue
         needed, followers = positions.follow(block.waits[0])
-        prelude = _prelude(node)
+        prelude, (last_write, next_write) = _prelude(node, positions)
         key = (node.target, *map(str, (*node.args[1:], group_of(node), val.dtype, str(val.device))))
         size = max(_bytes(val), _bytes(result))
         first = prelude[0] if prelude else node
-        last_write, next_write = positions.windows.around(first.all_input_nodes, positions.of[node])
         ready, needed = max(positions.ready(first), last_write), min(needed, next_write)
-        found.append(Member(block, ready, needed, size, key, followers, prelude, next_write))
+        alone = block.waits[0] in leaving or positions.windows.around(block.waits, -1)[1] != math.inf
+        found.append(Member(block, ready, needed, size, key, followers, prelude, next_write, is_alone=alone))
     return found
 
 
@@ -160,7 +166,19 @@ _PREPARES = frozenset(
 )
 
 
-def _prelude(collective: fx.Node) -> list[fx.Node]:
+def _prelude(collective: fx.Node, positions: Positions) -> tuple[list[fx.Node], tuple[int, float]]:
+    """What only makes the operand, and the writes before and after to what all of it is made from.
+
+    Nothing if its source is written before the collective starts: then it read what is not there any more.
+    """
+    chain = _chain(collective)
+    window = positions.windows.around((chain or [collective])[0].all_input_nodes, positions.of[collective])
+    if chain and window[0] > positions.of[chain[0]]:
+        return [], positions.windows.around(collective.all_input_nodes, positions.of[collective])
+    return chain, window
+
+
+def _chain(collective: fx.Node) -> list[fx.Node]:
     chain: list[fx.Node] = []
     node = collective.args[0]
     while isinstance(node, fx.Node) and node.target in _PREPARES and len(node.users) == 1:

@@ -21,6 +21,7 @@ results of one bucket are views of one tensor.  Cost: one walk over the graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -60,14 +61,14 @@ def bucket_reduce_scatter(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BU
 @graph_optimization_pass(numerics="exact", check=_check, only_for=[comm.all_gather_into_tensor.default])
 def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET_MB) -> None:
     """Bucket the all-gathers of a graph."""
-    _make_plain(gm.graph, comm.all_gather_into_tensor.default)
-    positions = Positions(gm.graph)
-    members = find_members(gm.graph, positions, comm.all_gather_into_tensor.default)
-    # Where the first of a bucket stood, the shards of all others must be at hand.
-    for bucket in plan_buckets(members, bucket_size_mb, small_first=False):
-        for part in _from_the_first(bucket, positions):
-            if len(part) > 1:
-                fuse_all_gather(gm.graph, part, part[0].node, positions.nodes[positions.needed(part)])
+    op = comm.all_gather_into_tensor.default
+    _make_plain(gm.graph, op)
+    for now, positions in _rounds(gm.graph, op):
+        # Where the first of a bucket stood, the shards of all others must be at hand.
+        for bucket in plan_buckets(now, bucket_size_mb, small_first=False):
+            for part in _from_the_first(bucket, positions):
+                if len(part) > 1:
+                    fuse_all_gather(gm.graph, part, part[0].node, positions.nodes[positions.needed(part)])
 
 
 def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Member]]:
@@ -81,32 +82,38 @@ def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Mem
     return parts
 
 
+def _rounds(graph: fx.Graph, op: Any) -> Iterator[tuple[list[Member], Positions]]:
+    """The collectives of one operator that can share buckets now.
+
+    A collective of what another one gives (two axes) has its turn when that one has found its place.
+    """
+    left: set[fx.Node] | None = None
+    while left is None or left:
+        positions = Positions(graph)
+        members = [m for m in find_members(graph, positions, op) if left is None or m.node in left]
+        later = {view for member in members for view in (member.wait, *member.followers)}
+        now = [member for member in members if later.isdisjoint(member.sources)]
+        left = {member.node for member in members}.difference(member.node for member in now)
+        if now:
+            yield now, positions
+
+
 def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -> None:
     _make_plain(gm.graph, op)
-    seen: set[fx.Node] = set()
-    while True:
-        positions = Positions(gm.graph)
-        members = [m for m in find_members(gm.graph, positions, op) if m.node not in seen]
-        # A reduction of what another one reduced (two axes) has its turn when that one has found its place.
-        later = {view for member in members for view in (member.wait, *member.followers)}
-        now = sorted((m for m in members if later.isdisjoint(m.sources)), key=lambda member: member.ready)
-        if not now:
-            return
+    for found, positions in _rounds(gm.graph, op):
+        now = sorted(found, key=lambda member: member.ready)
         # What a bucket is made from stays where it is, or the bucket could not begin there.
         fixed = {node for member in now for node in (*member.sources, *member.prelude)}
         uses = LateUses(positions.nodes, positions.of, positions.end, positions.windows, fixed)
         buckets = plan_buckets(now, bucket_size_mb, late=uses.late)
-        seen.update(_apply(gm.graph, now, buckets, positions, uses, fuse))
-        if len(now) == len(members):
-            return
+        _apply(gm.graph, now, buckets, positions, uses, fuse)
 
 
 def _apply(
     graph: fx.Graph, now: list[Member], buckets: list[list[Member]], positions: Positions, uses: LateUses, fuse: Any
-) -> list[fx.Node]:
-    """Put collectives, buckets and the uses that wait for them where they were planned; returns what is done with."""
+) -> None:
+    """Put collectives, buckets and the uses that wait for them where they were planned."""
     fused = {member.node for bucket in buckets for member in bucket}
-    done = [member.node for member in now if member.node not in fused]
     pushed: dict[fx.Node, int] = {}
     places = [positions.needed(bucket) for bucket in buckets]
     for bucket, place in zip(buckets, places, strict=True):
@@ -119,10 +126,9 @@ def _apply(
     for bucket, place in zip(buckets, places, strict=True):
         last = max(member.ready for member in bucket)
         at = positions.nodes[max(last, positions.inputs)]
-        done.append(fuse(graph, bucket, at.next, _staying(positions, place, leaving)))
+        fuse(graph, bucket, at.next, _staying(positions, place, leaving))
     for node in sorted(pushed, key=positions.of.__getitem__):
         _staying(positions, pushed[node], leaving).prepend(node)
-    return done
 
 
 def _staying(positions: Positions, place: int, leaving: set[fx.Node]) -> fx.Node:
