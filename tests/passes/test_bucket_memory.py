@@ -13,7 +13,12 @@ from ir.collectives import Build
 from passes.pretend import run, shared_pairs
 from wholestep.ir import StepGraph
 from wholestep.ir.effects import is_collective
-from wholestep.passes import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
+from wholestep.passes import (
+    bucket_all_gather,
+    bucket_reduce_scatter,
+    comm_fusion_with_concat,
+    merge_common_subexpressions,
+)
 
 aten = torch.ops.aten
 
@@ -97,3 +102,46 @@ def test_what_is_gathered_over_two_axes_has_a_bucket_on_each(casts: bool, inner_
         return build.finish(*[build.call(aten.sum.default, wait) for wait in waits])
 
     assert same_after(make, bucket_all_gather) == 2 + inner_first
+
+
+def gathered_twice(pads: bool, casts: bool) -> StepGraph:
+    """What one of two ranks has: the one with the shorter shards pads them."""
+    build = Build()
+    inputs = [build.input(f"x{i}", 3 if pads else 4, 3) for i in range(3)]
+    sums = []
+    for x in inputs * 2:
+        operand = build.call(aten._to_copy.default, x, dtype=torch.bfloat16) if casts else x
+        operand = build.call(aten.constant_pad_nd.default, operand, [0, 0, 0, 1]) if pads else operand
+        sums.append(build.call(aten.sum.default, build.wait(build.gather(operand))))
+    return build.finish(*sums)
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("size", [25, 2.5e-4])
+def test_ranks_that_pad_come_to_the_same_buckets_also_where_they_pad_once(casts: bool, size: float) -> None:
+    def bucket(gm: fx.GraphModule) -> None:
+        merge_common_subexpressions(gm)
+        bucket_all_gather(gm, size)
+
+    found = []
+    for pads in (True, False):
+        same_after(lambda pads=pads: gathered_twice(pads, casts), bucket)  # type: ignore[misc]
+        step = gathered_twice(pads, casts)
+        bucket(step.gm)
+        sent: Any = [n.args[0] for n in step.gm.graph.nodes if is_collective(n.target)]
+        found.append([operand.meta["val"].numel() for operand in sent])
+    assert found[0] == found[1]
+    assert len(found[0]) < 6
+
+
+def test_a_padding_that_somebody_writes_is_read_at_its_time() -> None:
+    def make() -> StepGraph:
+        build = Build()
+        x, y = build.input("x", 3, 3), build.input("y", 4, 3)
+        padded = build.call(aten.constant_pad_nd.default, x, [0, 0, 0, 1])
+        waits = [build.wait(build.gather(each)) for each in (y, padded)]
+        build.call(aten.mul_.Tensor, padded, 2.0)
+        waits += [build.wait(build.gather(each)) for each in (padded, y)]
+        return build.finish(*[build.call(aten.sum.default, wait) for wait in waits])
+
+    assert same_after(make, bucket_all_gather) == 2

@@ -204,7 +204,8 @@ def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
     while at in preludes:
         at = at.next
     for node in preludes:
-        at.prepend(node)
+        if not bucket[0].is_gather or at < node:
+            at.prepend(node)
     for member in bucket:
         for user in member.block.measures:
             # Who asks the collective for its size, on the way, asks the operand.

@@ -45,8 +45,8 @@ class Member:
     followers: list[fx.Node] = field(default_factory=list)
     """Views behind its wait, which move along."""
     prelude: list[fx.Node] = field(default_factory=list)
-    """Casts, padding and views that only make the operand of this collective; they move along too. A rank with a
-    shorter shard pads where others do not, and must come to the same buckets."""
+    """Casts, padding and views that make the operand of this collective (of a gather: perhaps of others too); they move
+    along too. A rank with a shorter shard pads where others do not, and must come to the same buckets."""
     overwritten: float = math.inf
     """Position of the next write into its operand."""
     pushed: bool = False
@@ -172,19 +172,22 @@ def _prelude(collective: fx.Node, positions: Positions) -> tuple[list[fx.Node], 
     Nothing if its source is written before the collective starts: then it read what is not there any more.
     """
     chain = _chain(collective)
-    window = positions.windows.around((chain or [collective])[0].all_input_nodes, positions.of[collective])
+    read = [*(chain or [collective])[0].all_input_nodes, *chain]
+    window = positions.windows.around(read, positions.of[collective])
     if chain and window[0] > positions.of[chain[0]]:
         return [], positions.windows.around(collective.all_input_nodes, positions.of[collective])
     return chain, window
 
 
 def _chain(collective: fx.Node) -> list[fx.Node]:
+    """Gathers may share it: they only ever move up, which is no harm to others who read the same cast or padding."""
+    shared = collective.target is comm.all_gather_into_tensor.default
     chain: list[fx.Node] = []
     node = collective.args[0]
-    while isinstance(node, fx.Node) and node.target in _PREPARES and len(node.users) == 1:
+    while isinstance(node, fx.Node) and node.target in _PREPARES and len(node.all_input_nodes) == 1:
+        if not shared and len(node.users) > 1:
+            break
         chain.append(node)
-        if len(node.all_input_nodes) != 1:
-            return []
         node = node.all_input_nodes[0]
     return chain[::-1]
 
