@@ -932,9 +932,34 @@ def compile_inductor(
         context: Any = TracingContext(mode)
         if given_away:
             context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(given_away), static_input_indices=[])
-        with config.patch({"triton.cudagraphs": False, **settings}), tracing(context), torch.no_grad():
+        _name_inputs_for_the_cache(gm, given_away)
+        patched = config.patch({"triton.cudagraphs": False, **settings})
+        with patched, _some_shape_env(mode), tracing(context), torch.no_grad():
             compiled: Any = compile_fx_inner(gm, inputs, is_inference=not part, is_backward=part == "backward")
     return compiled  # type: ignore[no-any-return]
+
+
+def _name_inputs_for_the_cache(gm: fx.GraphModule, given_away: Sequence[int]) -> None:
+    """Inductor's cache on disk knows graphs by their text. Which inputs are given away is not in it, nor that strides
+    of all results are fixed: a graph of torch.compile may read the same. So the names of our inputs say it."""
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        node.name = node.target = f"ws_given_{i}" if i in given_away else f"ws_{i}"
+    gm.recompile()
+
+
+@contextmanager
+def _some_shape_env(mode: Any) -> Iterator[None]:
+    """Inductor's cache wants to note conditions on sizes; without a place for them it does not cache."""
+    if mode is None or mode.shape_env is not None:
+        yield
+        return
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = None
 
 
 def improve_joint(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> fx.GraphModule:

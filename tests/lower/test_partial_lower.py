@@ -324,21 +324,42 @@ class TestCompiling:
             partial_lower(gm, options=ANY, cache=cache)
             torch.testing.assert_close(gm(torch.ones(3)), _plus(float(value))(torch.ones(3)))
 
-    def test_a_second_process_finds_regions_in_the_cache_on_disk(self) -> None:
-        # A number that no run before has seen; a new folder for the cache would cost a minute of compiled headers.
-        program = textwrap.dedent(f"""
+    # A number that no run before has seen; a new folder for the cache would cost a minute of compiled headers.
+    GRAPH = """
+        gm = make_fx(lambda x: (x * NUMBER).relu(), tracing_mode="fake")(torch.randn(7, 3))
+        ws.partial_lower(gm, options=ws.lower.LowerOptions(min_aten_ops=1, strict=True))
+        assert gm(-torch.ones(7, 3)).sum() == 0
+    """
+    STEP = """
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train(x):
+            loss = (model(x).tanh() * NUMBER).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = ws.compile(train, lower="inductor", lower_options={"min_aten_ops": 1})
+        first = step(torch.ones(7, 3))
+        assert step(torch.ones(7, 3)) < first
+    """
+
+    @pytest.mark.parametrize(("lines", "compiled"), [(GRAPH, 1), (STEP, 2)], ids=["graph", "step"])
+    def test_a_second_process_finds_regions_in_the_cache_on_disk(self, lines: str, compiled: int) -> None:
+        head = """
             import torch
             from torch.fx.experimental.proxy_tensor import make_fx
             import wholestep as ws
             from torch._dynamo.utils import counters
 
-            gm = make_fx(lambda x: (x * {random.random()!r}).relu(), tracing_mode="fake")(torch.randn(7, 3))
-            ws.partial_lower(gm, options=ws.lower.LowerOptions(min_aten_ops=1, strict=True))
-            assert gm(-torch.ones(7, 3)).sum() == 0
-            print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
-        """)
+            torch.manual_seed(0)
+        """
+        tail = 'print(*(counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")))'
+        program = "\n".join([*map(textwrap.dedent, (head, lines)), tail]).replace("NUMBER", repr(random.random()))
         source = str(Path(ws.__file__).parents[1])
         environment = {**os.environ, "PYTHONPATH": source}
         command = [sys.executable, "-c", program]
         runs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
-        assert [run.stdout.split() for run in runs] == [["0", "1"], ["1", "0"]]
+        assert [run.stdout.split() for run in runs] == [["0", str(compiled), "0"], [str(compiled), "0", "0"]]
