@@ -131,6 +131,8 @@ def test_a_budget_near_the_usual_peak_is_met_by_the_usual_cut():
     less = Trained(memory_budget=budget, lower="inductor", steps=3)
     assert less.memory.shed
     assert less.memory.planned_peak <= budget
+    for memory in (usual.memory, less.memory):  # estimates do not contradict what was built
+        assert memory.smallest_peak <= memory.planned_peak <= memory.peak_without
     assert abs(less.memory.measured_peak - less.memory.planned_peak) <= 0.02 * budget
     assert less.memory.saved_bytes < usual.memory.saved_bytes
     torch.testing.assert_close(torch.stack(less.losses), torch.stack(eager.losses))

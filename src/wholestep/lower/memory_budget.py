@@ -165,7 +165,7 @@ class _Work:
             budget=most,
             planned_peak=peak,
             smallest_peak=int(min(fitting.peak_smallest(), self._cuts.least_built)),
-            peak_without=fitting.peak_without(),
+            peak_without=max(fitting.peak_without(), peak),
             saved=(),
             recomputed=(),
             plans_tried=fitting.tried + self._cuts.tried,
