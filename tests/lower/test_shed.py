@@ -121,6 +121,12 @@ def test_bytes_to_shed_are_a_number(wrong: Any) -> None:
         LowerOptions(shed=wrong)
 
 
+def test_shedding_goes_further_than_remat_and_needs_it() -> None:
+    with pytest.raises(OptionError, match="remat=False"):
+        LowerOptions(shed=1, remat=False)
+    assert not LowerOptions(remat=False).shed
+
+
 def test_a_budget_near_the_usual_peak_is_met_by_the_usual_cut():
     eager = Trained(eager=True, steps=3)
     usual = Trained(memory_budget="1GiB", lower="inductor", steps=3)

@@ -28,7 +28,8 @@ class LowerOptions:
     exact: bool = False
     """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
     shed: int = 0
-    """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well."""
+    """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well.
+    A memory budget chooses this itself."""
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
@@ -38,6 +39,10 @@ class LowerOptions:
         for name in ("strict", "remat", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}", fix="use True or False.")
+        if self.shed and not self.remat:
+            raise OptionError(
+                f"shed={self.shed} with remat=False", fix="leave out one: `shed` goes further than `remat`."
+            )
         _check_settings("config", self.config)
         if not isinstance(self.region_config, Mapping):
             raise OptionError(f"region_config={self.region_config!r}", fix='use {0: {"max_autotune": True}}.')

@@ -76,7 +76,7 @@ class Lowering:
 
     def in_place(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Lower a graph that already updates in place: what writes stays outside."""
-        options = replace(self._options, remat=False) if self._planned else self._options
+        options = replace(self._options, remat=False, shed=0) if self._planned else self._options
         return _timed(gm, options, self._cache, lambda node: not (may_write(node.target) and writes(node)))
 
     @staticmethod
