@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from wholestep.ir.effects import is_measure, is_point_to_point, is_wait, shared_inputs, writes
+from wholestep.ir.effects import is_collective, is_measure, is_point_to_point, is_wait, shared_inputs, writes
 from wholestep.ir.groups import group_of
 
 
@@ -58,6 +58,14 @@ def comm_block(collective: fx.Node) -> CommBlock:
             else:
                 misused.append(user)
     return CommBlock(collective, tuple(parts), tuple(waits), tuple(misused), tuple(measures))
+
+
+def collective_of(wait: fx.Node) -> fx.Node:
+    """The collective that a wait waits for; there may be views and parts of lists in between."""
+    node = wait
+    while node.all_input_nodes and not is_collective(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_part(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.comm_block import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.meta import node_meta
@@ -97,7 +97,7 @@ class _Reinplace:
                 root = self.root[source]
                 self.last_read[root] = max(self.last_read.get(root, -1), i)
             if is_wait(node.target):
-                for source in _started_by(node).all_input_nodes:  # a collective reads until it is waited on
+                for source in collective_of(node).all_input_nodes:  # a collective reads until it is waited on
                     self.last_read[self.root[source]] = max(self.last_read.get(self.root[source], -1), i)
             elif is_collective(node.target) and not comm_block(node).waits:
                 for source in node.all_input_nodes:  # the next iteration waits for it
@@ -258,14 +258,6 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
             return (source, index) if isinstance(value, torch.Tensor) and value.is_contiguous() else None
         node = source
     return None
-
-
-def _started_by(wait: fx.Node) -> fx.Node:
-    """The collective behind a wait; there may be views and parts of lists in between."""
-    node = wait
-    while node.all_input_nodes and not is_collective(node.target):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _is_view(node: fx.Node) -> bool:

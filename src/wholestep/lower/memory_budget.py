@@ -36,7 +36,7 @@ from wholestep.memory.policy import Policy
 from wholestep.memory.policy_check import check_policy
 from wholestep.memory.rewrite import recompute
 from wholestep.memory.stand_in import tell_unknown_sizes
-from wholestep.memory.timeline import timeline
+from wholestep.memory.timeline import Timeline, timeline
 from wholestep.memory.workspace import OperatorMemory
 
 log = logging.getLogger("wholestep.memory")
@@ -109,11 +109,7 @@ class _Work:
 
     def build(self, candidate: Candidate) -> int:
         """The peak of the graph in executable form under a plan."""
-        gm = lazy_graph_module(self._step_graph.gm, self.planned(candidate), "WholeStepPlanned")
-        if self._compiles:
-            gm = self._lowering.lower(gm, runs_once=self._runs_once)
-        reinplace(gm.graph)
-        found = timeline(gm.graph, self._memory.of(gm, self.device), self.device)
+        _, found = self._executable(self.planned(candidate), None)
         log.info(
             "%d nodes computed again: peak %s (estimated %s) at %s",
             len(self.outline.run_again(candidate.plan)),
@@ -122,6 +118,14 @@ class _Work:
             found.peak_at,
         )
         return found.peak
+
+    def _executable(self, graph: fx.Graph, shed: int | None) -> tuple[fx.GraphModule, Timeline]:
+        """What runs in the end, played. `shed`: as in `Lowering.lower`."""
+        gm = lazy_graph_module(self._step_graph.gm, graph, "WholeStepPlanned")
+        if self._compiles:
+            gm = self._lowering.lower(gm, runs_once=self._runs_once, shed=shed)
+        reinplace(gm.graph)
+        return gm, timeline(gm.graph, self._memory.of(gm, self.device), self.device)
 
     def cut_within(self, most: int, fitting: Fitting) -> Level | None:
         """torch's cut, if it is allowed here and meets the budget, with some bytes less if need be."""
@@ -133,10 +137,7 @@ class _Work:
     def _build_cut(self, shed: int) -> tuple[int, tuple[Cut, ...]]:
         graph = copy_graph(self._step_graph.gm.graph)
         tell_unknown_sizes(graph)
-        gm = lazy_graph_module(self._step_graph.gm, graph, "WholeStepCut")
-        gm = self._lowering.lower(gm, runs_once=self._runs_once, shed=shed)
-        reinplace(gm.graph)
-        found = timeline(gm.graph, self._memory.of(gm, self.device), self.device)
+        gm, found = self._executable(graph, shed)
         log.info("torch's cut with %s less: peak %s at %s", shown(shed), shown(found.peak), found.peak_at)
         return found.peak, cuts_in(gm)
 

@@ -14,9 +14,9 @@ stood, so that parameters are not gathered before their time.  Bucket key: opera
 What cannot join the open bucket opens the next one.  The first bucket of reductions is small, so that communication
 starts early, as far as that costs no further collective.  A parameter that is gathered again, by its backward, in the
 bucket of its forward (the last layers; in a small model all) travels once: at the turn from forward to backward both
-would be held anyway.  The collectives move, their waits and the views behind them; where
-results are used at once (a division, a cast), so do these elementwise uses, as far down as the bucket needs.  The
-results of one bucket are views of one tensor.  Cost: one walk over the graph.
+would be held anyway.  The collectives move, their waits and the views behind them; where results are used at once (a
+division, a cast), so do these elementwise uses, as far down as the bucket needs.  The results of one bucket are views
+of one tensor.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations

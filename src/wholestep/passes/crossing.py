@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, op_name
+from wholestep.ir.comm_block import collective_of
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
 from wholestep.ir.iter_moves import needed_outputs
 from wholestep.ir.meta import node_meta
@@ -64,14 +65,6 @@ def waits_behind(nodes: Iterable[fx.Node], waits: Iterable[fx.Node]) -> dict[fx.
                     seen.add(user)
                     stack.append(user)
     return behind
-
-
-def collective_of(wait: fx.Node) -> fx.Node:
-    """The collective that a wait waits for; there may be views and parts of lists in between."""
-    node = wait
-    while node.all_input_nodes and not is_collective(node.target):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def name_of(wait: fx.Node) -> str:
