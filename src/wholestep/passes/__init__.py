@@ -11,6 +11,16 @@ from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer
+from wholestep.passes.graph_utils import (
+    OP,
+    CommType,
+    clone_subgraph,
+    dump_graphs_to_files,
+    find_node,
+    get_output,
+    is_leaf_subgraph,
+    rebuild_graph,
+)
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.manager import run_passes
@@ -28,9 +38,11 @@ from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 from wholestep.passes.split_optimizer import split_fused_optimizer, split_optimizer
 
 __all__ = [
+    "OP",
     "AdamArgs",
     "BoundPass",
     "CommBlock",
+    "CommType",
     "Contract",
     "ForeachAddBlock",
     "FusedAdamBlock",
@@ -41,21 +53,27 @@ __all__ = [
     "applied_passes",
     "bucket_all_gather",
     "bucket_reduce_scatter",
+    "clone_subgraph",
     "comm_fusion_with_concat",
     "dedup_collectives",
     "disable_graph_optimization_dump",
     "drop_dead_collectives",
+    "dump_graphs_to_files",
     "enable_graph_optimization_dump",
     "find_all_descendants",
+    "find_node",
     "functionalize_optimizer",
     "get_all_comm_blocks",
     "get_all_fused_optimizer_blocks",
     "get_comm_block",
     "get_fused_optimizer_block",
+    "get_output",
     "graph_optimization_pass",
+    "is_leaf_subgraph",
     "iter_move_grads_and_optimizers",
     "merge_common_subexpressions",
     "overlap_optimizer_with_next_forward",
+    "rebuild_graph",
     "reinplace",
     "reinplace_tail",
     "remove_copy_from_optimizer",

@@ -23,7 +23,7 @@ from wholestep.errors import OptionError, PassOrderError
 
 Numerics = Literal["exact", "reassociates", "changes"]
 _NUMERICS = ("exact", "reassociates", "changes")
-_HISTORY = "wholestep_passes"
+HISTORY = "wholestep_passes"
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,13 @@ def applied_passes(gm: fx.GraphModule) -> tuple[str, ...]:
 
 def applied_contracts(gm: fx.GraphModule) -> tuple[Contract, ...]:
     """What the passes that ran on a graph promise: names alone would mix up two passes that are called the same."""
-    found: tuple[Contract, ...] = gm.meta.get(_HISTORY, ())
+    found: tuple[Contract, ...] = gm.meta.get(HISTORY, ())
     return found
 
 
 def note_applied(gm: fx.GraphModule, contract: Contract) -> None:
     """A pass ran on a graph."""
-    gm.meta[_HISTORY] = (*applied_contracts(gm), contract)
+    gm.meta[HISTORY] = (*applied_contracts(gm), contract)
 
 
 def check_order(contract: Contract, history: tuple[Contract, ...], *, allow_rerun: bool = False) -> None:
@@ -225,7 +225,8 @@ def check_order(contract: Contract, history: tuple[Contract, ...], *, allow_reru
         )
     if name in applied and not (contract.allow_rerun or allow_rerun):
         raise PassOrderError(
-            f"{name} already ran on this graph.", fix=f"leave it out, or say {name}(gm, ..., allow_rerun=True)."
+            f"Cannot apply {name} twice: it already ran on this graph.",
+            fix=f"leave it out, or say {name}(gm, ..., allow_rerun=True).",
         )
 
 

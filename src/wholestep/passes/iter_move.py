@@ -79,7 +79,7 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
         )
     if not all(move_of(group, set()).state for group in crossing.groups):
         raise IterMoveError(
-            f"{target_comm_node} is not used by any optimizer.",
+            f"{target_comm_node} is not used by any fused optimizer, nor by another one.",
             fix="name a collective whose result is written back into an input by a `copy_` at the end of the graph.",
         )
     _move(gm, [(group, target) for group in crossing.groups])

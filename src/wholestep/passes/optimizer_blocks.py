@@ -51,6 +51,10 @@ class NoOptimizerError(OptionError, RuntimeError):
     """A node is not part of an optimizer that updates lists of parameters."""
 
 
+class NoParentsError(OptionError, AssertionError):
+    """Nothing was given whose descendants could be found."""
+
+
 class AdamArgs(NamedTuple):
     """The lists that `_fused_adam` takes, in its order: `AdamArgs(*node.args)`."""
 
@@ -193,7 +197,7 @@ def find_all_descendants(gm: fx.GraphModule, parent_nodes: Iterable[fx.Node]) ->
     """Some nodes and all that depends on them, without the output node, in graph order."""
     stack = list(parent_nodes)
     if not stack:
-        raise OptionError("No parent nodes are given.", fix="give at least one node.")
+        raise NoParentsError("No parent nodes are given.", fix="give at least one node.")
     found = set(stack)
     while stack:
         for user in stack.pop().users:
