@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import ranks
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compil
 
 _COMPILES = ("lower", "compilers")  # rooms whose tests compile with Inductor in their own process
 _COMPILES_ON_RANKS = "test_parity_ranks.py"
+_CRASH = "crash of a thread that is not Python's"
 
 torch.set_num_threads(1)
 
@@ -43,3 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in _COMPILES and item.path.name != _COMPILES_ON_RANKS:
             item.add_marker("compiles")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Give crashes after which ranks were started again to the report, which also travels from a worker of xdist."""
+    report: Any = yield
+    report.user_properties += [(_CRASH, text) for text in ranks.CRASHES]
+    ranks.CRASHES.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print them: nothing is passed over in silence."""
+    for report in (each for kind in terminalreporter.stats.values() for each in kind):
+        for name, text in getattr(report, "user_properties", ()):
+            if name == _CRASH:
+                terminalreporter.section(f"{report.nodeid}: ranks were started again after a crash")
+                terminalreporter.line(text)

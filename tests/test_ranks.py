@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ranks
 from ranks import RanksFailed, run_ranks
 
 
@@ -109,3 +112,41 @@ def test_forking_a_process_with_threads_is_silent_only_about_that() -> None:
 
     with pytest.raises(RanksFailed, match="DeprecationWarning: something else"):
         run_ranks(warn, 1, deadline=30)
+
+
+def crash_in_a_foreign_thread() -> None:
+    libc = ctypes.CDLL("libc.so.6")
+    thread = ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.strlen, ctypes.c_void_p), None)
+    time.sleep(20)
+
+
+def test_ranks_start_again_after_a_crash_in_a_thread_that_is_not_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "CRASHES", [])
+
+    def code(rank: int) -> int:
+        if rank == 1 and not (tmp_path / "crashed").exists():
+            (tmp_path / "crashed").touch()
+            crash_in_a_foreign_thread()
+        return rank
+
+    assert run_ranks(code, 2, deadline=30) == [0, 1]
+    assert "rank 1 died without returning (signal SIGSEGV)" in ranks.CRASHES.pop()
+    assert not ranks.CRASHES  # nothing is left for the end of the test run to print
+
+
+def test_a_second_crash_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "CRASHES", [])
+    with pytest.raises(RanksFailed, match="rank 0 died without returning"):
+        run_ranks(lambda rank: crash_in_a_foreign_thread(), 1, deadline=30)
+    assert "rank 0 died" in ranks.CRASHES.pop()
+    assert not ranks.CRASHES
+
+
+def test_a_crash_in_a_thread_of_pythons_is_a_failure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "CRASHES", [])
+    with pytest.raises(RanksFailed, match="Current thread"):
+        run_ranks(lambda rank: ctypes.string_at(0), 1, deadline=30)
+    assert not ranks.CRASHES
