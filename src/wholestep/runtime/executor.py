@@ -27,7 +27,7 @@ from wholestep.lower.step import Lowering
 from wholestep.memory.measure import bytes_at_most, held_bytes
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
-from wholestep.runtime.guards import Guards
+from wholestep.runtime.guards.order import Guards
 from wholestep.runtime.iterations import Iterations, Pending, iterations_of
 from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program

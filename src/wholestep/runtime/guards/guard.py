@@ -1,0 +1,73 @@
+"""What a guard is: a condition on a call, with a cheap check and the reasons why it fails."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep._torch_compat import DictWatch
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of the step, as guards see it."""
+
+    leaves: list[Any]
+    """Of the arguments."""
+    structure: Any
+    """Equal for arguments of the same structure."""
+    state: list[Any] | None
+    """The inputs of the graph as they are now; None if some are gone."""
+
+
+class Guard(ABC):
+    """One condition of a captured graph on a call."""
+
+    @abstractmethod
+    def holds(self, call: Call) -> bool:
+        """Whether the condition is met: run at every call."""
+
+    @abstractmethod
+    def reasons(self, call: Call) -> Iterator[str]:
+        """What differs, for people: run only where a check failed. Guards before this one in the order hold."""
+
+    def is_needed(self) -> bool:
+        """Whether there is something to look at; otherwise the guard is left out."""
+        return True
+
+
+class Listed(Guard):
+    """A guard that looks at few things one by one: it holds where there is no reason why not."""
+
+    def __init__(self, looks_at: Sequence[Any]) -> None:
+        self._looks_at = looks_at
+
+    def is_needed(self) -> bool:
+        return bool(self._looks_at)
+
+    def holds(self, call: Call) -> bool:
+        return next(self.reasons(call), None) is None
+
+
+class Watched(Guard):
+    """Guards on what lies in some dicts: while none of these is written, no guard needs a second look."""
+
+    def __init__(self, guards: Sequence[Guard], dicts: Sequence[dict[Any, Any]]) -> None:
+        self._guards = guards
+        self._dicts = list({id(d): d for d in dicts}.values())
+        self._watch: DictWatch | None = None
+        """Begun when the guards held."""
+
+    def holds(self, call: Call) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return True
+        if not all(guard.holds(call) for guard in self._guards):
+            return False
+        self._watch = DictWatch(self._dicts)
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for guard in self._guards:
+            yield from guard.reasons(call)

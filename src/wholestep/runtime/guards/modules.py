@@ -1,0 +1,147 @@
+"""Guards on modules: what a user can set on them, their submodules, parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import is_, itemgetter
+from typing import Any
+
+from wholestep.capture.captured import Captured
+from wholestep.capture.discover import MODULE_INTERNALS
+from wholestep.capture.plain import same_plain
+from wholestep.capture.slots import ABSENT
+from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.runtime.guards.guard import Call, Guard, Listed, Watched
+from wholestep.runtime.guards.wording import was_and_is
+
+
+class SameAttributes(Guard):
+    """Modules have the attributes that they had. Those that the step itself sets are `OtherAttributes`."""
+
+    def __init__(self, captured: Captured) -> None:
+        modules = [(m, path) for m, path in captured.modules if id(m) not in captured.volatile]
+        self.dicts = [vars(m) for m, _ in modules]
+        self._paths = [path for _, path in modules]
+        # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
+        self._before = [{k: v for k, v in d.items() if k not in MODULE_INTERNALS} for d in self.dicts]
+        self._readers = [(_reader(list(before)), d) for d, before in zip(self.dicts, self._before, strict=True)]
+        self._values = [read(d) for read, d in self._readers]
+        self._sizes = list(map(len, self.dicts))
+        self._counted = {c.slot.path for c in captured.changes if c.kind is ChangeKind.CONSTANT}
+
+    def holds(self, call: Call) -> bool:
+        return list(map(len, self.dicts)) == self._sizes and [read(d) for read, d in self._readers] == self._values
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if key not in MODULE_INTERNALS and not same_plain(old, new):
+                    yield was_and_is(f"{path}.{key}", old, new)
+
+    def changed_number(self) -> str | None:
+        """The path of a number that the step counts up, and that something else changed."""
+        for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
+            for key, value in before.items():
+                where = f"{path}.{key}"
+                if where in self._counted and type(value) in (int, float) and now.get(key) != value:
+                    return where
+        return None
+
+
+class SameSubmodules(Guard):
+    """No submodule was replaced, added or removed."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.dicts = [vars(m)["_modules"] for m, _ in captured.modules if vars(m)["_modules"]]
+        self._before = [dict(d) for d in self.dicts]
+
+    def holds(self, call: Call) -> bool:
+        return self.dicts == self._before
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        if not self.holds(call):
+            yield "a submodule was replaced, added or removed"
+
+
+class SameParameters(Guard):
+    """Parameters are the same objects."""
+
+    def __init__(self, captured: Captured) -> None:
+        slots = [(s, tracked) for s, tracked in captured.table.module_slots if s.kind is not InputKind.BUFFER]
+        self._places = [(slot.mapping, slot.key) for slot, _ in slots]
+        self._paths = [slot.path for slot, _ in slots]
+        self._objects = [tracked.real for _, tracked in slots]
+
+    def holds(self, call: Call) -> bool:
+        return all(map(is_, [mapping.get(key) for mapping, key in self._places], self._objects))
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, (mapping, key), known in zip(self._paths, self._places, self._objects, strict=True):
+            if mapping.get(key) is not known:
+                yield f"{path} is another parameter"
+
+
+class SameCounts(Guard):
+    """Modules have as many parameters and buffers as they had."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.dicts = [vars(m)[kind] for m, _ in captured.modules for kind in ("_parameters", "_buffers")]
+        self._counts = list(map(len, self.dicts))
+
+    def holds(self, call: Call) -> bool:
+        return list(map(len, self.dicts)) == self._counts
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        if not self.holds(call):
+            yield "a parameter or buffer was registered or removed"
+
+
+class OtherAttributes(Listed):
+    """Where the step sets attributes of a module, its other attributes are as they were."""
+
+    def __init__(self, captured: Captured) -> None:
+        volatile = captured.volatile
+        self._modules = [(m, p, volatile[id(m)], dict(vars(m))) for m, p in captured.modules if id(m) in volatile]
+        super().__init__(self._modules)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for module, path, volatile, before in self._modules:
+            now = {k: v for k, v in vars(module).items() if k not in volatile}
+            if now != {k: v for k, v in before.items() if k not in volatile}:
+                yield f"an attribute of {path} changed"
+
+
+class EmptyBuffers(Listed):
+    """Buffers that were None still are."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._buffers = [
+            (module._buffers, name, f"{path}.{name}")
+            for module, path in captured.modules
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        ]
+        super().__init__(self._buffers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for buffers, name, path in self._buffers:
+            if buffers.get(name) is not None:
+                yield f"{path} is no longer None"
+
+
+def watched_attributes(attributes: SameAttributes, captured: Captured) -> Watched:
+    """Attributes and submodules, looked at again where something is set on a module."""
+    submodules = SameSubmodules(captured)
+    return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
+
+
+def watched_parameters(captured: Captured) -> Watched:
+    """Parameters and buffers, looked at again where one is set."""
+    counts = SameCounts(captured)
+    return Watched([SameParameters(captured), counts], counts.dicts)
+
+
+def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
+    """Reads some attributes at once."""
+    return itemgetter(*keys) if keys else len

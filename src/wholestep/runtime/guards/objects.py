@@ -1,0 +1,123 @@
+"""Guards on what the step's Python read: variables, attributes of plain objects and classes, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wholestep.capture.captured import Captured
+from wholestep.capture.plain import kind_of, same_plain, skeleton
+from wholestep.capture.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
+from wholestep.ir.signature import InputKind
+from wholestep.runtime.guards.guard import Call, Listed
+from wholestep.runtime.guards.wording import is_other_number, was_and_is
+
+
+class SameVariables(Listed):
+    """Closure variables and globals hold what they held."""
+
+    def __init__(self, captured: Captured) -> None:
+        lifted = {slot.path for slot in captured.inputs if slot.kind is InputKind.HYPER_PARAMETER}
+        self._variables = [
+            (path, slot, value)
+            for path, slot, value in captured.world.variables
+            if path not in captured.rebound_variables and path not in lifted
+        ]
+        super().__init__(self._variables)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, slot, value in self._variables:
+            now = slot.get()
+            if now is not value and not same_plain(now, value):
+                yield was_and_is(path, value, now)
+
+    def changed_number(self) -> str | None:
+        """The path of a variable that holds another number."""
+        changed = (path for path, slot, value in self._variables if is_other_number(slot.get(), value))
+        return next(changed, None)
+
+
+class SameReads(Listed):
+    """Attributes of plain objects that the step read are as they were."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._reads = [(obj, path, list(values.items())) for obj, path, values in captured.reads]
+        super().__init__(self._reads)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for obj, path, values in self._reads:
+            attributes = vars(obj)
+            for name, value in values:
+                now = attributes.get(name, ABSENT)
+                if not same_plain(now, value):
+                    yield was_and_is(f"{path}.{name}", value, now)
+
+    def changed_number(self) -> str | None:
+        """The path of an attribute that holds another number."""
+        for obj, path, values in self._reads:
+            for name, value in values:
+                if is_other_number(vars(obj).get(name, ABSENT), value):
+                    return f"{path}.{name}"
+        return None
+
+
+class SameClassReads(Listed):
+    """Plain values that the step read from the classes of such objects are as they were."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._reads = captured.class_reads
+        super().__init__(self._reads)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for obj, path, values in self._reads:
+            for name, value in values.items():
+                now = getattr(obj, name, ABSENT)
+                if not same_plain(now, value):
+                    yield was_and_is(f"{path}.{name}", value, now)
+
+
+class SameKinds(Listed):
+    """Variables and attributes that the step itself sets hold the kind of thing that they held."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._variables = [(path, slot, kind) for path, (slot, kind) in captured.rebound_variables.items()]
+        self._attributes = captured.kinds
+        super().__init__([*self._variables, *self._attributes])
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, slot, kind in self._variables:
+            if kind_of(slot.get()) != kind:
+                yield f"{path} holds another kind of thing"
+        for attributes, key, path, kind in self._attributes:
+            if kind_of(attributes.get(key, ABSENT)) != kind:
+                yield f"{path} holds another kind of thing"
+
+
+class SameContainers(Listed):
+    """Lists and dicts that the step may have read hold what they held."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._containers = captured.containers
+        super().__init__(self._containers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for container, path, contents in self._containers:
+            if skeleton(container) != contents:
+                yield f"the contents of {path} changed"
+
+
+class SameTensors(Listed):
+    """Parameters that lie outside of modules (in a list, in a param group) are the same objects."""
+
+    def __init__(self, captured: Captured) -> None:
+        tracked = [(in_users_objects(t.slot), t.real) for t in captured.table.tracked.values()]
+        self._parameters = [
+            (slot, real)
+            for slot, real in tracked
+            if slot.kind is InputKind.PARAMETER and not isinstance(slot, BatchSlot | ModuleSlot)
+        ]
+        super().__init__(self._parameters)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for slot, real in self._parameters:
+            if slot.get() is not real:
+                yield f"{slot.path} is another tensor"
