@@ -45,8 +45,41 @@ pytree = _pytree
 FakeTensor = _fake_tensor.FakeTensor
 """The tensor without data that capture runs the user's code on. 2.11, 2.13."""
 
-FakeTensorMode = _fake_tensor.FakeTensorMode
-"""Computes FakeTensors. 2.11, 2.13."""
+
+class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Computes FakeTensors. 2.11, 2.13.
+
+    The multiplications of experts take float32 and float16 and pad their rows to 16 bytes on every device; torch's rule
+    refuses the first and knows the second only where torch is built for CUDA.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """What an operator gives, for fake tensors."""
+        if func is _GROUPED_MM and (found := self._grouped_mm(*args, **(kwargs or {}))) is not None:
+            return found
+        return super().dispatch(func, types, args, kwargs or {})
+
+    def _grouped_mm(
+        self, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """The product, or None where torch's rule has an error to raise."""
+        ragged = a.dim() == 2 or b.dim() == 2
+        if a.dtype not in _EXPERT_DTYPES or bias is not None or ragged == (offs is None):
+            return None
+        groups = offs.size(0) if ragged else a.size(0)
+        rows, columns = a.size(-2), b.size(-1)
+        whole = 16 // (out_dtype or a.dtype).itemsize
+        padded = (columns + whole - 1) // whole * whole
+        size: tuple[int, ...] = (rows, columns)
+        stride: tuple[int, ...] = (padded, 1)
+        if a.dim() == b.dim():
+            size, stride = (groups, *size), (rows * padded, *stride)
+        with self:
+            return torch.empty_strided(size, stride, dtype=out_dtype or a.dtype, device=a.device)
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_EXPERT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
@@ -112,7 +145,7 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def new_fake(mode: FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = None) -> Tensor:
+def new_fake(mode: _fake_tensor.FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = None) -> Tensor:
     """A FakeTensor with the geometry of `like` and memory of its own, or contiguous with other `sizes`. 2.11, 2.13.
 
     Much cheaper than `FakeTensorMode.from_tensor`, which also handles subclasses and views of inputs.
@@ -217,7 +250,7 @@ def _static(sizes: Sequence[int], dynamic: frozenset[int]) -> list[int | None]:
 
 
 def fake_tensor(
-    mode: FakeTensorMode,
+    mode: _fake_tensor.FakeTensorMode,
     shape: Sequence[Any],
     stride: Sequence[Any],
     dtype: torch.dtype,

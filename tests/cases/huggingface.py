@@ -55,6 +55,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, "num_local_experts": 4}),
     "GPTNeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BERT_LIKE),
     "T5": (
         "T5Config",
