@@ -89,7 +89,7 @@ def inputs() -> tuple[Any, ...]:
     return params, state, torch.randn(2, 4)
 
 
-def traced(kind: str) -> fx.GraphModule:
+def traced(kind: str, detached: bool = False) -> fx.GraphModule:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
     def step(params: list[Tensor], state: Any, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def traced(kind: str) -> fx.GraphModule:
         grads = torch.autograd.grad(loss, own)
         grads = [comm.wait_tensor.default(comm.all_reduce.default(grad, "sum", group)) for grad in grads]
         with torch.no_grad():
-            update(kind, params, list(grads), state)
+            update(kind, [each.detach() for each in own] if detached else params, list(grads), state)
         return loss.detach()
 
     return make_fx(step, tracing_mode="fake")(*inputs())
@@ -122,10 +122,13 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("detached", [False, True], ids=["direct", "through detach"])
 @pytest.mark.parametrize("bucket", [SMALL, 25.0], ids=["buckets", "one bucket"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_that_writes_in_place_overlaps_with_the_next_forward(kind: str, bucket: float) -> None:
-    gm = traced(kind)
+def test_an_optimizer_that_writes_in_place_overlaps_with_the_next_forward(
+    kind: str, bucket: float, detached: bool
+) -> None:
+    gm = traced(kind, detached)
     expected = run(gm)
     module = IterGraphModule(gm)
     comm_fusion_with_concat(module, bucket)
@@ -148,6 +151,48 @@ def test_one_reduction_of_an_optimizer_that_writes_in_place_moves(kind: str) -> 
         iter_move_grads_and_optimizers(module, block.comm_node.name, first)
     assert len(module.graph.moves) == 2
     assert same(run(module), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_detached_parameter_is_used_where_somebody_reads_it(kind: str) -> None:
+    gm = traced(kind, detached=True)
+    expected = run(gm)
+    module = IterGraphModule(gm)
+    remove_copy_from_optimizer(module)
+    first, second = [node.name for node in module.graph.nodes if node.target is aten.mm.default][:2]
+    comms = [block.comm_node.name for block in get_all_comm_blocks(module, "all_reduce")]  # type: ignore[arg-type]
+    code = module.main_gm.code
+    with pytest.raises(IterMoveError, match=f"{second} is after {first}, the first use of params_1"):
+        iter_move_grads_and_optimizers(module, comms[0], second)
+    assert module.main_gm.code == code
+    iter_move_grads_and_optimizers(module, comms[1], second)  # after all detach nodes
+    assert len(module.graph.moves) == 1
+    assert same(run(module), expected)
+
+
+@pytest.mark.parametrize("view", [aten.detach.default, aten.t.default])
+def test_an_update_through_a_view_that_others_read_gets_a_view_of_its_own(view: Any) -> None:
+    graph = fx.Graph()
+    p, x = graph.placeholder("p"), graph.placeholder("x")
+    seen = graph.call_function(view, (p,), name="seen")
+    flat = graph.call_function(aten.alias.default, (seen,), name="flat")
+    loss = graph.call_function(aten.mul.Tensor, (x, seen), name="loss")
+    new = graph.call_function(aten.sub.Tensor, (flat, loss), name="new")
+    write = graph.call_function(aten.copy_.default, (flat, new), name="write")
+    graph.output((loss, write) if view is aten.detach.default else (loss,))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    module = IterGraphModule(gm)
+    nodes = {node.name: node for node in module.graph.nodes}
+    module.graph.move_to_next_iter_before([nodes["new"], nodes["write"]], nodes["seen"])
+    sides = []
+    for each in (gm, module):
+        given = torch.arange(4.0).reshape(2, 2), torch.full((2, 2), 0.5)
+        losses = [each(*given)[0] for _ in range(3)]
+        if each is module:
+            assert not torch.equal(given[0], sides[0][-1])
+            module.flush()
+        sides.append([*losses, given[0]])
+    assert same(*sides)
 
 
 @pytest.mark.parametrize("kind", KINDS)

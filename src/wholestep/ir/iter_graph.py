@@ -33,7 +33,7 @@ from wholestep.errors import IterMoveError
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.functionalize import functionalize
 from wholestep.ir.iter_editing import NodeEdits
-from wholestep.ir.iter_moves import Move, MovePlan, check_moves, move_of, plan_moves
+from wholestep.ir.iter_moves import Move, MovePlan, check_moves, move_of, plan_moves, state_of
 
 CROSS = "cross_iter_input"
 
@@ -226,14 +226,24 @@ class IterGraph(NodeEdits, fx.Graph):
                 values.append(self._own(value) if shared else value)
         for constant in plan.constants:
             plan.target.prepend(constant)
-        for node in plan.nodes:
-            given = {n: have[n] for n in node.all_input_nodes if n in plan.carried}
+        own = self._own_views(plan)
+        for node in (*own.values(), *plan.nodes):
+            given = {n: own[n] if n in own else have[n] for n in node.all_input_nodes if n in own or n in plan.carried}
             node.args = fx.map_arg(node.args, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
             node.kwargs = fx.map_arg(node.kwargs, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
             plan.target.prepend(node)
             self._numbers[node] = self._moves
         self._moves += 1
         find_output(self).args = ((result, values),)
+
+    def _own_views(self, plan: MovePlan) -> dict[fx.Node, fx.Node]:
+        """New nodes for views of the state that others read too."""
+        made: dict[fx.Node, fx.Node] = {}
+        with super().inserting_before(plan.target):
+            for view in plan.views:
+                made[view] = fx.Graph.node_copy(self, view)
+                made[view].meta = dict(view.meta)
+        return made
 
     def _result_without(self, moved: set[fx.Node]) -> Any:
         """The user's result before what was moved is there: state itself, None for late outputs."""
@@ -243,7 +253,7 @@ class IterGraph(NodeEdits, fx.Graph):
             self.late_results |= late
             self._never_dead |= set(late.values())
             result = tuple(None if i in late else value for i, value in enumerate(result))
-        return fx.map_arg(result, lambda n: n.args[0] if n in moved else n)
+        return fx.map_arg(result, lambda n: state_of(n) if n in moved else n)
 
     def _new_input(self, value: fx.Node) -> fx.Node:
         """A default is given only so that it may follow arguments with defaults."""

@@ -15,6 +15,8 @@ from wholestep.ir.effects import shared_inputs, writes, written_positions
 from wholestep.ir.meta import node_meta
 
 _COPY = torch.ops.aten.copy_.default
+# The same memory under another name: who reads that reads the state, later.
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _NOTHING: frozenset[fx.Node] = frozenset()
 
 
@@ -38,13 +40,15 @@ class MovePlan:
     """What the nodes read of their own iteration, and whether it shares memory that others may write."""
     constants: tuple[fx.Node, ...]
     """`get_attr` nodes that have to come before the target."""
+    views: tuple[fx.Node, ...] = ()
+    """Views of the state that others use too: the nodes get their own, taken when they run."""
 
 
 def move_of(nodes: Iterable[fx.Node], cross: set[fx.Node]) -> Move:
     """The nodes of a move that was made."""
     nodes = tuple(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    state = dict.fromkeys(root for node in nodes for written in written_inputs(node) for root in _roots(written))
+    state = dict.fromkeys(root for node in nodes for written in written_inputs(node) for root in roots_of(written))
     return Move(nodes, tuple(state), tuple(n for n in inputs if n in cross))
 
 
@@ -70,7 +74,7 @@ def check_moves(graph: fx.Graph, moves: Sequence[Move]) -> None:
     written = {root: i for i, move in enumerate(moves) for root in move.state}
     last = [max(place[node] for node in move.nodes) for move in moves]
     for node in graph.nodes:
-        if node.op == "output":
+        if node.op == "output" or node.target in _SAME:
             continue
         for root in {root for source in node.all_input_nodes for root in shares.get(source, _NOTHING)}:
             own = written.get(root)
@@ -105,14 +109,26 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def state_of(node: fx.Node) -> fx.Node | None:
+    """The placeholder that a `copy_` writes: the input itself, also behind a `detach`."""
+    return _input_behind(node.args[0]) if node.target is _COPY else None
+
+
+def _input_behind(value: Any) -> fx.Node | None:
+    while isinstance(value, fx.Node) and value.target in _SAME:
+        value = value.args[0]
+    return value if isinstance(value, fx.Node) and value.op == "placeholder" else None
+
+
 def first_readers(graph: fx.Graph, besides: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
-    """For each placeholder, the first node not in `besides` that reads it. The output is no reader."""
+    """For each placeholder, the first node not in `besides` that reads it. The output and `detach` are no readers."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "output" and node not in besides:
+        if node.op != "output" and node not in besides and node.target not in _SAME:
             for source in node.all_input_nodes:
-                if source.op == "placeholder":
-                    found.setdefault(source, node)
+                state = _input_behind(source)
+                if state is not None:
+                    found.setdefault(state, node)
     return found
 
 
@@ -126,7 +142,8 @@ class _Planner:
         self._readers: dict[fx.Node, list[fx.Node]] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            for root in dict.fromkeys(r for source in node.all_input_nodes for r in self._shares.get(source, ())):
+            read = () if node.target in _SAME else node.all_input_nodes
+            for root in dict.fromkeys(r for source in read for r in self._shares.get(source, ())):
                 self._readers.setdefault(root, []).append(node)
             for written in written_inputs(node):
                 for root in self._shares.get(written, ()) or (written,):
@@ -151,18 +168,34 @@ class _Planner:
         for node in nodes:
             self._check_users(node, own)
         state = self._check_state(nodes, target, own)
+        views = self._views_of(state, nodes, own)
         carried: dict[fx.Node, bool] = {}
         constants: dict[fx.Node, None] = {}
-        for node in nodes:
+        for node in (*views, *nodes):
             for source in node.all_input_nodes:
-                if self._number.get(source) == own or source in state:
+                if self._number.get(source) == own or source in state or source in views:
                     continue
                 if source.op == "get_attr":
                     if self._place[source] > self._place[target]:
                         constants[source] = None
                     continue
                 carried[source] = self._check_carried(source, node)
-        return MovePlan(nodes, target, carried, tuple(constants))
+        return MovePlan(nodes, target, carried, tuple(constants), tuple(views))
+
+    def _views_of(self, state: set[fx.Node], nodes: tuple[fx.Node, ...], own: int) -> dict[fx.Node, None]:
+        """The views through which nodes read and write the state, in graph order, with those they are taken of."""
+        found: set[fx.Node] = set()
+        stack = [source for node in nodes for source in node.all_input_nodes]
+        while stack:
+            node = stack.pop()
+            roots = self._shares.get(node, _NOTHING)
+            if node in found or node.op != "call_function" or self._number.get(node) == own or not roots <= state:
+                continue
+            writers = [writer for root in roots for writer in self._writers.get(root, ())]
+            if roots and all(self._number.get(writer) == own for writer in writers):
+                found.add(node)
+                stack += shared_inputs(node)
+        return dict.fromkeys(sorted(found, key=self._place.__getitem__))
 
     def _check_target(self, target: fx.Node) -> None:
         if self._place.get(target) is None or target.op == "placeholder":
@@ -175,8 +208,7 @@ class _Planner:
             if self._number.get(user) == own or (user.op == "output" and node not in self._needed):
                 continue
             if user.op == "output":
-                state = node.args[0] if node.target is _COPY else None
-                if isinstance(state, fx.Node) and state.op == "placeholder":
+                if state_of(node) is not None:
                     continue
                 self._fail(node, f"the user's output needs {node.name}: it cannot wait for the next iteration.")
             self._fail(
@@ -248,7 +280,7 @@ def _shared_placeholders(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     return found
 
 
-def _roots(node: fx.Node) -> list[fx.Node]:
+def roots_of(node: fx.Node) -> list[fx.Node]:
     """The placeholders whose memory one node may share."""
     stack, found, seen = [node], [], {node}
     while stack:

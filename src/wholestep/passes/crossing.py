@@ -23,10 +23,8 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.comm_block import collective_of
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
-from wholestep.ir.iter_moves import needed_outputs
+from wholestep.ir.iter_moves import needed_outputs, roots_of, state_of
 from wholestep.ir.meta import node_meta
-
-_COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class _Finder:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             return f"{node.name} draws random numbers"
         if _is_write_back(node):
-            target = node.args[0]
+            target = state_of(node)
             if target in self._needed:
                 return f"the step returns {target}"
             return ""
@@ -158,7 +156,7 @@ class _Finder:
 
     def _pull_state_only(self, member: set[fx.Node]) -> None:
         """Nodes that compute from state and numbers only go with the one group that uses them."""
-        written = {n.args[0] for n in self._nodes if _is_write_back(n)}
+        written = {state_of(n) for n in self._nodes if _is_write_back(n)}
         free: set[fx.Node] = set()
         for node in self._nodes:
             if node.op != "call_function" or node in self._blocked or node in member or not node.users:
@@ -181,11 +179,12 @@ class _Finder:
 
     def _unite_by_state(self, member: set[fx.Node]) -> None:
         """An update that reads state which another writes goes with it."""
-        writer = {n.args[0]: n for n in member if _is_write_back(n)}
+        writer = {state_of(n): n for n in member if _is_write_back(n)}
         for node in list(member):
             for source in node.all_input_nodes:
-                if source in writer:
-                    self._unite(node, writer[source])
+                for state in (source, *roots_of(source)):
+                    if state in writer:
+                        self._unite(node, writer[state])
 
     def _find(self, node: fx.Node) -> fx.Node:
         while node in self._parent:
@@ -202,10 +201,7 @@ class _Finder:
 
 
 def _is_write_back(node: fx.Node) -> bool:
-    if node.target is not _COPY:
-        return False
-    target = node.args[0]
-    return isinstance(target, fx.Node) and target.op == "placeholder"
+    return state_of(node) is not None
 
 
 def _gives_state(node: fx.Node, user: fx.Node) -> bool:
