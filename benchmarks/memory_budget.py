@@ -1,11 +1,13 @@
 """Time against memory: wholestep with memory budgets beside torch.compile with activation_memory_budget.
 
     python benchmarks/memory_budget.py [--device cuda] [--budgets 0.0 8.4GiB half peer torch:0.5] [--json FILE]
+    python benchmarks/memory_budget.py --small --json FILE                the same on a CPU, in minutes
+    python benchmarks/memory_budget.py --json FILE --resume --stop-after 480     go on where a run was killed
 
-The GPT of whole_step.py with fused AdamW (CUDA: GPT-2 124M, batch 16x1024, bf16 autocast). `half` is half of the memory
+The GPT of models.py with fused AdamW (CUDA: GPT-2 124M, batch 16x1024, bf16 autocast). `half` is half of the memory
 that eager has above parameters and state, `peer` the peak of torch.compile in its best mode. torch.compile runs in its
-default mode at each of its budgets, and as it comes in its best mode, which is 1.0 of all ratios. Each row is written
-to the file at once.
+default mode at each of its budgets, and as it comes in its best mode, which is 1.0 of all ratios. Each row is printed
+and written to the file at once, with the time that it took to compile. plot_memory.py draws the file.
 """
 
 from __future__ import annotations
@@ -14,20 +16,30 @@ import argparse
 import functools
 import gc
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from models import GPT, SHAPES, train_step
 from torch import Tensor
-from whole_step import GPT, SHAPES, train_step
 
 import wholestep as ws
+from wholestep.errors import MemoryBudgetError
 from wholestep.memory.measure import bytes_at_most
 
-BUDGETS = "10GiB peer half 7.5GiB 7GiB 6.5GiB 6GiB 5.5GiB torch:0.8 torch:0.6 torch:0.5 torch:0.4 torch:0.2".split()
+Row = dict[str, Any]
+Way = Callable[[Any], tuple[Any, Callable[..., Tensor]]]
+
+TORCHS = "torch:0.8 torch:0.6 torch:0.5 torch:0.4 torch:0.2".split()
+BUDGETS = ["10GiB", "peer", "half", "7.5GiB", "7GiB", "6.5GiB", "6GiB", "5.5GiB", *TORCHS]
 """Eight of ours and five of torch's, for GPT-2 on a GPU."""
+BUDGETS_ANYWHERE = ["1.0", "peer", "half", "0.6", "0.4", "0.2", "0.1", "0.0", *TORCHS]
+"""As many that make sense for any model."""
 
 
 class Bench:
@@ -40,19 +52,20 @@ class Bench:
         torch.manual_seed(0)
         self.ids = torch.randint(0, self.shape.words, (self.shape.batch, self.shape.length)).to(self.device)
 
-    def row(self, name: str, make: Callable[[Any], tuple[Any, Callable[..., Tensor]]]) -> dict[str, Any]:
-        """Median milliseconds, the peak of the second and of later calls, and the time of the first ones."""
+    def row(self, name: str, make: Way) -> Row:
+        """Median milliseconds, the peak of the calls after the second, and the time of the first two."""
         torch.manual_seed(0)
         model = GPT(self.shape).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         forward, step = make(model)
-        labels = self.ids.roll(-1, 1)
-        started = time.perf_counter()
-        loss = step(forward, optimizer, self.ids, labels)
+        again = functools.partial(step, forward, optimizer, self.ids, self.ids.roll(-1, 1))
         held = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
-        again = functools.partial(step, forward, optimizer, self.ids, labels)
-        if self.device.type == "cpu":
-            again()  # planning and compiling need memory too
+        started = time.perf_counter()
+        again()  # makes the state of the optimizer
+        again()
+        self._wait()
+        compiled = time.perf_counter() - started
+        print(f"  {name}: compiled in {compiled:.1f} s", flush=True)
         _, peak = bytes_at_most(lambda: [again() for _ in range(3)], self.device)  # recordings are made here
         first = time.perf_counter() - started
         times = []
@@ -60,14 +73,17 @@ class Bench:
             self._wait()
             begun = time.perf_counter()
             for _ in range(3):
-                loss = step(forward, optimizer, self.ids, labels)
+                loss = again()
             self._wait()
             times.append((time.perf_counter() - begun) / 3)
-        found: dict[str, Any] = {
+        found: Row = {
             "name": name,
             "ms": round(1e3 * statistics.median(times), 2),
             "held_gib": round(held / 2**30, 3),
             "peak_gib": round(((peak or 0) + held) / 2**30, 3),
+            "held_bytes": held,
+            "peak_bytes": (peak or 0) + held,
+            "compile_s": round(compiled, 1),
             "first_calls_s": round(first, 1),
             "loss": round(float(loss.detach()), 4),
         }
@@ -76,6 +92,7 @@ class Bench:
             found["budget_gib"] = round(memory.budget / 2**30, 3)
             found["planned_gib"] = round(memory.planned_peak / 2**30, 3)
             found["measured_gib"] = round((memory.measured_peak or 0) / 2**30, 3)
+            found["within"] = (memory.measured_peak or 0) <= memory.budget
             found["recomputed"] = len(memory.recomputed)
             found["plans_built"] = memory.plans_tried
             found["cut"] = "plan" if memory.shed is None else f"torch's, {memory.shed / 2**30:.3f} GiB less"
@@ -86,66 +103,113 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def torchs(budget: float | None, mode: str) -> Callable[[Any], tuple[Any, Callable[..., Tensor]]]:
-    """torch.compile of the model, with its own budget."""
+class Table:
+    """The rows so far, in a file that is complete after each."""
 
-    def make(model: Any) -> tuple[Any, Callable[..., Tensor]]:
-        import torch._functorch.config as config
+    def __init__(self, path: str, about: dict[str, str], *, resume: bool) -> None:
+        self._path = Path(path) if path else None
+        self._about = about
+        self.rows: list[Row] = []
+        if resume and self._path is not None and self._path.exists():
+            before = json.loads(self._path.read_text())
+            other = [key for key in about if before.get(key) != about[key]]
+            if other:
+                raise SystemExit(f"{path} is of another {' and '.join(other)}: not resumed.")
+            self.rows = before["rows"]
+            print(f"{len(self.rows)} rows are there already: {', '.join(row['name'] for row in self.rows)}", flush=True)
 
-        config.activation_memory_budget = 1.0 if budget is None else budget
-        return torch.compile(model, mode=mode), train_step
+    def find(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row["name"] == name), None)
 
-    return make
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        peer = self.find(PEER)
+        row["times_peer"] = round(row["ms"] / peer["ms"], 3) if peer is not None and "ms" in row else None
+        print(json.dumps(row), flush=True)
+        if self._path is not None:
+            unfinished = self._path.with_suffix(".part")
+            unfinished.write_text(json.dumps({**self._about, "rows": self.rows}, indent=1))
+            os.replace(unfinished, self._path)
 
 
-def ours(budget: Any) -> Callable[[Any], tuple[Any, Callable[..., Tensor]]]:
+PEER = "torch.compile, best mode"
+
+
+@contextmanager
+def torchs_budget(budget: float) -> Iterator[None]:
+    """torch's own setting, for torch's own rows."""
+    import torch._functorch.config as config
+
+    with config.patch(activation_memory_budget=budget):
+        yield
+
+
+def torchs(mode: str) -> Way:
+    """torch.compile of the model."""
+    return lambda model: (torch.compile(model, mode=mode), train_step)
+
+
+def ours(budget: Any) -> Way:
     """The whole step, with a budget of bytes of peak memory."""
+    return lambda model: (model, ws.compile(train_step, lower="inductor", memory_budget=budget))
 
-    def make(model: Any) -> tuple[Any, Callable[..., Tensor]]:
-        import torch._functorch.config as config
 
-        config.activation_memory_budget = 1.0  # torch's own setting is for torch's own rows
-        return model, ws.compile(train_step, lower="inductor", memory_budget=budget)
+def row_of(text: str, bench: Bench, table: Table) -> Row:
+    """The row of one budget."""
+    if text.startswith("torch:"):
+        with torchs_budget(float(text[6:])):
+            return bench.row(name_of(text), torchs("default"))
+    eager, peer = table.find("eager"), table.find(PEER)
+    assert eager is not None
+    assert peer is not None
+    half = (eager["peak_bytes"] + eager["held_bytes"]) // 2
+    named = {"half": half, "peer": peer["peak_bytes"]}
+    budget: Any = named.get(text) or (float(text) if text.replace(".", "").isdigit() else text)
+    try:
+        return bench.row(name_of(text), ours(budget))
+    except MemoryBudgetError as error:
+        return {"name": name_of(text), "refused": str(error).splitlines()[0]}
 
-    return make
+
+def name_of(text: str) -> str:
+    return f"torch.compile {text[6:]}" if text.startswith("torch:") else f"wholestep {text}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="large")
-    parser.add_argument("--budgets", nargs="*", default=BUDGETS)
+    parser.add_argument("--shape", default="large", choices=["tiny", "small", "large"])
+    parser.add_argument("--small", action="store_true", help="a tiny model, budgets that fit any, three rounds")
+    parser.add_argument("--budgets", nargs="*")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", default="")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and run the others")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no row begins")
     options = parser.parse_args()
-    bench = Bench(options.device, options.shape, options.rounds)
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
+    started = time.perf_counter()
+    shape, rounds = ("tiny", 3) if options.small else (options.shape, options.rounds)
+    on_gpu = options.device == "cuda"
+    budgets = options.budgets or (BUDGETS if on_gpu and shape == "large" else BUDGETS_ANYWHERE)
+    bench = Bench(options.device, shape, rounds)
+    about = {"torch": torch.__version__, "device": _name(bench.device), "shape": shape}
+    table = Table(options.json, about, resume=options.resume)
+    ways: dict[str, Callable[[], Row]] = {
+        "eager": lambda: bench.row("eager", lambda model: (model, train_step)),
+        PEER: lambda: bench.row(PEER, torchs("reduce-overhead" if on_gpu else "default")),
+        **{name_of(text): functools.partial(row_of, text, bench, table) for text in budgets},
+    }
+    for number, (name, make) in enumerate(ways.items(), 1):
+        if table.find(name) is not None:
+            continue
+        now = time.perf_counter() - started
+        if now > options.stop_after:
+            print(f"stopped after {now:.0f} s, {len(ways) - len(table.rows)} rows are left: use --resume", flush=True)
+            return
+        print(f"row {number} of {len(ways)}, {now:.0f} s: {name}", flush=True)
+        table.add(make())
         torch.compiler.reset()
         gc.collect()
-        rows.append(row)
-        peers = [r["ms"] for r in rows if r["name"].startswith("torch.compile, best")]
-        row["times_peer"] = round(row["ms"] / min(peers), 3) if peers else None
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"torch": torch.__version__, "device": _name(bench.device), "rows": rows}, file, indent=1)
-
-    add(bench.row("eager", lambda model: (model, train_step)))
-    half = (rows[0]["peak_gib"] + rows[0]["held_gib"]) / 2
-    add(
-        bench.row(
-            "torch.compile, best mode", torchs(None, "reduce-overhead" if options.device == "cuda" else "default")
-        )
-    )
-    for text in options.budgets:
-        if text.startswith("torch:"):
-            add(bench.row(f"torch.compile {text[6:]}", torchs(float(text[6:]), "default")))
-            continue
-        named = {"half": f"{half}GiB", "peer": f"{rows[1]['peak_gib']}GiB"}
-        budget: Any = named.get(text) or (float(text) if text.replace(".", "").isdigit() else text)
-        add(bench.row(f"wholestep {text}", ours(budget)))
+    print(f"all {len(ways)} rows, {time.perf_counter() - started:.0f} s in this run", flush=True)
 
 
 def _name(device: torch.device) -> str:

@@ -19,79 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from models import GPT, SHAPES, train_step
 from torch import Tensor, nn
 
 import wholestep as ws
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    length: int
-    words: int
-
-
-SHAPES = {
-    ("cpu", "small"): Shape(6, 128, 4, 4, 64, 512),
-    ("cpu", "large"): Shape(6, 512, 8, 8, 256, 512),
-    ("cuda", "small"): Shape(6, 256, 8, 8, 256, 1024),
-    ("cuda", "large"): Shape(12, 768, 12, 16, 1024, 50304),
-}
-
-
-class Block(nn.Module):
-    """Attention and two matrices, with norms before."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        split = (batch, length, self.heads, width // self.heads)
-        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """Words and places in, the loss out (so that torch.compile has it too); the two tables of words are one."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.words = nn.Embedding(shape.words, shape.width)
-        self.places = nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.words, bias=False)
-        self.head.weight = self.words.weight
-        nn.init.normal_(self.words.weight, std=0.02)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        logits = self.head(self.norm(self.blocks(self.words(ids) + self.places(places))))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-
-
-def train_step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> Tensor:
-    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
-        loss = model(ids, labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 class Way:

@@ -1196,3 +1196,9 @@ def input_source(node: fx.Node) -> int | str | None:
     found = getattr(described, "idx", getattr(described, "target", -1))
     plain = type(described).__name__ in ("PlainAOTInput", "ParamAOTInput", "BufferAOTInput")
     return found if plain and isinstance(found, int | str) else -1
+
+
+def shapes_by_python() -> Any:
+    """While this is on, operators find the shapes of results by torch's Python kernels where there are some: those in
+    C++ ask for sizes as numbers, which fixes a size that varies (`torch._C._EnablePythonDispatcher`). 2.11, 2.13."""
+    return torch._C._EnablePythonDispatcher()

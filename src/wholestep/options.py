@@ -36,7 +36,8 @@ class Options:
     """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch; `debug`:
     like `eager`, and each value is checked against the graph's metadata (`ws.compilers.DebugInterpreter`)."""
     lower_options: Any = None
-    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, remat, exact, config, region_config."""
+    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, remat, exact, shed, config,
+    region_config."""
     cuda_graph: bool | str = "auto"
     """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
     memory_budget: Any = None
@@ -73,6 +74,11 @@ class Options:
         policy_of(self.policy)
         if self.policy is not None and self.memory_budget is None:
             raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
+        if self.lower_options.shed and self.memory_budget is not None:
+            raise OptionError(
+                f"memory_budget= with lower_options' shed={self.lower_options.shed}",
+                fix="leave out one: a budget chooses itself how many bytes to shed (step.last.memory.shed tells).",
+            )
         object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
         check_list(self.passes)
         if self.parallel is not None and not isinstance(self.parallel, Plan):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import wholestep as ws
 from memory.steps import Net, Trained
 from wholestep.ir.meta import node_meta
 from wholestep.lower.expand import expand
+from wholestep.lower.retrace import retrace
 
 
 def shallow() -> Net:
@@ -63,3 +66,17 @@ def test_numbers_of_an_optimizer_that_is_not_fused_are_packed_in_planning_too():
     assert losses[2] < losses[0]
     memory = step.last.memory
     assert abs(memory.measured_peak - memory.planned_peak) <= 0.05 * memory.planned_peak
+
+
+def test_what_was_built_for_a_budget_is_what_runs(monkeypatch):
+    built = []
+
+    def counted(*args, **kwargs):
+        built.append(retrace(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr(sys.modules["wholestep.lower.partial_lower"], "retrace", counted)
+    ours = Trained(shallow, memory_budget="1GiB", lower="inductor", steps=2)
+    memories = [graph.memory for graph in ours.step.graphs]
+    assert [memory.plans_tried for memory in memories] == [1] * len(memories)
+    assert len(built) == len(memories) * len(ours.step.lowering.regions)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -54,7 +57,7 @@ def test_only_values_that_are_pointwise_in_kept_ones_are_made_again():
     recipes = plan(first, 1)
     # The product is the source, noise is drawn once, and the memory of `half` is that of its view too.
     assert [str(recipe.value.target) for recipe in recipes] == ["aten.gelu.default"]
-    assert sheddable(first, 1) == 8 * 8 * 4
+    assert sheddable(first, 1) == (8 * 8 * 4,)
 
 
 def test_the_backward_makes_the_same_values_from_fewer_inputs():
@@ -93,26 +96,64 @@ def test_the_first_level_that_fits_wins_and_hopeless_ones_are_not_built():
 
     def build(less: int) -> tuple[int, tuple[Cut, ...]]:
         built.append(less)
-        return 12800 - less // 2, (Cut({}, (), 2000),)
+        return 12800 - less // 2, (Cut({}, (), (100,) * 16),)
 
     search = CutSearch(build)
     assert search.within(12800).shed == 0
     assert search.within(20000).shed == 0
+    assert built == [0]
+    assert search.within(11000) is None  # not even if every byte counted
+    assert built == [0]
     assert search.within(12750).shed == 100  # half of what is shed counts at the peak
-    assert search.within(12500) is None  # three levels are tried, from the one that would fit
-    assert search.within(10000) is None
+    assert search.within(12450).shed == 700
+    assert built == [0, 100, 400, 1600, 600, 700]
+    assert search.within(11900) is None
     assert search.within(12750, least=12760) is None
-    assert built == [0, 100, 300, 400, 500]
+    assert search.can_shed
+    assert search.least_built == 12000
     assert CutSearch(lambda less: (100, ())).within(1000) is None
 
 
-def test_a_budget_that_needs_all_that_can_be_shed_is_met_though_levels_are_coarser():
-    # Levels are 100 apart, and what can be shed is 250 in one piece.
-    search = CutSearch(lambda less: (12800 - 250 * bool(less), (Cut({}, (), 250),)))
-    peaks = [search.within(most).peak for most in (12800, 12750, 12600, 12570, 12550)]
-    assert peaks == [12800, 12550, 12550, 12550, 12550]
-    assert search.within(12549) is None
-    assert search.least_built == 12550
+def test_what_is_shed_comes_in_pieces():
+    # Levels are 16 apart, and the first piece is 250.
+    def build(less: int) -> tuple[int, tuple[Cut, ...]]:
+        return 12800 - (0 if not less else 250 if less <= 250 else 256), (Cut({}, (), (250, 6)),)
+
+    search = CutSearch(build)
+    peaks = [search.within(most).peak for most in (12800, 12799, 12600, 12550, 12549, 12544)]
+    assert peaks == [12800, 12550, 12550, 12550, 12544, 12544]
+    assert search.within(12543) is None
+    assert search.tried == 3
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 300), max_size=8).map(tuple), min_size=1, max_size=3),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.integers(0, 9),
+)
+def test_a_larger_budget_never_gets_a_lower_level_or_a_lower_peak(sizes, counts, seed):
+    """As long as the peak falls by no more than what is shed."""
+    cuts = tuple(Cut({}, (), each) for each in sizes)
+    total = sum(map(sum, sizes))
+    draw = random.Random(seed)
+    falls = [draw.random() <= counts for _ in range(total)]
+
+    def build(less: int) -> tuple[int, tuple[Cut, ...]]:
+        return 5000 - sum(falls[: sum(shed_of(each, less) for each in sizes)]), cuts
+
+    found = [CutSearch(build).within(most) for most in range(5000 - total - 20, 5020, 10)]
+    first = next(i for i, level in enumerate(found) if level is not None)
+    met = [level for level in found[first:] if level is not None]
+    assert len(met) == len(found) - first
+    levels = [level.shed for level in met]
+    assert levels == sorted(levels, reverse=True)
+    peaks = [level.peak for level in met]
+    assert peaks == sorted(peaks)
+
+
+def shed_of(sizes: tuple[int, ...], asked: int) -> int:
+    before = [sum(sizes[:i]) for i in range(len(sizes))]
+    return sum(size for size, total in zip(sizes, before, strict=True) if total < asked)
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, "1GiB", True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -37,18 +38,38 @@ def test_peaks_grow_with_the_budget_even_if_estimates_are_wrong(graph, seed, err
     peaks = [fitted.peak for fitted, _ in found]
     assert peaks == sorted(peaks)
     assert all(fitted.peak <= most for fitted, most in found)
+    costs = [fitted.candidate.cost for fitted, _ in found]
+    assert costs == sorted(costs, reverse=True)
     in_bytes = [Fitting(plans, really(seed, error), effort).fit(Budget(most=most))[0].peak for _, most in found]
     assert in_bytes == peaks
+
+
+@given(graphs(), st.integers(0, 9), st.sampled_from([0.0, 0.005, 0.3]), st.sampled_from([None, 10**9]))
+def test_so_do_those_of_steps_that_are_slow_to_build(graph, seed, error, least_cut):
+    plans = Plans(Outline.of(graph))
+    effort = Effort(levels=4, is_slow=True)
+    most = [round(plans.front[-1].peak * i / 60) for i in range(20, 80)]
+    found = []
+    for each in most:
+        with contextlib.suppress(MemoryBudgetError):
+            found.append((Fitting(plans, really(seed, error), effort).fit(Budget(most=each), least_cut)[0], each))
+    assert found
+    assert len(found) == 60 - min(i for i, each in enumerate(most) if each == found[0][1])  # refused are the smallest
+    assert all(fitted.peak <= each for fitted, each in found)
+    peaks = [fitted.peak for fitted, _ in found]
+    assert peaks == sorted(peaks)
+    costs = [fitted.candidate.cost for fitted, _ in found]
+    assert costs == sorted(costs, reverse=True)
 
 
 @given(graphs(), st.integers(0, 9))
 def test_a_step_that_is_slow_to_build_is_built_a_few_times(graph, seed):
     plans = Plans(Outline.of(graph))
-    effort = Effort(levels=3, trusts_estimates=True)
+    effort = Effort(levels=4, is_slow=True)
     for fraction in (0.0, 0.3, 1.0):
         fitting = Fitting(plans, really(seed, 0.1), effort)
         fitting.fit(Budget(fraction=fraction))
-        assert fitting.tried <= 5
+        assert fitting.tried <= 6
     wide = Fitting(plans, really(seed, 0.1), effort)
     wide.fit(Budget(most=10**9))
     assert wide.tried == 1

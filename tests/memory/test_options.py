@@ -72,5 +72,13 @@ def test_a_policy_needs_a_budget():
         ws.compile(lambda: None, policy={torch.ops.aten.mm: "save"})
 
 
+def test_a_budget_and_bytes_to_shed_are_one_too_many():
+    with pytest.raises(OptionError, match="shed=1024") as raised:
+        ws.compile(lambda: None, memory_budget="1GiB", lower_options={"shed": 1024})
+    assert "leave out one" in str(raised.value)
+    ws.compile(lambda: None, memory_budget="1GiB", lower_options={"shed": 0})
+    ws.compile(lambda: None, lower_options={"shed": 1024})
+
+
 def test_bytes_for_a_person():
     assert [shown(n) for n in (12, 2048, 3 * 2**20, 5 * 2**29)] == ["12 B", "2.00 KiB", "3.00 MiB", "2.50 GiB"]

@@ -30,6 +30,7 @@ from wholestep._torch_compat import (
     HigherOrderOperator,
     UnsupportedOperatorException,
     is_accumulating_gradient,
+    shapes_by_python,
 )
 from wholestep.capture.fake_kernels import FAKE_KERNELS
 from wholestep.capture.location import user_location
@@ -115,6 +116,7 @@ class Recorder(DispatchMode):
         self.random_devices: dict[str, None] = {}
         self.nodes = Nodes(graph, host)
         self.values = Values(self.nodes, fake_mode, host.shape_arg)
+        self._has_symbols = fake_mode.shape_env is not None
         self._special: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.lift_fresh.default: self._lift_fresh,
@@ -175,7 +177,7 @@ class Recorder(DispatchMode):
                 return self._replace_storage(func, fake_args, fake_kwargs)
             if facts.writes and (not facts.writes_if or self._flag(facts, args, kwargs)):
                 return self._write_op(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
-            out = FAKE_KERNELS.get(func, func)(*fake_args, **fake_kwargs)
+            out = self._computed(func, fake_args, fake_kwargs)
         except DynamicOutputShapeException as error:
             raise data_shape(func) from error
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
@@ -191,6 +193,13 @@ class Recorder(DispatchMode):
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         self._register_outputs(node, out)
         return out
+
+    def _computed(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
+        kernel = FAKE_KERNELS.get(func, func)
+        if not self._has_symbols:
+            return kernel(*fake_args, **fake_kwargs)
+        with shapes_by_python():
+            return kernel(*fake_args, **fake_kwargs)
 
     def _flag(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         flag = bind(facts, args, kwargs, facts.names.index(facts.writes_if))

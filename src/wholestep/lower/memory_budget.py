@@ -47,7 +47,7 @@ _MANY = 8000
 
 def _effort(nodes: int, compiles: bool) -> Effort:
     if compiles:
-        return Effort(levels=3, trusts_estimates=True)
+        return Effort(levels=4, is_slow=True)
     return Effort(levels=6, smallest=4, near=0.99) if nodes < _MANY else Effort(levels=3)
 
 
@@ -64,11 +64,11 @@ def fit_to_budget(
         most = fitting.limit(budget)
         level = None if budget.fraction == 0.0 else work.cut_within(most, fitting)
         if level is None:
-            found, _ = fitting.fit(budget)
-            step_graph.gm.graph = work.planned(found.candidate)
-            step_graph.gm.recompile()
+            found, _ = fitting.fit(budget, work.least_cut)
+            work.use(found.candidate)
             report = work.report(found, most, fitting)
         else:
+            work.use(level.shed)
             report = work.report_of_cut(level, most, fitting)
     log.info("%s", report)
     log.info("planned in %.1f s, %d plans built", time.perf_counter() - started, report.plans_tried)
@@ -84,6 +84,8 @@ class _Work:
         self._compiles = compiles
         self._runs_once = runs_once
         self._cuts = CutSearch(self._build_cut)
+        self._made: dict[Candidate | int, fx.GraphModule] = {}
+        """Lowered graphs by their plans, or by what they shed."""
         self._is_told = not policy.is_empty or any(node_meta(node).recompute for node in step_graph.gm.graph.nodes)
         """By a policy or by `torch.utils.checkpoint`, which torch's cut does not ask."""
         self._base = copy_graph(step_graph.gm.graph)
@@ -101,6 +103,14 @@ class _Work:
             workspace=(lambda node: 0) if compiles else operators.workspace,
         )
 
+    def use(self, chosen: Candidate | int) -> None:
+        """Run what was built for a plan, or for bytes to shed."""
+        if isinstance(chosen, Candidate):
+            self._step_graph.gm.graph = self.planned(chosen)
+            self._step_graph.gm.recompile()
+        if self._compiles:
+            self._lowering.keep(self._step_graph, self._made[chosen])
+
     def planned(self, candidate: Candidate) -> fx.Graph:
         """The graph in normal form under a plan."""
         graph = copy_graph(self._base)
@@ -109,7 +119,9 @@ class _Work:
 
     def build(self, candidate: Candidate) -> int:
         """The peak of the graph in executable form under a plan."""
-        _, found = self._executable(self.planned(candidate), None)
+        gm, found = self._executable(self.planned(candidate), None)
+        if self._compiles:
+            self._made[candidate] = gm
         log.info(
             "%d nodes computed again: peak %s (estimated %s) at %s",
             len(self.outline.run_again(candidate.plan)),
@@ -120,12 +132,13 @@ class _Work:
         return found.peak
 
     def _executable(self, graph: fx.Graph, shed: int | None) -> tuple[fx.GraphModule, Timeline]:
-        """What runs in the end, played. `shed`: as in `Lowering.lower`."""
-        gm = lazy_graph_module(self._step_graph.gm, graph, "WholeStepPlanned")
+        """What runs in the end, before updates are in place, and played with them. `shed`: as in `Lowering.lower`."""
+        gm = played = lazy_graph_module(self._step_graph.gm, graph, "WholeStepPlanned")
         if self._compiles:
             gm = self._lowering.lower(gm, runs_once=self._runs_once, shed=shed)
-        reinplace(gm.graph)
-        return gm, timeline(gm.graph, self._memory.of(gm, self.device), self.device)
+            played = lazy_graph_module(gm, copy_graph(gm.graph), "WholeStepPlayed")
+        reinplace(played.graph)
+        return gm, timeline(played.graph, self._memory.of(played, self.device), self.device)
 
     def cut_within(self, most: int, fitting: Fitting) -> Level | None:
         """torch's cut, if it is allowed here and meets the budget, with some bytes less if need be."""
@@ -134,10 +147,16 @@ class _Work:
         found = self._cuts.within(most, fitting.least_built)
         return None if found is not None and found.shed and fitting.has_room_for_all(most) else found
 
+    @property
+    def least_cut(self) -> float | None:
+        """The lowest peak of torch's cut that was built; None if there is no such cut."""
+        return self._cuts.least_built if self._cuts.can_shed else None
+
     def _build_cut(self, shed: int) -> tuple[int, tuple[Cut, ...]]:
         graph = copy_graph(self._step_graph.gm.graph)
         tell_unknown_sizes(graph)
         gm, found = self._executable(graph, shed)
+        self._made[shed] = gm
         log.info("torch's cut with %s less: peak %s at %s", shown(shed), shown(found.peak), found.peak_at)
         return found.peak, cuts_in(gm)
 

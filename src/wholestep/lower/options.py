@@ -29,7 +29,7 @@ class LowerOptions:
     """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
     shed: int = 0
     """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well.
-    A memory budget chooses this itself."""
+    A memory budget chooses this itself: not both."""
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:

@@ -142,8 +142,8 @@ class Cut:
     """Kept values, with their bytes."""
     recomputed: tuple[str, ...]
     """What the backward makes once more."""
-    sheddable: int
-    """Bytes of torch's cut that could be made again by pointwise operators."""
+    sheddable: tuple[int, ...]
+    """Bytes of the values of torch's cut that could be made again by pointwise operators, in their order."""
 
 
 def _again(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[str, ...]:

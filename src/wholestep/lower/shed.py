@@ -61,9 +61,9 @@ def shed(forward: fx.GraphModule, backward: fx.GraphModule, start: int, wanted: 
     return sum(_bytes(recipe.value) for recipe in recipes)
 
 
-def sheddable(forward: fx.GraphModule, start: int) -> int:
-    """The most that `shed` can save."""
-    return sum(_bytes(recipe.value) for recipe in plan(forward, start))
+def sheddable(forward: fx.GraphModule, start: int) -> tuple[int, ...]:
+    """Bytes of all values that `shed` can save, in the order in which it takes them."""
+    return tuple(_bytes(recipe.value) for recipe in plan(forward, start))
 
 
 def plan(forward: fx.GraphModule, start: int, wanted: float = math.inf) -> list[Recipe]:

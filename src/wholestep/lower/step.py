@@ -36,6 +36,8 @@ class Lowering:
         self._cuda_graph = cuda_graph
         self._cache = RegionCache()
         self._pool = GraphPool()
+        self._lowered: tuple[StepGraph, fx.GraphModule] | None = None
+        """A graph that is about to run, and what was made of it while it was planned."""
 
     def replayed(
         self, gm: fx.GraphModule, batch: Sequence[int], make_program: Callable[[fx.GraphModule], Program]
@@ -58,8 +60,15 @@ class Lowering:
         outside of regions remain."""
         if not self.lowers(step_graph, runs_once=runs_once):
             return None
+        kept, self._lowered = self._lowered, None
+        if kept is not None and kept[0] is step_graph:
+            return kept[1]
         gm = lazy_graph_module(step_graph.gm, copy_graph(step_graph.gm.graph), "WholeStepLowered")
         return self.lower(gm, runs_once=runs_once, shed=None if step_graph.memory is None else step_graph.memory.shed)
+
+    def keep(self, step_graph: StepGraph, lowered: fx.GraphModule) -> None:
+        """The next `step` of this graph is what was lowered already."""
+        self._lowered = (step_graph, lowered)
 
     @property
     def may_cut(self) -> bool:

@@ -1,8 +1,8 @@
 """Find a cheap plan whose peak is within a budget, by building candidates and looking at what they really need.
 
 Estimates order the plans on a ladder from the smallest peak to the one with nothing computed again; what a built one
-needs is known exactly. A search by halves climbs as far as the budget reaches. Where building takes long and the
-budget is in bytes, estimates choose what is built; the difference corrects the next estimate.
+needs is known exactly. A search by halves climbs as far as the budget reaches. Where building takes long, the two ends
+of the ladder are built only if they are needed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ class Effort:
     smallest: int = 1
     """So many of the lowest rungs are built to find the smallest peak."""
     near: float = 0.95
-    """A peak this near to the budget is not improved on."""
-    trusts_estimates: bool = False
-    """Building takes long: a budget in bytes is met by what the estimates say is best."""
-    builds: int = 4
-    """Then so many plans are built at most."""
+    """A peak this near to the budget, or within an eighth of the ladder, is not improved on."""
+    is_slow: bool = False
+    """Building takes long: for a budget in bytes the smallest peak is not looked for before it is needed."""
 
 
 class Fitting:
@@ -98,58 +96,52 @@ class Fitting:
         without, smallest = self.without(), self.smallest()
         return round(smallest.peak + budget.fraction * max(without.peak - smallest.peak, 0))
 
-    def fit(self, budget: Budget) -> tuple[Fitted, int]:
-        """A plan whose peak fits, with little to compute again, and the budget in bytes."""
+    def fit(self, budget: Budget, least_cut: float | None = None) -> tuple[Fitted, int]:
+        """A plan whose peak fits, with little to compute again, and the budget in bytes.
+
+        `least_cut`: the lowest peak of something better than plans that was built, and did not fit. Then the plan that
+        computes nothing again will not fit either, and is not built for that.
+        """
         most = self.limit(budget)
-        if budget.fraction is None and self._effort.trusts_estimates:
-            return self._by_estimates(most), most
-        without = self.without()
         if budget.fraction == 0.0:
             return self.smallest(), most
-        return (without if without.peak <= most else self._on_the_ladder(most)), most
+        is_lazy = self._effort.is_slow and budget.fraction is None
+        top = None if is_lazy and least_cut is not None else self.without()
+        if top is not None and top.peak <= most:
+            return top, most
+        bottom = None if is_lazy else self.smallest()
+        found = self._on_the_ladder(most, bottom, top) or self.smallest()
+        if found.peak > most:
+            self._refuse(most, found.peak if least_cut is None else int(min(found.peak, least_cut)))
+        return found, most
 
-    def _on_the_ladder(self, most: int) -> Fitted:
-        """The plan with the highest peak that fits, of those met on a binary search over rungs.
+    def _on_the_ladder(self, most: int, below: Fitted | None, above: Fitted | None) -> Fitted | None:
+        """The last plan that fits on a binary search over rungs; None if none does.
 
-        Why a larger budget never gets a lower peak: two searches take the same way up to a plan that fits into the
-        larger budget only. The larger one has that plan to choose, and the smaller one ends below it.
+        Why a larger budget never gets a lower peak, nor more to compute again, whatever the plans really need: `below`
+        fits, `above` does not, and a plan counts only if peak and cost are between theirs. Two searches take the same
+        way up to a plan that fits into the larger budget only. All that the one finds after it is on its one side, and
+        all that the other finds on its other.
         """
         low, high = 0, self._steps
-        met = [self.smallest()]
-        while high - low > 1:
+        while high - low > 1 and not (below is not None and self._is_near(below.peak, most)):
             middle = (low + high) // 2
             found = self._try(self._plans.rung(middle / self._steps))
-            met.append(found)
-            if found.peak > most:
-                high = middle
-            elif found.peak >= self._effort.near * most:
-                break
-            else:
+            if below is not None and found.peak < below.peak:
                 low = middle
-        fitting = [each for each in met if each.peak <= most]
-        if not fitting:
-            self._refuse(most)
-        return max(fitting, key=lambda each: (each.peak, -each.candidate.cost))
+            elif not _is_between(below, found, above):
+                high = middle
+            elif found.peak > most:
+                above, high = found, middle
+            else:
+                below, low = found, middle
+        return below
 
-    def _by_estimates(self, most: int) -> Fitted:
-        """The cheapest plan found: estimates, corrected by what was built, choose what is built next."""
-        for _ in range(self._effort.builds):
-            candidate = self._plans.best(lambda peak: self._estimate(peak) <= most)
-            if candidate is None or candidate in self._tried:
-                break
-            found = self._try(candidate)
-            is_last = candidate is self._plans.front[-1]
-            if found.peak <= most and (is_last or found.peak >= self._effort.near * most):
-                break
-        fitting = [each for each in self._tried.values() if each.peak <= most]
-        if not fitting and self.smallest().peak <= most:
-            fitting = [self.smallest()]
-        if not fitting:
-            self._refuse(most)
-        return min(fitting, key=lambda each: (each.candidate.cost, each.peak))
+    def _is_near(self, peak: int, most: int) -> bool:
+        ladder = self._plans.front[-1].peak - self._plans.front[0].peak
+        return most - peak <= min((1 - self._effort.near) * most, ladder / 8)
 
-    def _refuse(self, most: int) -> None:
-        least = self.smallest().peak
+    def _refuse(self, most: int, least: int) -> None:
         raise MemoryBudgetError(
             f"this step does not fit into {shown(most)} ({most} bytes): the smallest peak is {shown(least)} "
             f"({least} bytes).",
@@ -172,6 +164,12 @@ class Fitting:
         if found is None:
             found = self._tried[candidate] = Fitted(candidate, self._build(candidate))
         return found
+
+
+def _is_between(below: Fitted | None, found: Fitted, above: Fitted | None) -> bool:
+    """Whether a plan needs no less than the one below, and no more than the one above; and costs the other way."""
+    rising = [each for each in (below, found, above) if each is not None]
+    return all(a.peak <= b.peak and a.candidate.cost >= b.candidate.cost for a, b in itertools.pairwise(rising))
 
 
 def _around(points: list[tuple[int, int]], peak: float) -> tuple[tuple[int, int], tuple[int, int]]:
