@@ -924,15 +924,17 @@ def decomposed(
     """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13.
 
     `settings` of Inductor: some decide on decompositions, and `emulate_precision_casts` marks nodes in the trace.
+    `functionalize`: writes become values, as in AOT; views stay views (their copying forms do not take symbolic sizes).
     """
     with _torchs_own_warnings_ignored():
+        import torch._inductor.lowering  # that of max pooling looks it up, and does not import it
         from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
         from torch.fx.experimental.proxy_tensor import make_fx
 
         with config.patch(settings), mode, torch.no_grad():
             if functionalize:
-                function = torch.func.functionalize(function, remove="mutations_and_views")
+                function = torch.func.functionalize(function, remove="mutations")
             traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
     found: fx.GraphModule = traced
     return found

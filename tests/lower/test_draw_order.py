@@ -55,6 +55,32 @@ def test_numbers_are_drawn_in_the_order_of_memory_as_in_eager(kind: str, layout:
     assert [value.stride() for value in got] == [value.stride() for value in want]
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda x: x[:, :24],
+    "every second": lambda x: x[::2, ::2],
+    "one column": lambda x: x[:, -1],
+    "rows": lambda x: x[3:],
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("part", PARTS)
+def test_numbers_drawn_into_a_part_of_a_tensor_are_eagers(part: str) -> None:
+    """Eager draws normal numbers into whole memory many at a time, and one by one into memory with gaps."""
+
+    def work(x: Tensor) -> Tensor:
+        y = x * 2
+        PARTS[part](y).normal_()
+        return y + 1
+
+    x = torch.rand(32, 48)
+    gm = partial_lower(make_fx(work, tracing_mode="fake")(x), options=LowerOptions(min_aten_ops=1, strict=True))
+    torch.manual_seed(1)
+    got = gm(x)
+    torch.manual_seed(1)
+    assert torch.equal(got, work(x))
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_results_of_regions_that_write_have_the_strides_of_eager() -> None:
     def work(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

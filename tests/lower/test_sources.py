@@ -143,6 +143,24 @@ class TestSizes:
         assert results[1] == pytest.approx(results[0], rel=1e-4)
 
     @pytest.mark.usefixtures("interpreted")
+    def test_views_of_any_size_in_a_region_that_writes(self) -> None:
+        def work(x: Tensor) -> tuple[Tensor, ...]:
+            y = x * 2
+            x.add_(x.shape[0])
+            y[1:].mul_(3)
+            tail = y.narrow(0, 1, x.shape[0] - 1) + 1
+            return tail, y.select(1, 1) + x[:, 0], y.diagonal() + 0, torch.cat(y.split([1, x.shape[0] - 1])) + 0
+
+        gm = make_fx(work, tracing_mode="symbolic")(torch.randn(6, 4))
+        partial_lower(gm, options=ANY)
+        assert len(report(gm).regions) == 1
+        for rows in (6, 5, 9):
+            x = torch.randn(rows, 4)
+            y = x.clone()
+            torch.testing.assert_close(gm(x), work(y))
+            assert torch.equal(x, y)
+
+    @pytest.mark.usefixtures("interpreted")
     def test_sizes_as_inputs_and_results(self) -> None:
         def work(x: Tensor, n: int) -> tuple[Any, ...]:
             wide = x.repeat(n, 1)

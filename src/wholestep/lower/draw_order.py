@@ -4,7 +4,8 @@
     region    rand_like(empty_strided(<shape and strides of x.t()>))
 
 Decompositions and functionalization lay tensors out as they like. So what draws like a tensor that is not laid out row
-by row gets fresh memory of that layout; other draws from or into such tensors stay outside.
+by row gets fresh memory of that layout; other draws from or into such tensors stay outside. So do draws into parts of a
+tensor with gaps between them: eager draws those one by one, and whole memory many at a time, which are other numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.values import size_hint
+from wholestep.lower.in_place import written_nodes
 
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 """Operators that look at the shape and the layout of a tensor, not at what it holds."""
@@ -30,6 +32,8 @@ def why_not_drawn(node: fx.Node) -> str:
     assert isinstance(target, OpOverload)
     if not draws(node) or _draws_like(target):
         return ""
+    if any(not _is_whole(val) for source in written_nodes(node) for val in tensors_in(source.meta.get("val"))):
+        return "draws random numbers into memory with gaps"
     read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val"))]
     seen = [*read, *tensors_in(node.meta.get("val"))]
     if all(is_row_by_row(val) or val.device.type != "cpu" for val in seen):
@@ -60,6 +64,16 @@ def is_row_by_row(val: Tensor) -> bool:
         return True
     steps = [size_hint(step) for step, size in zip(val.stride(), val.shape, strict=True) if size_hint(size) != 1]
     return all(a >= b for a, b in pairwise(steps))
+
+
+def _is_whole(val: Tensor) -> bool:
+    """Whether elements lie row by row without gaps; of the traced sizes."""
+    expected = 1
+    for step, size in zip(reversed(val.stride()), reversed(val.shape), strict=True):
+        if size_hint(size) != 1 and size_hint(step) != expected:
+            return False
+        expected *= size_hint(size)
+    return True
 
 
 def _draws_like(op: OpOverload) -> bool:

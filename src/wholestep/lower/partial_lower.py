@@ -57,10 +57,11 @@ def partial_lower(
 ) -> fx.GraphModule:
     """Replace runs of nodes of a graph by calls of what Inductor makes of them; returns the same graph module.
 
-    `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False. `dumper` gets the text of a
-    region and returns its tag: the keyword of its call, which profilers show. `cache`: what was compiled for other
-    graphs. `may_alias`: nobody has looked at the inputs of a call: two may be the same memory, or look otherwise than
-    they were traced. Regions look then, and run operator by operator where they must.
+    `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False; parts of a tuple go with what
+    made it. `dumper` gets the text of a region and returns its tag: the keyword of its call, which profilers show.
+    `cache`: what was compiled for other graphs. `may_alias`: nobody has looked at the inputs of a call: two may be the
+    same memory, or look otherwise than they were traced. Regions look then, and run operator by operator where they
+    must.
     """
     options = options or LowerOptions()
     check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)

@@ -122,6 +122,9 @@ def _reasons(graph: fx.Graph, node_predicate: NodePredicate, exact: bool) -> dic
     gpu = any(is_on_gpu(node) for node in graph.nodes)
     feeding = _feeding_numbers(found)
     for node, reason in found.items():
+        if isinstance(source := _whole_of(node), fx.Node) and source in found:
+            found[node] = found[source]  # elements stay with what they are elements of
+            continue
         if not reason and node in feeding:
             reason = "single numbers outside are computed from it"
         if not reason and gpu and touches_cpu(node):
@@ -131,11 +134,12 @@ def _reasons(graph: fx.Graph, node_predicate: NodePredicate, exact: bool) -> dic
         if not reason and not accepts_node(node_predicate, node):
             reason = "refused by node_predicate"
         found[node] = reason
-    for node in found:  # elements stay with what they are elements of
-        source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, fx.Node) and found.get(source):
-            found[node] = found[source]
     return found
+
+
+def _whole_of(node: fx.Node) -> object:
+    """What a node takes an element out of; None if it does not."""
+    return node.args[0] if node.target is operator.getitem else None
 
 
 def _feeding_numbers(reasons: dict[fx.Node, str]) -> set[fx.Node]:
