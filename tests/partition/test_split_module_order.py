@@ -415,3 +415,47 @@ def test_nothing_passes_a_switch_that_no_child_can_repeat():
     assert [value.is_inference() for value in split(torch.ones(2))] == [False, True, False]
     with pytest.raises(SplitOrderError):
         split_module(gm, None, {first: 0, guard: 1, inside: 0, leave: 1, last: 0}.get)
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return x.t()
+
+
+@pytest.mark.parametrize(
+    "make_view",
+    [
+        lambda x: torch.einsum("ij->ji", x),
+        lambda x: torch.linalg.diagonal(x),
+        lambda x: torch.conj_physical(x),
+        lambda x: nn.functional.alpha_dropout(x, 0.5, False),
+        lambda x: aten.slice(x, 0, 1, 2),
+        lambda x: aten.einsum.default("ij->ji", [x]),
+        lambda x: +x,
+        nn.Sequential(nn.Flatten(0)),
+        nn.Sequential(nn.Sequential(Turned())),
+    ],
+    ids=["einsum", "diagonal", "conj", "alpha_dropout", "packet", "overload", "plus", "flatten", "own module"],
+)
+def test_results_that_only_sometimes_copy_are_read_behind_the_write(make_view):
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.make_view = make_view
+
+        def forward(self, x):
+            y = x * 2
+            view = self.make_view(y)
+            y.add_(1)
+            return view * 3
+
+    class WholeModules(fx.Tracer):
+        def is_leaf_module(self, m, module_qualified_name):
+            return True
+
+    root = Step()
+    gm = fx.GraphModule(root, WholeModules().trace(root))
+    with pytest.raises(SplitOrderError):
+        split_module(gm, None, lambda node: int(node.name == "add_"))
+    cut = {node: int(node.name in ("add_", "mul_1")) for node in gm.graph.nodes}
+    assert torch.equal(split_module(gm, None, cut.__getitem__)(torch.ones(2, 2)), gm(torch.ones(2, 2)))

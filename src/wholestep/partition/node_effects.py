@@ -49,9 +49,13 @@ _VIEWS = frozenset(
     "expand expand_as broadcast_to broadcast_tensors select narrow diagonal diag chunk split split_with_sizes "
     "tensor_split hsplit vsplit dsplit unbind unfold unflatten flatten ravel detach contiguous to type type_as float "
     "half double bfloat16 int long short bool cpu cuda getattr getitem real imag conj resolve_conj resolve_neg "
-    "positive as_strided view_as_real view_as_complex atleast_1d atleast_2d atleast_3d meshgrid dropout numpy "
-    "requires_grad_ squeeze_ unsqueeze_ data".split()
+    "positive pos as_strided view_as_real view_as_complex atleast_1d atleast_2d atleast_3d meshgrid numpy data alias "
+    "slice byte char cfloat cdouble chalf as_tensor asarray linalg_diagonal unsafe_chunk unsafe_split "
+    "unsafe_split_with_sizes requires_grad_ squeeze_ unsqueeze_ dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "feature_dropout feature_alpha_dropout".split()
 )
+_SOMETIMES_VIEWS = frozenset({"einsum", "conj_physical", "cartesian_prod", "chain_matmul", "linalg_multi_dot"})
+"""Return an argument, or a view of it, if there is nothing to compute; their schemas do not say it."""
 _PLAIN_MODULES = ("torch", "_operator", "math", "builtins")
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
 
@@ -90,15 +94,20 @@ class EffectReader:
         target = node.target
         if node.op == "call_function":
             if isinstance(target, OpOverload):
+                plain_name = op_name(target).removeprefix("aten::").partition(".")[0]
+                if plain_name in _SOMETIMES_VIEWS:
+                    return node.all_input_nodes
                 # In eval mode dropout returns its argument, which its schema does not say.
-                return node.all_input_nodes[:1] if "dropout" in op_name(target) else shared_inputs(node)
+                return node.all_input_nodes[:1] if "dropout" in plain_name else shared_inputs(node)
             if target is operator.getitem:
                 return shared_inputs(node)
             name, home = getattr(target, "__name__", ""), str(getattr(target, "__module__", None) or "torch")
             plain = home.split(".")[0] in _PLAIN_MODULES
-            return node.all_input_nodes if not plain or name in _VIEWS or node in self.written else []
+            may_share = not plain or name in _VIEWS or name in _SOMETIMES_VIEWS or node in self.written
+            return node.all_input_nodes if may_share else []
         if node.op == "call_method":
-            return node.all_input_nodes[:1] if target in _VIEWS or node in self.written else []
+            may_share = target in _VIEWS or target in _SOMETIMES_VIEWS or node in self.written
+            return node.all_input_nodes[:1] if may_share else []
         if node.op == "call_module":
             return node.all_input_nodes if self._module(str(target)).shares else []
         return []
@@ -214,9 +223,10 @@ class _ModuleEffects:
         """The memory of buffers that it may change."""
         self._module = module
         self.writes = False
-        own = module is not None and type(module).__module__.startswith("torch.nn.")
-        self.shares = not own or isinstance(module, _VIEW_MODULES)
+        self.shares = module is None
         for part in module.modules() if module is not None else ():
+            if not type(part).__module__.startswith("torch.nn.") or isinstance(part, _VIEW_MODULES):
+                self.shares = True
             if part.training and _draws(part):
                 tokens[RANDOM] = None
             if updates := _updated(part):
