@@ -1,0 +1,86 @@
+"""What slots hold after the graph ran: an output of the graph, a constant, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
+from wholestep.capture.captured import Change
+from wholestep.capture.scalars import scalar_of
+from wholestep.capture.slots import ABSENT, LocalSlot, Slot
+from wholestep.errors import SideEffectError
+from wholestep.ir.signature import ChangeKind, OutputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+PLAIN_CONSTANTS = (int, float, bool, str, type(None))
+"""Types of values that a replay can set again."""
+
+
+class Bindings:
+    """The outputs of the graph so far, and the changes to slots that take them."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._recorder = capture.recorder
+        self.outputs: list[tuple[OutputKind, str, Any]] = []
+        self.changes: list[Change] = []
+        self._output_index: dict[Any, int] = {}
+        self._bound_nodes: set[fx.Node] = set()
+
+    def output(self, kind: OutputKind, path: str, node: Any) -> int:
+        """The number of the output that holds a node."""
+        key = (kind, node)
+        if kind is not OutputKind.RESULT and key in self._output_index:
+            return self._output_index[key]
+        self.outputs.append((kind, path, node))
+        self._output_index[key] = len(self.outputs) - 1
+        return len(self.outputs) - 1
+
+    def bind(self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None) -> None:
+        """After the graph ran, the slot holds `new`."""
+        unless = self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
+        kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
+        if new is ABSENT:
+            self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless))
+            return
+        scalar = scalar_of(new)
+        if is_dtensor(new):
+            slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(new))
+            new = local_of(new)
+        if isinstance(new, Tensor):
+            source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
+            node = self._recorder.node_of(source)
+            index = self.output(OutputKind.STATE, slot.path, self._own_memory(node))
+            self.changes.append(Change(kind, slot, output=index, unless=unless))
+        elif scalar is not None:
+            value = scalar.fx_arg()
+            if isinstance(value, fx.Node):
+                index = self.output(OutputKind.STATE, slot.path, value)
+                self.changes.append(Change(kind, slot, output=index, unless=unless))
+            else:
+                self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
+        elif _is_constant(new):
+            self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
+        else:
+            raise SideEffectError(
+                f"the step sets {slot.path} to a {type(new).__name__}, which a replay cannot repeat.",
+                fix="set it outside of the step.",
+            )
+
+    def _own_memory(self, node: fx.Node) -> fx.Node:
+        """State that outlives the step shares memory with no input and with no other state."""
+        if node.op != "placeholder" and node not in self._bound_nodes:
+            self._bound_nodes.add(node)
+            return node
+        return self._recorder.emit(torch.ops.aten.clone.default, node)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(item, PLAIN_CONSTANTS) for item in value)
+    return isinstance(value, PLAIN_CONSTANTS)

@@ -1,0 +1,130 @@
+"""What the step left in gradients, optimizers and gradient scalers: bound after the graph ran, or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import SCALER_TENSORS, FakeTensor
+from wholestep.capture.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.captured import Change
+from wholestep.capture.host_numbers import HostNumber
+from wholestep.capture.slots import (
+    ABSENT,
+    BatchGradSlot,
+    BatchSlot,
+    GradSlot,
+    HyperSlot,
+    MappingSlot,
+    OptimizerStateSlot,
+)
+from wholestep.capture.state import StateTable, Tracked
+from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.signature import ChangeKind, InputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+
+def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
+    """Find what tensors and numbers the step set where training keeps its state."""
+    _gradients(capture.table, bindings)
+    for optimizer, path in capture.world.optimizers.items():
+        _optimizer_state(capture, bindings, optimizer, path)
+        _param_groups(capture.table, bindings, optimizer, path)
+    for scaler, path in capture.world.scalers.items():
+        for name in SCALER_TENSORS:
+            now = vars(scaler).get(name)
+            if isinstance(now, FakeTensor) and id(now) not in capture.table.by_fake:
+                slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{name}", None, vars(scaler), name)
+                bindings.bind(slot, now, created=True)
+
+
+def refuse_changed_requires_grad(table: StateTable) -> None:
+    """A replay would not repeat that a parameter is frozen or thawed."""
+    for tracked in table.parameters:
+        if tracked.fake.requires_grad != tracked.real.requires_grad:
+            raise SideEffectError(
+                f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
+                fix="set it back at the end of the step, or change it outside.",
+            )
+
+
+def _gradients(table: StateTable, bindings: Bindings) -> None:
+    for tracked in table.tracked.values():
+        if isinstance(tracked.slot, BatchSlot) and tracked.fake.grad is not None:
+            _batch_gradient(bindings, tracked, tracked.slot)
+    for tracked in table.parameters:
+        before = tracked.real.grad
+        before_fake = table.tracked[id(before)].fake if before is not None else None
+        after = tracked.fake.grad
+        if after is before_fake:
+            continue
+        path = f"{tracked.slot.path}.grad"
+        slot = GradSlot(InputKind.GRADIENT, path, tracked.slot.path, tracked.real)
+        if after is None:
+            bindings.changes.append(Change(ChangeKind.REMOVED, slot))
+        else:
+            bindings.bind(slot, after, created=before is None)
+
+
+def _batch_gradient(bindings: Bindings, tracked: Tracked, slot: BatchSlot) -> None:
+    """The step back-propagates into a tensor that it was given."""
+    if tracked.real.grad is not None:
+        raise UnsupportedError(
+            f"{slot.path} has a gradient already, and the step adds to it.",
+            fix="set its .grad to None before the step, or use torch.autograd.grad in it.",
+        )
+    where = BatchGradSlot(InputKind.GRADIENT, f"{slot.path}.grad", slot.path, slot.index)
+    assert tracked.fake.grad is not None
+    bindings.bind(where, tracked.fake.grad, created=True)
+
+
+def _optimizer_state(capture: Capture, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
+    flag = capture.skip_flags.get(optimizer)
+    before_all = capture.table.fake_state_before[optimizer]
+    for owner, entries in optimizer.state.items():
+        tracked = capture.table.by_fake.get(id(owner))
+        real_owner = tracked.real if tracked else owner
+        owner_path = tracked.slot.path if tracked else str(owner)
+        before = before_all.get(owner, {})
+        if not isinstance(entries, dict):
+            continue
+        for name in {**before, **entries}:
+            old, new = before.get(name, ABSENT), entries.get(name, ABSENT)
+            if old is new or _equal_plain(old, new):
+                continue
+            slot = OptimizerStateSlot(
+                InputKind.OPTIMIZER_STATE,
+                f"{path}.state[{owner_path}].{name}",
+                owner_path if tracked else None,
+                optimizer,
+                real_owner,
+                name,
+            )
+            bindings.bind(slot, new, created=old is ABSENT, flag=flag)
+
+
+def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
+    before_groups = table.fake_groups[optimizer]
+    if len(optimizer.param_groups) != len(before_groups):
+        raise SideEffectError(
+            f"the step adds or removes a param group of {path}.", fix="call add_param_group outside of the step."
+        )
+    for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
+        for key in {**before, **now}:
+            old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+            if old is new or _equal_plain(old, new) or isinstance(new, HostNumber):
+                continue
+            if key == "params":
+                if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
+                    continue
+                raise ParameterDataError(f"the step changes the parameters of {path}.param_groups[{g}].")
+            where = f"{path}.param_groups[{g}].{key}"
+            slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+            bindings.bind(slot, new, created=old is ABSENT)
+
+
+def _equal_plain(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and isinstance(old, PLAIN_CONSTANTS) and old == new
