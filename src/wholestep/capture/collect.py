@@ -40,10 +40,10 @@ def collect(capture: Capture, result: Any) -> Captured:
     copies = add_write_backs(capture)
     items = _item_recipe(capture)  # before dead nodes go
     _finish(capture.graph, [node for _, _, node in bindings.outputs])
-    gm = lazy_graph_module(_Root(capture.constants), capture.graph, "WholeStep")
+    gm = lazy_graph_module(_Root(capture.inputs.constants), capture.graph, "WholeStep")
     return Captured(
         step_graph=StepGraph(gm, sign(capture, gm, bindings, copies, description)),
-        inputs=[capture.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"],
+        inputs=[capture.inputs.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"],
         changes=bindings.changes,
         result_leaves=leaves,
         rebuild_result=None if flat.is_leaf else flat.rebuild,
@@ -54,7 +54,7 @@ def collect(capture: Capture, result: Any) -> Captured:
         shapes=capture.shapes,
         scalar_guards=list(capture.guards.values()),
         items=items,
-        placeholder_slots=dict(capture.slot_of),
+        placeholder_slots=dict(capture.inputs.slot_of),
         dynamic_dims=capture.dynamic_dims,
         leaf_paths=capture.leaf_paths,
         leaves=capture.flat.leaves,

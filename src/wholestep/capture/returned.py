@@ -68,7 +68,7 @@ def _tensor(capture: Capture, leaf: Tensor) -> tuple[fx.Node, Tensor]:
         leaf = capture.lift(leaf)
     if tracked is None:
         return capture.recorder.node_of(leaf), leaf
-    return next(node for node in capture.slot_of if node.meta.get("val") is tracked.input), leaf
+    return next(node for node in capture.inputs.slot_of if node.meta.get("val") is tracked.input), leaf
 
 
 def _number(scalar: ScalarNode, path: str) -> Any:

@@ -24,7 +24,7 @@ def sign(
     """Describe a graph that is complete. `result`: the tree that the step returns."""
     guards = [g.describe() for g in capture.guards.values()] + [text for text, _ in capture.shapes.guards()]
     return Signature(
-        inputs=tuple(_input(n, capture.slot_of[n]) for n in gm.graph.nodes if n.op == "placeholder"),
+        inputs=tuple(_input(n, capture.inputs.slot_of[n]) for n in gm.graph.nodes if n.op == "placeholder"),
         outputs=tuple(OutputSpec(kind, path, _spec_of(node)) for kind, path, node in bindings.outputs),
         write_backs=tuple(WriteBack(target.name, value.name) for target, value in copies),
         state_changes=tuple(_change(change) for change in bindings.changes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,39 +18,31 @@ from wholestep._torch_compat import (
     SCALER_TENSORS,
     SCALER_UNSCALE,
     FakeTensorMode,
-    generator_key,
     is_dtensor,
-    local_of,
     new_fake_mode,
-    without_modes,
 )
-from wholestep.capture.amp import select_instead_of_branch
 from wholestep.capture.arguments import dynamic_dims, name_leaves
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
 from wholestep.capture.discover import World, discover
 from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
-from wholestep.capture.host_numbers import HostNumber, LastRateSlot
+from wholestep.capture.inputs import Inputs
 from wholestep.capture.intercept import FunctionMode
-from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues
-from wholestep.capture.location import asked_by, location_of_exception, user_location
+from wholestep.capture.items import Items
+from wholestep.capture.location import location_of_exception, user_location
+from wholestep.capture.optimizer_steps import replace_optimizer_step, replace_scaler_steps, replace_scheduler_step
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
 from wholestep.capture.python_state import Attributes, ReadTracker
-from wholestep.capture.random_state import RandomState, default_generators
+from wholestep.capture.random_state import RandomState
 from wholestep.capture.recorder import Recorder
-from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode, scalar_of
+from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
 from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import BatchSlot, GeneratorSlot, MappingSlot, Slot
+from wholestep.capture.slots import BatchSlot, MappingSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
 from wholestep.capture.tree import Flat, flatten, leaves_of, same_objects
 from wholestep.errors import (
-    CapturedTensorError,
-    ControlFlowError,
-    ItemError,
     Location,
-    OptimizerClosureError,
-    RandomStateError,
     SideEffectError,
     UnsupportedError,
     WholestepError,
@@ -123,24 +114,16 @@ class Capture:
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph, self.fake_mode, self)
         self.table = StateTable(self.world, self.fake_mode, self.make_scalar)
-        self.constants: dict[str, Tensor] = {}
+        self.inputs = Inputs(self.recorder, self.world, self.table)
+        self._items = Items(self)
         self.guards: dict[str, ScalarGuard] = {}
         self.host_calls: list[HostCall] = []
         self.skip_flags: dict[Optimizer, fx.Node] = {}
-        self.slot_of: dict[fx.Node, Slot] = {}
         self.snapshots: list[Attributes] = []
         self.readers: list[tuple[ReadTracker, str]] = []
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
-        self.lifted: dict[int, Tensor] = {}
-        self.scalar_slots: dict[int, Slot] = {}
         self.steps_seen: list[Optimizer] = []
         self.api = ""
-        self._leaf_nodes: dict[int, fx.Node] = {}
-        self._generators: dict[int, fx.Node] = {}
-        self._last_placeholder: fx.Node | None = None
-        self._known = KnownValues(self._known_placeholder)
-        self._known_batch = KnownValues(self._known_batch_placeholder, single=False)
-        self._item_nodes: dict[fx.Node, ScalarNode] = {}
         self.session: Session | None = None
         """What the plan does while tracing."""
 
@@ -200,7 +183,7 @@ class Capture:
             self.table.remove_hooks(sharding_hooks(self.world))
             self.table.swap_in()
             for tracked in list(self.table.tracked.values()):
-                self._placeholder_for(tracked)
+                self.inputs.tensor(tracked)
             if self.options.hooks == "trace":
                 trace_parameter_hooks(self.table.parameters)
             self._swap_python_objects()
@@ -226,14 +209,13 @@ class Capture:
         for optimizer, path in self.world.optimizers.items():
             self.snapshots.append(Attributes(optimizer, path, internal))
             self._lift_numbers(optimizer, path)
-            self._wrap_optimizer(optimizer)
+            replace_optimizer_step(self, optimizer)
         for scaler, path in self.world.scalers.items():
             self.snapshots.append(Attributes(scaler, path, frozenset({*SCALER_TENSORS, SCALER_STEP, SCALER_UNSCALE})))
-            vars(scaler)[SCALER_STEP] = lambda *a, **k: select_instead_of_branch(self, *a, **k)
-            vars(scaler)[SCALER_UNSCALE] = functools.partial(self._unscale, getattr(scaler, SCALER_UNSCALE))
+            replace_scaler_steps(self, scaler)
         for scheduler, path in self.world.schedulers.items():
             self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
-            self._wrap_scheduler(scheduler, path)
+            replace_scheduler_step(self, scheduler, path)
             self._track_reads(scheduler, path)
         for holder, path in self.world.holders.values():
             self.snapshots.append(Attributes(holder, path))
@@ -302,72 +284,6 @@ class Capture:
         where = location_of_exception(error)
         return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
 
-    # Optimizers and schedulers while tracing.
-
-    def _wrap_optimizer(self, optimizer: Optimizer) -> None:
-        original = optimizer.step
-
-        def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if closure is not None:
-                raise OptimizerClosureError(
-                    "optimizer.step(closure) may evaluate the model any number of times.",
-                    fix="compute the loss and call backward() before optimizer.step(), without a closure.",
-                    location=user_location(),
-                )
-            if self.host_calls:
-                raise SideEffectError(
-                    f"{self.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
-                    "learning rate in this same call.",
-                    fix="call scheduler.step() after optimizer.step(), as torch asks for.",
-                    location=user_location(),
-                )
-            before, self.phase = self.phase, "optimizer"
-            self.steps_seen.append(optimizer)
-            try:
-                if self.session is not None:
-                    return self.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
-                return original(*args, **kwargs)
-            finally:
-                self.phase = before
-
-        vars(optimizer)["step"] = step
-
-    def _unscale(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any) -> Any:
-        if self.session is None:
-            return original(optimizer, *args)
-        return self.session.unscale(optimizer, lambda: original(optimizer, *args))
-
-    def _wrap_scheduler(self, scheduler: Any, path: str) -> None:
-        def step(*args: Any, **kwargs: Any) -> None:
-            if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-                raise ItemError(
-                    f"{path}.step() takes the value of a tensor.",
-                    fix="return the tensor from the step and call the scheduler outside of it.",
-                    location=user_location(),
-                )
-            self.host_calls.append(HostCall(scheduler, path, args, kwargs))
-            self._hide_hyper_parameters(scheduler.optimizer)
-
-        def get_last_lr() -> list[Any]:
-            slots = [
-                LastRateSlot(InputKind.HYPER_PARAMETER, f"{path}.get_last_lr()[{i}]", None, scheduler, i)
-                for i in range(len(scheduler.optimizer.param_groups))
-            ]
-            if any(call.scheduler is scheduler for call in self.host_calls):
-                return [HostNumber(slot.path, slot.get) for slot in slots]
-            return [self.make_scalar(slot, slot.get()) for slot in slots]
-
-        vars(scheduler)["step"] = step
-        vars(scheduler)["get_last_lr"] = get_last_lr
-
-    def _hide_hyper_parameters(self, optimizer: Optimizer) -> None:
-        """From here on the learning rates of this optimizer are what the scheduler will make of them."""
-        for group in optimizer.param_groups:
-            for key, value in group.items():
-                scalar = scalar_of(value)
-                if scalar is not None and isinstance(scalar.leaf, Slot):
-                    group[key] = HostNumber(scalar.leaf.path, scalar.leaf.get)
-
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None:
         """State that this optimizer creates appears only where the flag is false."""
         self.skip_flags[optimizer] = flag
@@ -380,77 +296,17 @@ class Capture:
     def in_recompute(self) -> bool:
         return torch.is_grad_enabled()
 
-    def _placeholder_for(self, tracked: Tracked) -> fx.Node:
-        node = self._placeholder(tracked.slot)
-        self.recorder.values.register_input(tracked.input, node)
-        return node
-
-    def _placeholder(self, slot: Slot) -> fx.Node:
-        """A new input, after the ones there are."""
-        first = next(iter(self.graph.nodes), None)
-        if self._last_placeholder is not None:
-            point = self.graph.inserting_after(self._last_placeholder)
-        elif first is not None:
-            point = self.graph.inserting_before(first)
-        else:
-            point = self.graph.inserting_before()
-        with point:
-            node = self.graph.placeholder(_identifier(slot.path))
-        self._last_placeholder = node
-        self.slot_of[node] = slot
-        return node
-
     def lift(self, tensor: Tensor) -> Tensor:
-        """A real tensor that the step's code holds becomes an input, if a later call can find it again."""
-        known = self.lifted.get(id(tensor))
-        if known is not None:
-            return known
-        tracked = self.table.tracked.get(id(tensor))
-        if tracked is None:
-            found = self.world.tensors.get(id(tensor))
-            if found is None:
-                raise CapturedTensorError(
-                    f"the step reads a tensor of shape {tuple(tensor.shape)} that is not reachable from its arguments, "
-                    "closure, globals or modules, so a later call could not find it again.",
-                    fix="pass it as an argument, or keep it as a buffer or attribute of a module.",
-                    location=user_location(),
-                )
-            if tensor.requires_grad:
-                raise CapturedTensorError(
-                    f"{found[1].path} requires grad and cannot be exchanged where it is kept.",
-                    fix="make it a parameter of a module, or pass it as an argument.",
-                    location=user_location(),
-                )
-            tracked = self.table.track_input(tensor, found[1])
-            self._placeholder_for(tracked)
-        self.lifted[id(tensor)] = tracked.fake
-        return tracked.fake
+        return self.inputs.lift(tensor)
 
     def constant(self, tensor: Tensor) -> fx.Node:
-        """Data that the step's own code wrote down, kept with the graph."""
-        name = f"_constant{len(self.constants)}"
-        with without_modes():
-            self.constants[name] = tensor.detach().clone()
-        node = self.graph.create_node("get_attr", name)
-        node.meta["constant"] = self.constants[name]
-        return node
+        return self.inputs.constant(tensor)
 
     def generator(self, generator: torch.Generator) -> fx.Node:
-        """A generator that the step draws from by name is an input."""
-        key = generator_key(generator)
-        known = self._generators.get(key)
-        if known is None:
-            generator, path = self.world.generators.get(key) or default_generators().get(key, (generator, ""))
-            if not path:
-                raise RandomStateError(
-                    "the step draws from a generator that a later call could not find again.",
-                    fix="pass the generator as an argument or keep it in a variable that the step names.",
-                    location=user_location(),
-                )
-            slot = GeneratorSlot(InputKind.RNG_STATE, path, None, generator)
-            known = self._placeholder(slot)
-            self._generators[key] = known
-        return known
+        return self.inputs.generator(generator)
+
+    def item(self, tensor: Tensor, node: fx.Node) -> Any:
+        return self._items.item(tensor, node)
 
     def shape_arg(self, value: Any) -> Any:
         return self.shapes.node(value, self.emit_scalar, self.recorder.node_of)
@@ -466,11 +322,7 @@ class Capture:
         return self.recorder.emit_function(target, args, value)
 
     def leaf_scalar(self, leaf: Any, value: Number | None) -> fx.Node:
-        if id(leaf) not in self._leaf_nodes:
-            node = self._placeholder(leaf)
-            node.meta["val"] = value
-            self._leaf_nodes[id(leaf)] = node
-        return self._leaf_nodes[id(leaf)]
+        return self.inputs.number(leaf, value)
 
     def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]:
         wrap: Any = torch.SymInt
@@ -481,64 +333,6 @@ class Capture:
 
     def location_here(self) -> Location | None:
         return user_location()
-
-    def item(self, tensor: Tensor, node: fx.Node) -> Any:
-        """`.item()`: allowed for state that is known at the call, and inside of an optimizer."""
-        known = self._item_nodes.get(node)
-        if known is not None:
-            return known.as_python()
-        kind = {True: float}.get(tensor.dtype.is_floating_point, bool if tensor.dtype is torch.bool else int)
-        value = self._known.of(node)
-        if value is None and asked_by("transformers/masking_utils.py"):
-            value = self._known_batch.of(node)  # a property of the batch's mask, checked at each call
-        if tensor.dtype.is_complex or (value is None and self.phase != "optimizer"):
-            raise self._value_leaves(tensor)
-        with without_modes():
-            number = value.item() if isinstance(value, Tensor) else value
-        if value is not None and self._known.is_constant(node):
-            return number
-        leaf = ItemLeaf(node, value is not None)
-        where = user_location(with_text=False)
-        name = f"{node.name}.item()" + (f" at {where}" if where is not None and self.phase != "optimizer" else "")
-        scalar = ScalarNode(self, kind, number, name, leaf=leaf)
-        scalar._fx = self.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
-        self._item_nodes[node] = scalar
-        return scalar.as_python()
-
-    def _known_placeholder(self, node: fx.Node) -> Any | None:
-        slot = self.slot_of[node]
-        if slot.kind not in KNOWN_KINDS:
-            return None
-        fake = node.meta.get("val")
-        tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
-        return local_of(tracked.real) if tracked is not None else fake
-
-    def _known_batch_placeholder(self, node: fx.Node) -> Any | None:
-        tracked = self.table.by_fake.get(id(node.meta.get("val")))
-        return tracked.real if tracked is not None and tracked.slot.kind is InputKind.BATCH else None
-
-    def _value_leaves(self, tensor: Tensor) -> WholestepError:
-        where = user_location()
-        shape = tuple(tensor.shape)
-        if self.api in ("__bool__", "is_nonzero"):
-            return ControlFlowError(
-                f"Python branches on the value of a tensor of shape {shape}.",
-                fix="use torch.where or multiply by a mask; or decide outside of the step and pass a bool.",
-                location=where,
-            )
-        name = {"__float__": "float()", "__int__": "int()", "__index__": "an index"}.get(self.api, ".item()")
-        return ItemError(
-            f"{name} takes the value of a tensor of shape {shape} out of the graph.",
-            fix="return the tensor from the step and read its value outside.",
-            location=where,
-        )
-
-
-def _identifier(path: str) -> str:
-    name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
-    while "__" in name:
-        name = name.replace("__", "_")
-    return name if name and not name[0].isdigit() else f"input_{name}"
 
 
 def _mixed(location: Location | None) -> UnsupportedError:
