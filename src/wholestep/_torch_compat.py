@@ -533,6 +533,11 @@ def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
 
 
+def written_function(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that `torch.jit.script` was given (`_torchdynamo_inline`); None for others. 2.11, 2.13."""
+    return getattr(scripted, "_torchdynamo_inline", None)
+
+
 # Sharded tensors.
 
 

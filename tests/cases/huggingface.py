@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, "num_local_experts": 4}),
+    "DebertaV2": ("DebertaV2Config", "DebertaV2ForMaskedLM", BERT_LIKE),
     "GPTNeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BERT_LIKE),
     "T5": (
         "T5Config",
@@ -71,8 +73,12 @@ def language_model(name: str, **changes: Any) -> nn.Module:
 
     config_name, model_name, settings = LANGUAGE_MODELS[name]
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
-    config = getattr(transformers, config_name)(**{**special, **settings, **changes})
-    model: nn.Module = getattr(transformers, model_name)(config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`torch.jit.script` is deprecated", DeprecationWarning
+        )  # DeBERTa still uses it
+        config = getattr(transformers, config_name)(**{**special, **settings, **changes})
+        model: nn.Module = getattr(transformers, model_name)(config)
     return model.train()
 
 

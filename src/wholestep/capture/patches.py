@@ -12,6 +12,7 @@
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
 | DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
+| functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
 
 The replacements act only on the thread that traces; other threads get the originals.
 """
@@ -45,6 +46,7 @@ from wholestep._torch_compat import (
     sharding_function,
     sharding_propagator,
     validate_distributions,
+    written_function,
 )
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
@@ -108,6 +110,7 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(nn.Module, "register_parameter", _refuse_module_change)
         patch(nn.Module, "__setattr__", _set_attribute)
         patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
+        patch(torch.jit.ScriptFunction, "__call__", _as_written)
         patch(torch, "from_numpy", _refuse_array)
         patch(torch, "tensor", _tensor_of_number)
         patch(torch, "as_tensor", _tensor_of_number)
@@ -150,6 +153,11 @@ def _set_attribute(original: Any, module: nn.Module, name: str, value: Any) -> N
     if isinstance(value, nn.Parameter) and value is not vars(module).get("_parameters", {}).get(name):
         _refuse_module_change(original, module)
     original(module, name, value)
+
+
+def _as_written(original: Any, scripted: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the Python function of a TorchScript function: TorchScript makes tensors of its own, below all modes."""
+    return (written_function(scripted) or partial(original, scripted))(*args, **kwargs)
 
 
 def _refuse_array(original: Any, array: Any) -> Any:
