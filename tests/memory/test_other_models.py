@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import wholestep as ws
 from memory.steps import Trained
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
@@ -92,3 +93,23 @@ def test_an_operator_can_be_called_and_be_an_argument_in_one_program():
     graph.output((both,))
     ((value,),) = program(fx.GraphModule(nn.Module(), graph))(torch.ones(2))
     assert value.tolist() == [6.0, 6.0]
+
+
+def test_gradients_that_are_spread_and_numbers_are_counted_too():
+    def gradients(model, x):
+        return torch.autograd.grad(model(x).sum(), list(model.parameters()))  # the first one is a number for all places
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.GELU())))
+    x = torch.randn(128, 16)
+    for budget in (0.0, 0.3, 1.0):
+        step = ws.compile(gradients, lower="eager", memory_budget=budget)
+        for ours, eager in zip(step(model, x), gradients(model, x), strict=True):
+            assert torch.equal(ours, eager)
+        assert step.last.memory.measured_peak == step.last.memory.planned_peak <= step.last.memory.budget
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_a_budget_of_just_what_is_needed_is_not_exceeded_by_a_byte(budget):
+    memory = Trained(memory_budget=budget, lower="eager").memory
+    assert memory.measured_peak <= memory.planned_peak <= memory.budget

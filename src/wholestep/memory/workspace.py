@@ -1,6 +1,7 @@
 """What operators need besides their results: measured, by calling each one once with tensors that mean nothing.
 
-Convolutions and attention lay out their inputs anew, sorts keep places: no metadata tells of that memory.
+Convolutions and attention lay out their inputs anew, sorts keep places: no metadata tells of that memory. Elementwise
+operators need none, but for numbers, which become tensors, and inputs that are not packed, which some of them copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, below_autograd
 from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, shared_inputs, writes
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import tensor_bytes
+from wholestep.ir.values import size_hint, tensor_bytes
 from wholestep.memory.costs import is_elementwise
 from wholestep.memory.measure import bytes_at_most
 from wholestep.memory.stand_in import stand_in
@@ -47,7 +48,7 @@ class OperatorMemory:
         target = node.target
         if node.op != "call_function" or not isinstance(target, OpOverload) or is_communication(target):
             return False
-        if is_elementwise(target) or is_data_dependent(target) or shared_inputs(node):
+        if is_data_dependent(target) or shared_inputs(node) or (is_elementwise(target) and not _is_odd(node)):
             return False
         if (may_write(target) and writes(node)) or draws(node):
             return False
@@ -64,6 +65,24 @@ class OperatorMemory:
         except (RuntimeError, ValueError, IndexError, TypeError):
             return -1  # zeros are no arguments for it
         return -1 if most is None else most
+
+
+def _is_odd(node: fx.Node) -> bool:
+    """Whether an operator has numbers among its arguments, or tensors that are not packed."""
+    if any(isinstance(value, int | float) for value in (*node.args, *node.kwargs.values())):
+        return True
+    return any(not _is_packed(source.meta.get("val")) for source in node.all_input_nodes)
+
+
+def _is_packed(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return True
+    expected = 1
+    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if size_hint(size) != 1 and size_hint(stride) != expected:
+            return False
+        expected *= size_hint(size)
+    return True
 
 
 def _looks(value: Any) -> Any:
