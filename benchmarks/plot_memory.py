@@ -106,6 +106,8 @@ def _free_height(
     tries = [shift + (13 * k if shift > 0 else -13 * k) for k in range(4) for shift in (first, second)]
 
     def is_free(height: float) -> bool:
+        if not EDGE < height < HEIGHT - EDGE:
+            return False  # where the numbers of the axes are
         return all(abs(height - other) >= 12 or abs(x - middle) >= half + its for middle, other, its in taken)
 
     found = round(next((y + shift for shift in tries if is_free(y + shift)), y + first), 1)
