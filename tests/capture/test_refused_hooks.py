@@ -1,0 +1,187 @@
+"""Hooks that a replay would not fire are refused and named; those that trace are in the graph when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from capture.refused import World, assert_unchanged_and_trainable, plain_step
+from cases.parts import adamw, mlp, plain_run
+from harness import (
+    Case,
+    Run,
+    assert_frames_equal,
+    assert_parity,
+    assert_parity_or_refusal,
+    device,
+)
+
+
+def note_the_call(*args: Any, **kwargs: Any) -> None:
+    """A hook for its side effect only."""
+
+
+HOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "forward": lambda model, optimizer: model.first.register_forward_hook(note_the_call),
+    "forward_pre": lambda model, optimizer: model.first.register_forward_pre_hook(note_the_call),
+    "full_backward": lambda model, optimizer: model.last.register_full_backward_hook(note_the_call),
+    "full_backward_pre": lambda model, optimizer: model.last.register_full_backward_pre_hook(note_the_call),
+    "parameter": lambda model, optimizer: model.first.weight.register_hook(note_the_call),
+    "post_accumulate": lambda model, optimizer: model.first.weight.register_post_accumulate_grad_hook(note_the_call),
+    "every_module": lambda model, optimizer: nn.modules.module.register_module_forward_hook(note_the_call),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_would_only_fire_while_tracing_is_refused_and_named(kind: str) -> None:
+    handles: list[Any] = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        return plain_step(model, optimizer, x)
+
+    world = World(fresh=False)
+    handles.append(HOOKS[kind](world.model, world.optimizer))
+    before = world.look()
+    try:
+        with pytest.raises(ws.errors.HookError, match=r"\[WS-HOOK\]") as caught:
+            ws.compile(step)(world.model, world.optimizer, world.batch())
+    finally:
+        handles[0].remove()
+    assert "note_the_call" in str(caught.value)
+    assert caught.value.fix
+    assert_unchanged_and_trainable(world, before, fresh=False)
+
+
+def test_every_hook_is_listed() -> None:
+    world = World(fresh=False)
+    world.model.first.register_forward_hook(note_the_call)
+    world.model.last.bias.register_hook(note_the_call)
+    with pytest.raises(ws.errors.HookError) as caught:
+        ws.compile(plain_step)(world.model, world.optimizer, world.batch())
+    assert "first" in str(caught.value)
+    assert "last.bias" in str(caught.value)
+
+
+def test_a_hook_added_between_steps_is_refused_then_and_its_removal_brings_the_graph_back() -> None:
+    world = World(fresh=False)
+    step = ws.compile(plain_step)
+    step(world.model, world.optimizer, world.batch())
+    step(world.model, world.optimizer, world.batch())
+    graphs = len(step.graphs)
+    handle = world.model.first.register_forward_hook(note_the_call)
+    before = world.look()
+    with pytest.raises(ws.errors.HookError):
+        step(world.model, world.optimizer, world.batch())
+    assert_frames_equal([before], [world.look()])
+    handle.remove()
+    step(world.model, world.optimizer, world.batch())
+    assert len(step.graphs) == graphs
+
+
+def test_a_parameter_hook_added_between_steps_is_refused_then() -> None:
+    world = World(fresh=False)
+    step = ws.compile(plain_step)
+    step(world.model, world.optimizer, world.batch())
+    world.model.first.weight.register_hook(lambda grad: grad * 2)
+    before = world.look()
+    with pytest.raises(ws.errors.HookError):
+        step(world.model, world.optimizer, world.batch())
+    assert_frames_equal([before], [world.look()])
+
+
+def doubling_hook(model: nn.Module, kind: str) -> None:
+    """Hooks that do the same to every tensor that passes, and so can be traced."""
+    first: Any = model[0]
+    last: Any = model[3]
+
+    def double_gradient(p: torch.Tensor) -> None:
+        p.grad.mul_(2)
+
+    if kind == "forward":
+        first.register_forward_hook(lambda module, args, out: out * 2)
+    elif kind == "forward_pre":
+        first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    elif kind == "full_backward":
+        last.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
+    elif kind == "parameter":
+        first.weight.register_hook(lambda grad: grad * 2)
+    else:
+        first.weight.register_post_accumulate_grad_hook(double_gradient)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "parameter", "post_accumulate"])
+def test_hooks_that_trace_are_part_of_the_graph_when_asked_for(kind: str) -> None:
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+        doubling_hook(model, kind)
+        return plain_run(where, model, adamw(model))
+
+    assert_parity(Case(kind, make, steps=4, options={"hooks": "trace"}), device())
+
+
+@pytest.mark.parametrize("kind", ["step_pre", "step_post"])
+@pytest.mark.parametrize("effect", ["tensor", "python"])
+def test_optimizer_step_hooks_run_or_are_refused(kind: str, effect: str) -> None:
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+        optimizer = adamw(model)
+        seen: list[int] = []
+
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if effect == "python":
+                seen.append(1)
+                return
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+        if kind == "step_pre":
+            optimizer.register_step_pre_hook(hook)
+        else:
+            optimizer.register_step_post_hook(hook)
+        return plain_run(where, model, optimizer, watch={"seen": seen})
+
+    assert_parity_or_refusal(Case(kind, make, steps=5), device())
+
+
+def tensor_hook(h: torch.Tensor) -> torch.Tensor:
+    h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def node_hook(h: torch.Tensor) -> torch.Tensor:
+    h.grad_fn.register_hook(lambda grad_in, grad_out: tuple(None if g is None else g * 2 for g in grad_in))
+    return h
+
+
+def retained_gradient(h: torch.Tensor) -> torch.Tensor:
+    h.retain_grad()
+    return h
+
+
+def packed(h: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+        return h * h.sin()
+
+
+@pytest.mark.parametrize("hook", [tensor_hook, node_hook, retained_gradient, packed])
+def test_hooks_on_tensors_of_the_step_are_equal_or_refused(hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+
+        def step(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+            hidden = model[0](x)
+            loss = model[3](hook(hidden)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, hidden.grad if hook is retained_gradient else None
+
+        return plain_run(where, model, adamw(model), step)
+
+    assert_parity_or_refusal(Case(hook.__name__, make, steps=4), device())
