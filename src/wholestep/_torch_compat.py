@@ -948,7 +948,17 @@ def decomposed(
 def keeps_roundings() -> bool:
     """Whether `emulate_precision_casts` holds on the CPU too: before 2.13 kernels reused values as they were before
     they were rounded (pytorch#185337)."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+    return _is_at_least(2, 13)
+
+
+def keeps_order_of_draws() -> bool:
+    """Whether Inductor moves nothing that draws past something else that does. 2.11 does (`reorder_for_locality`, and
+    its scheduler where memory is drawn into), and draws `randn_like` of a transposed tensor row by row."""
+    return _is_at_least(2, 13)
+
+
+def _is_at_least(*version: int) -> bool:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= version
 
 
 def compile_inductor(

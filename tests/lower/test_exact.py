@@ -131,7 +131,7 @@ def test_a_step_trains_as_eager_to_the_last_bit(dtype: torch.dtype) -> None:
         torch.manual_seed(1)
         losses.append([run(torch.randn(4, 8).to(dtype)).detach() for _ in range(4)])
         if model is ours:
-            assert run.lowering.regions
+            assert bool(run.lowering.regions) == (dtype in DTYPES)
     assert bits(losses[0]) == bits(losses[1])
     assert bits(list(ours.state_dict().values())) == bits(list(theirs.state_dict().values()))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import wholestep as ws
+from wholestep._torch_compat import keeps_order_of_draws
 from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
 from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.in_place import name_what_was_written
@@ -204,7 +205,7 @@ def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
         return a, b, c, torch.bernoulli(x.sigmoid()), torch.randperm(4), x.clone().uniform_(), torch.normal(x, 1.0)
 
     gm = lowered(work, torch.randn(4, 4))
-    assert len(report(gm).regions) == 2
+    assert len(report(gm).regions) == (2 if keeps_order_of_draws() else 5)
     _assert_same_draws(work, gm)
 
 
@@ -215,7 +216,7 @@ def test_dropouts_of_compiled_code_are_eagers_own_on_the_cpu() -> None:
         return x, torch.randn(3)
 
     gm = lowered(work, torch.randn(4, 4), **ANYTHING)
-    assert len(report(gm).regions) == 1
+    assert len(report(gm).regions) == (1 if keeps_order_of_draws() else 7)
     _assert_same_draws(work, gm)
 
 

@@ -83,6 +83,7 @@ class TestTheNewGraph:
         assert "aten.relu.default" in texts[0]
         assert "aten.exp.default" in texts[1]
 
+    @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11
     def test_profilers_show_the_tag(self) -> None:
         gm = partial_lower(traced(), dumper=lambda text: "my region", options=ANY)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

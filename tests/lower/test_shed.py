@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memory.steps import Trained
+from wholestep._torch_compat import keeps_order_of_draws
 from wholestep.errors import OptionError
 from wholestep.lower.cut_budget import CutSearch
 from wholestep.lower.options import LowerOptions
@@ -168,6 +169,9 @@ def test_shedding_goes_further_than_remat_and_needs_it() -> None:
     assert not LowerOptions(remat=False).shed
 
 
+@pytest.mark.skipif(
+    not keeps_order_of_draws(), reason="this torch has dropout outside of regions, so there is no one cut"
+)
 def test_a_budget_near_the_usual_peak_is_met_by_the_usual_cut():
     eager = Trained(eager=True, steps=3)
     usual = Trained(memory_budget="1GiB", lower="inductor", steps=3)

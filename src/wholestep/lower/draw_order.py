@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name
+from wholestep._torch_compat import OpOverload, keeps_order_of_draws, op_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.values import size_hint
@@ -30,7 +30,11 @@ def why_not_drawn(node: fx.Node) -> str:
     """Why a draw stays outside; "" if regions can have it."""
     target = node.target
     assert isinstance(target, OpOverload)
-    if not draws(node) or _draws_like(target):
+    if not draws(node):
+        return ""
+    if not keeps_order_of_draws() and _is_on_cpu(node):
+        return "this version of torch may exchange random draws, or what they draw"
+    if _draws_like(target):
         return ""
     if any(not _is_whole(val) for source in written_nodes(node) for val in tensors_in(source.meta.get("val"))):
         return "draws random numbers into memory with gaps"
@@ -39,6 +43,10 @@ def why_not_drawn(node: fx.Node) -> str:
     if all(is_row_by_row(val) or val.device.type != "cpu" for val in seen):
         return ""
     return "draws random numbers in the order of memory, for a tensor that is not laid out row by row"
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return any(val.device.type == "cpu" for val in tensors_in(node.meta.get("val")))
 
 
 def needs_layout(node: fx.Node) -> bool:
