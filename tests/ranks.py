@@ -12,10 +12,10 @@ as they are, without pickling. Results travel back by value. No wait is without 
 the parent both hold the deadline, and a rank whose parent died ends itself.
 
 Twice in some fifty runs of the whole suite a thread of gloo, not one of Python's, died with SIGSEGV while the rank did
-arithmetic in Python. Millions of collectives without wholestep in the process and hundreds of ranks with it did not repeat
-it, and valgrind sees no wrong access in them. Wholestep has no code that runs in such a thread, so these ranks start once
-more; `CRASHES` keeps what was seen, and the end of the test run prints it. A crash in a thread of Python's, or a second
-one, is a failure.
+arithmetic in Python. Millions of collectives without wholestep in the process and hundreds of ranks with it did not
+repeat it, and valgrind sees no wrong access in them. Wholestep has no code that runs in such a thread, so these ranks
+start once more; `CRASHES` keeps what was seen, and the end of the test run prints it. A crash in a thread of Python's,
+or a second one, is a failure.
 """
 
 from __future__ import annotations

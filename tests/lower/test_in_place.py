@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 import wholestep as ws
-from wholestep._torch_compat import keeps_order_of_draws
 from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
+from wholestep._torch_compat import keeps_order_of_draws
 from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.in_place import name_what_was_written
 
