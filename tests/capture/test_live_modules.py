@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import math
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
 from capture.live import net_run, parts
 from cases.parts import adamw, mlp, plain_run, train_step
 from harness import Run, Story, assert_same_story, batch_of, device, reasons
@@ -135,3 +140,31 @@ def test_a_module_moved_to_another_dtype_trains_in_that_dtype() -> None:
         told.call(3)
 
     assert_same_story(make, story)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1.0), (1.0, True), (0.0, -0.0), ((1, 2), (1.0, 2))], ids=repr)
+@pytest.mark.parametrize("counts", [False, True], ids=["plain", "counting"])
+def test_a_number_that_is_equal_and_yet_another_is_used(before: object, after: object, counts: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale: Any = before
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if counts:
+                self.calls += 1
+            scale = self.scale[0] if isinstance(self.scale, tuple) else self.scale
+            return x * scale
+
+    def outcomes(step: Any) -> list[tuple[torch.dtype, list[Any]]]:
+        model, found = Scaled(), []
+        for number in (before, before, after, after, before):
+            model.scale = number
+            found.append(step(model, torch.arange(3)))
+        return [(value.dtype, [math.copysign(1, each) * (abs(each) + 1) for each in value.tolist()]) for value in found]
+
+    def step(model: nn.Module, x: Tensor) -> Any:
+        return model(x)
+
+    assert outcomes(ws.compile(step)) == outcomes(step)

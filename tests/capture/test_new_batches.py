@@ -127,6 +127,20 @@ def test_a_size_outside_the_range_of_a_dynamic_dimension_raises_and_changes_noth
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_sizes_of_one_dimension_that_are_no_longer_equal_raise_and_the_graph_stays() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum() * 2 + y.exp().sum()
+
+    dim = ws.Dim(min=2, max=32)
+    run = ws.compile(step, dynamic={"x": {0: dim}, "y": {0: dim}})
+    for size in (4, 5):
+        run(torch.ones(size), torch.ones(size))
+    with pytest.raises(ws.errors.DynamicShapeError, match="y has size 7 .* the same Dim has 5"):
+        run(torch.ones(5), torch.ones(7))
+    assert torch.equal(run(torch.ones(6), torch.ones(6)), step(torch.ones(6), torch.ones(6)))
+    assert len(run.graphs) == 1
+
+
 def test_a_dynamic_dimension_that_the_step_fixes_raises() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x.view(4, 6).sum()

@@ -8,7 +8,7 @@ from typing import Any
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.discover import MODULE_INTERNALS
-from wholestep.capture.plain import same_plain
+from wholestep.capture.plain import same_plain, skeleton
 from wholestep.capture.slots import ABSENT
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.runtime.guards.guard import Call, Guard, Listed, Watched
@@ -26,11 +26,16 @@ class SameAttributes(Guard):
         self._before = [{k: v for k, v in d.items() if k not in MODULE_INTERNALS} for d in self.dicts]
         self._readers = [(_reader(list(before)), d) for d, before in zip(self.dicts, self._before, strict=True)]
         self._values = [read(d) for read, d in self._readers]
+        self._numbers = [
+            each for d, before in zip(self.dicts, self._before, strict=True) for each in _numbers(d, before)
+        ]
         self._sizes = list(map(len, self.dicts))
         self._counted = {c.slot.path for c in captured.changes if c.kind is ChangeKind.CONSTANT}
 
     def holds(self, call: Call) -> bool:
-        return list(map(len, self.dicts)) == self._sizes and [read(d) for read, d in self._readers] == self._values
+        if list(map(len, self.dicts)) != self._sizes or [read(d) for read, d in self._readers] != self._values:
+            return False
+        return all(skeleton(d[key]) == known for d, key, known in self._numbers)
 
     def reasons(self, call: Call) -> Iterator[str]:
         for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
@@ -102,13 +107,17 @@ class OtherAttributes(Listed):
 
     def __init__(self, captured: Captured) -> None:
         volatile = captured.volatile
-        self._modules = [(m, p, volatile[id(m)], dict(vars(m))) for m, p in captured.modules if id(m) in volatile]
+        self._modules = []
+        for module, path in captured.modules:
+            if id(module) in volatile:
+                before = {k: v for k, v in vars(module).items() if k not in volatile[id(module)]}
+                self._modules.append((module, path, volatile[id(module)], before, list(_numbers(vars(module), before))))
         super().__init__(self._modules)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for module, path, volatile, before in self._modules:
+        for module, path, volatile, before, numbers in self._modules:
             now = {k: v for k, v in vars(module).items() if k not in volatile}
-            if now != {k: v for k, v in before.items() if k not in volatile}:
+            if now != before or any(skeleton(d[key]) != known for d, key, known in numbers):
                 yield f"an attribute of {path} changed"
 
 
@@ -145,3 +154,10 @@ def watched_parameters(captured: Captured) -> Watched:
 def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
     """Reads some attributes at once."""
     return itemgetter(*keys) if keys else len
+
+
+def _numbers(attributes: dict[str, Any], before: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Attributes that can be equal and yet another number: 1 and 1.0 and True, 0.0 and -0.0, and tuples of them."""
+    for key, value in before.items():
+        if key not in MODULE_INTERNALS and isinstance(value, int | float | complex | tuple):
+            yield attributes, key, skeleton(value)

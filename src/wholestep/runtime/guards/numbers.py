@@ -19,6 +19,7 @@ class SizesInRange(Listed):
 
     def __init__(self, captured: Captured) -> None:
         self._shapes = captured.shapes
+        self._paths = captured.leaf_paths
         self._dims = [
             (leaf, dim, declared, captured.leaf_paths[leaf])
             for leaf, dims in captured.dynamic_dims.items()
@@ -32,23 +33,23 @@ class SizesInRange(Listed):
         self._assumed = self._shapes.guards()
 
     def reasons(self, call: Call) -> Iterator[str]:
-        sizes = self._sizes(call.leaves)
+        self._raise_out_of_range(call.leaves)
+        sizes: dict[str, int] = {}
+        for name, places in self._shapes.sources.items():
+            found = {f"{self._paths[leaf]}.shape[{dim}]": call.leaves[leaf].shape[dim] for leaf, dim in places}
+            if len(set(found.values())) > 1:
+                yield "one size became several: " + ", ".join(f"{where} is {size}" for where, size in found.items())
+                return
+            sizes[name] = next(iter(found.values()))
         for text, check in self._assumed:
             if not check(sizes):
                 yield f"sizes {sizes} break {text}"
 
-    def _sizes(self, leaves: list[Any]) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+    def _raise_out_of_range(self, leaves: list[Any]) -> None:
         for leaf, dim, declared, path in self._dims:
             size = leaves[leaf].shape[dim]
             if size < declared.min or (declared.max is not None and size > declared.max):
                 raise out_of_range(path, dim, size, declared)
-        for name, places in self._shapes.sources.items():
-            for leaf, dim in places:
-                size = leaves[leaf].shape[dim]
-                if sizes.setdefault(name, size) != size:
-                    raise TypeError("sizes that were equal are not")
-        return sizes
 
 
 class SameBranches(Listed):
