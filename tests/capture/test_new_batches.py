@@ -135,7 +135,7 @@ def test_sizes_of_one_dimension_that_are_no_longer_equal_raise_and_the_graph_sta
     run = ws.compile(step, dynamic={"x": {0: dim}, "y": {0: dim}})
     for size in (4, 5):
         run(torch.ones(size), torch.ones(size))
-    with pytest.raises(ws.errors.DynamicShapeError, match="y has size 7 .* the same Dim has 5"):
+    with pytest.raises(ws.errors.DynamicShapeError, match=r"y has size 7 .* the same Dim has 5"):
         run(torch.ones(5), torch.ones(7))
     assert torch.equal(run(torch.ones(6), torch.ones(6)), step(torch.ones(6), torch.ones(6)))
     assert len(run.graphs) == 1
