@@ -118,6 +118,11 @@ def op_name(op: OpOverload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
+def plain_name(op: OpOverload) -> str:
+    """The name without its overload, and for torch's own operators without `aten::`: `add_` of `aten::add_.Tensor`."""
+    return op_name(op).removeprefix("aten::").partition(".")[0]
+
+
 def kernel_call(op: OpOverload) -> Callable[..., Any]:
     """What calling an operator calls, without the Python frame around it (`OpOverload._op`). 2.11, 2.13."""
     found: Callable[..., Any] = op._op

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -65,12 +64,3 @@ class Operands:
         if isinstance(arg, torch.Generator):
             return None, self._host.generator(arg)
         return arg, arg
-
-
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """All tensors of nested lists and tuples."""
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, list | tuple):
-        for item in nested:
-            yield from tensors_in(item)

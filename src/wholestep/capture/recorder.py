@@ -34,7 +34,7 @@ from wholestep._torch_compat import (
 from wholestep.capture.fake_kernels import FAKE_KERNELS
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
-from wholestep.capture.operands import Operands, tensors_in
+from wholestep.capture.operands import Operands
 from wholestep.capture.refusals import (
     data_shape,
     higher_order,
@@ -50,6 +50,7 @@ from wholestep.errors import (
     SparseError,
     UnsupportedError,
 )
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
 
 aten = torch.ops.aten

@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import is_accumulating_gradient
 from wholestep.capture.location import user_location
-from wholestep.capture.operands import tensors_in
 from wholestep.capture.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.schema import OpFacts, bind
 from wholestep.errors import OverlapError, UnsupportedError
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
 
 if TYPE_CHECKING:

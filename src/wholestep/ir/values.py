@@ -56,6 +56,16 @@ def tensor_bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def is_packed(tensor: Tensor) -> bool:
+    """Whether elements lie row by row without gaps. Asked of the traced sizes: nothing is guarded."""
+    expected = 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size_hint(size) != 1 and size_hint(step) != expected:
+            return False
+        expected *= size_hint(size)
+    return True
+
+
 def kind_of(value: object) -> str:
     """int, float or bool, for plain and symbolic numbers."""
     for kind, types in (

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, keeps_order_of_draws, op_name
+from wholestep._torch_compat import OpOverload, keeps_order_of_draws, plain_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import size_hint
+from wholestep.ir.values import is_packed, size_hint
 from wholestep.lower.in_place import written_nodes
 
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
@@ -36,7 +36,7 @@ def why_not_drawn(node: fx.Node) -> str:
         return "this version of torch may exchange random draws, or what they draw"
     if _draws_like(target):
         return ""
-    if any(not _is_whole(val) for source in written_nodes(node) for val in tensors_in(source.meta.get("val"))):
+    if any(not is_packed(val) for source in written_nodes(node) for val in tensors_in(source.meta.get("val"))):
         return "draws random numbers into memory with gaps"
     read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val"))]
     seen = [*read, *tensors_in(node.meta.get("val"))]
@@ -74,15 +74,5 @@ def is_row_by_row(val: Tensor) -> bool:
     return all(a >= b for a, b in pairwise(steps))
 
 
-def _is_whole(val: Tensor) -> bool:
-    """Whether elements lie row by row without gaps; of the traced sizes."""
-    expected = 1
-    for step, size in zip(reversed(val.stride()), reversed(val.shape), strict=True):
-        if size_hint(size) != 1 and size_hint(step) != expected:
-            return False
-        expected *= size_hint(size)
-    return True
-
-
 def _draws_like(op: OpOverload) -> bool:
-    return op_name(op).removeprefix("aten::").partition(".")[0] in _LIKE
+    return plain_name(op) in _LIKE

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, keeps_roundings, op_name, schema_of
+from wholestep._torch_compat import OpOverload, keeps_roundings, plain_name, schema_of
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.graphs import tensors_in
 from wholestep.lower.support import is_number
@@ -49,7 +49,7 @@ def why_not_exact(node: fx.Node) -> str:
     target = node.target
     if is_number(node) or target is operator.getitem or not isinstance(target, OpOverload):
         return ""
-    name = op_name(target).removeprefix("aten::").removeprefix("_foreach_").partition(".")[0].removesuffix("_")
+    name = plain_name(target).removeprefix("_foreach_").removesuffix("_")
     if not keeps_roundings() and _low_precisions(node):
         return "this version of torch leaves roundings to lower precision out (exact=True)"
     if name not in _PRESCRIBED and name not in _MOVING and not _is_view(node):

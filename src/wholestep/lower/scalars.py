@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
+from wholestep._torch_compat import OpOverload, op_name, plain_name, schema_of
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def can_take_numbers(node: fx.Node) -> bool:
     """Whether an operator of a graph can be told its numbers by a tensor."""
     if not isinstance(node.target, OpOverload):
         return False
-    name = op_name(node.target).removeprefix("aten::").split(".")[0]
+    name = plain_name(node.target)
     if name.startswith("_foreach_"):
         return name.removeprefix("_foreach_") in _OPERANDS and not schema_of(node.target).is_mutable
     if name in _JUMPS and any(_is_rounded(source.meta.get("val")) for source in node.all_input_nodes):
@@ -80,7 +80,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     dtype = _promoted(given.values())
     given = {name: value.beside(dtype) if isinstance(value, Number) else value for name, value in given.items()}
-    name = op_name(op).removeprefix("aten::").split(".")[0]
+    name = plain_name(op)
     result = _SPECIAL[name](given) if name in _SPECIAL else _binary(name, given, dtype)
     # A number never decides the dtype of a result; as a tensor it would beside tensors of a single element.
     if name not in _CREATES and dtype is not None and result.is_floating_point():

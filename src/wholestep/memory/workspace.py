@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, below_autograd
 from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, shared_inputs, writes
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import size_hint, tensor_bytes
+from wholestep.ir.values import is_packed, tensor_bytes
 from wholestep.memory.costs import is_elementwise
 from wholestep.memory.measure import bytes_at_most
 from wholestep.memory.stand_in import stand_in
@@ -71,18 +71,8 @@ def _is_odd(node: fx.Node) -> bool:
     """Whether an operator has numbers among its arguments, or tensors that are not packed."""
     if any(isinstance(value, int | float) for value in (*node.args, *node.kwargs.values())):
         return True
-    return any(not _is_packed(source.meta.get("val")) for source in node.all_input_nodes)
-
-
-def _is_packed(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return True
-    expected = 1
-    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
-        if size_hint(size) != 1 and size_hint(stride) != expected:
-            return False
-        expected *= size_hint(size)
-    return True
+    values = (value for source in node.all_input_nodes for value in tensors_in(source.meta.get("val")))
+    return any(value.layout is torch.strided and not is_packed(value) for value in values)
 
 
 def _looks(value: Any) -> Any:

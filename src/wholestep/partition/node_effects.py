@@ -20,6 +20,7 @@ from wholestep._torch_compat import (
     HigherOrderOperator,
     OpOverload,
     op_name,
+    plain_name,
     schema_of,
     storage_of,
 )
@@ -94,11 +95,10 @@ class EffectReader:
         target = node.target
         if node.op == "call_function":
             if isinstance(target, OpOverload):
-                plain_name = op_name(target).removeprefix("aten::").partition(".")[0]
-                if plain_name in _SOMETIMES_VIEWS:
+                if plain_name(target) in _SOMETIMES_VIEWS:
                     return node.all_input_nodes
                 # In eval mode dropout returns its argument, which its schema does not say.
-                return node.all_input_nodes[:1] if "dropout" in plain_name else shared_inputs(node)
+                return node.all_input_nodes[:1] if "dropout" in plain_name(target) else shared_inputs(node)
             if target is operator.getitem:
                 return shared_inputs(node)
             name, home = getattr(target, "__name__", ""), str(getattr(target, "__module__", None) or "torch")

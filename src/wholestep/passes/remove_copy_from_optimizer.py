@@ -21,7 +21,7 @@ import operator
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name
+from wholestep._torch_compat import OpOverload, op_name, plain_name
 from wholestep.ir.effects import is_needed, keeps_elements, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.contract import graph_optimization_pass
@@ -99,7 +99,7 @@ def _takes_an_element(node: fx.Node) -> bool:
 
 def _only_looks(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
-        return op_name(node.target).removeprefix("aten::").split(".")[0] in _VIEWS
+        return plain_name(node.target) in _VIEWS
     return node.target is operator.getitem
 
 
