@@ -3,16 +3,19 @@
     python benchmarks/memory_budget.py [--device cuda] [--budgets 0.0 8.4GiB half peer torch:0.5] [--json FILE]
     python benchmarks/memory_budget.py --small --json FILE                the same on a CPU, in minutes
     python benchmarks/memory_budget.py --json FILE --resume --stop-after 480     go on where a run was killed
+    python benchmarks/memory_budget.py --json FILE --resume --turns peer half    those and torch.compile in turns
 
 The GPT of models.py with fused AdamW (CUDA: GPT-2 124M, batch 16x1024, bf16 autocast). `half` is half of the memory
 that eager has above parameters and state, `peer` the peak of torch.compile in its best mode. torch.compile runs in its
 default mode at each of its budgets, and as it comes in its best mode, which is 1.0 of all ratios. Each row is printed
-and written to the file at once, with the time that it took to compile. plot_memory.py draws the file.
+and written to the file at once, with the time that it took to compile. plot_memory.py draws the file. Rows follow each
+other, so a machine that becomes slower changes their ratios: `--turns` trains all that it names side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import json
@@ -21,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +57,7 @@ class Bench:
         self.ids = torch.randint(0, self.shape.words, (self.shape.batch, self.shape.length)).to(self.device)
 
     def row(self, name: str, make: Way) -> Row:
-        """Median milliseconds, the peak of the calls after the second, and the time of the first two."""
+        """Median milliseconds, the peak of the calls after compiling, and the time of those that compile."""
         torch.manual_seed(0)
         model = GPT(self.shape).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -62,7 +66,8 @@ class Bench:
         held = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
         started = time.perf_counter()
         again()  # makes the state of the optimizer
-        again()
+        if isinstance(step, ws.CompiledStep):
+            again()  # the step with that state is compiled here, and recorded later; torch.compile records here
         self._wait()
         compiled = time.perf_counter() - started
         print(f"  {name}: compiled in {compiled:.1f} s", flush=True)
@@ -98,6 +103,37 @@ class Bench:
             found["cut"] = "plan" if memory.shed is None else f"torch's, {memory.shed / 2**30:.3f} GiB less"
         return found
 
+    def turns(self, ways: dict[str, Way]) -> Row:
+        """The ways side by side, a few steps each in turn: medians, and quartiles of the ratio to the first one."""
+        torch.manual_seed(0)
+        model = GPT(self.shape)
+        steps: dict[str, Callable[[], Tensor]] = {}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for name, make in ways.items():
+            own = copy.deepcopy(model).to(self.device)
+            forward, step = make(own)
+            optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4, fused=True)
+            steps[name] = functools.partial(step, forward, optimizer, self.ids, self.ids.roll(-1, 1))
+            for _ in range(5):
+                steps[name]()
+            print(f"  {name}: warm", flush=True)
+        for _ in range(3 * self.rounds):
+            for name, again in steps.items():
+                self._wait()
+                begun = time.perf_counter()
+                for _ in range(5):
+                    again()
+                self._wait()
+                times[name].append((time.perf_counter() - begun) / 5)
+        first = times[next(iter(ways))]
+        return {
+            name: {
+                "ms": round(1e3 * statistics.median(each), 3),
+                "times_peer": [round(at, 4) for at in statistics.quantiles(map(truediv, each, first), n=4)],
+            }
+            for name, each in times.items()
+        }
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -110,12 +146,14 @@ class Table:
         self._path = Path(path) if path else None
         self._about = about
         self.rows: list[Row] = []
+        self._turns: Row | None = None
         if resume and self._path is not None and self._path.exists():
             before = json.loads(self._path.read_text())
             other = [key for key in about if before.get(key) != about[key]]
             if other:
                 raise SystemExit(f"{path} is of another {' and '.join(other)}: not resumed.")
             self.rows = before["rows"]
+            self._turns = before.get("turns")
             print(f"{len(self.rows)} rows are there already: {', '.join(row['name'] for row in self.rows)}", flush=True)
 
     def find(self, name: str) -> Row | None:
@@ -126,9 +164,18 @@ class Table:
         peer = self.find(PEER)
         row["times_peer"] = round(row["ms"] / peer["ms"], 3) if peer is not None and "ms" in row else None
         print(json.dumps(row), flush=True)
+        self._write()
+
+    def add_turns(self, found: Row) -> None:
+        self._turns = found
+        print(json.dumps(found, indent=1), flush=True)
+        self._write()
+
+    def _write(self) -> None:
         if self._path is not None:
+            turns = {} if self._turns is None else {"turns": self._turns}
             unfinished = self._path.with_suffix(".part")
-            unfinished.write_text(json.dumps({**self._about, "rows": self.rows}, indent=1))
+            unfinished.write_text(json.dumps({**self._about, "rows": self.rows, **turns}, indent=1))
             os.replace(unfinished, self._path)
 
 
@@ -159,16 +206,20 @@ def row_of(text: str, bench: Bench, table: Table) -> Row:
     if text.startswith("torch:"):
         with torchs_budget(float(text[6:])):
             return bench.row(name_of(text), torchs("default"))
+    try:
+        return bench.row(name_of(text), ours(budget_of(text, table)))
+    except MemoryBudgetError as error:
+        return {"name": name_of(text), "refused": str(error).splitlines()[0]}
+
+
+def budget_of(text: str, table: Table) -> Any:
+    """What `memory_budget` gets, in bytes where the rows before say it."""
     eager, peer = table.find("eager"), table.find(PEER)
     assert eager is not None
     assert peer is not None
     half = (eager["peak_bytes"] + eager["held_bytes"]) // 2
     named = {"half": half, "peer": peer["peak_bytes"]}
-    budget: Any = named.get(text) or (float(text) if text.replace(".", "").isdigit() else text)
-    try:
-        return bench.row(name_of(text), ours(budget))
-    except MemoryBudgetError as error:
-        return {"name": name_of(text), "refused": str(error).splitlines()[0]}
+    return named.get(text) or (float(text) if text.replace(".", "").isdigit() else text)
 
 
 def name_of(text: str) -> str:
@@ -184,6 +235,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", default="")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and run the others")
+    parser.add_argument("--turns", nargs="*", default=[], help="budgets to time in turns with torch.compile at the end")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no row begins")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -193,9 +245,10 @@ def main() -> None:
     bench = Bench(options.device, shape, rounds)
     about = {"torch": torch.__version__, "device": _name(bench.device), "shape": shape}
     table = Table(options.json, about, resume=options.resume)
+    mode = "reduce-overhead" if on_gpu else "default"
     ways: dict[str, Callable[[], Row]] = {
         "eager": lambda: bench.row("eager", lambda model: (model, train_step)),
-        PEER: lambda: bench.row(PEER, torchs("reduce-overhead" if on_gpu else "default")),
+        PEER: lambda: bench.row(PEER, torchs(mode)),
         **{name_of(text): functools.partial(row_of, text, bench, table) for text in budgets},
     }
     for number, (name, make) in enumerate(ways.items(), 1):
@@ -209,6 +262,11 @@ def main() -> None:
         table.add(make())
         torch.compiler.reset()
         gc.collect()
+    if options.turns:
+        found = bench.turns(
+            {PEER: torchs(mode)} | {name_of(text): ours(budget_of(text, table)) for text in options.turns}
+        )
+        table.add_turns(found)
     print(f"all {len(ways)} rows, {time.perf_counter() - started:.0f} s in this run", flush=True)
 
 

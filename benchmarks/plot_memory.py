@@ -93,7 +93,8 @@ def drawing(points: dict[str, list[Point]]) -> str:
             text = escape(point.label)
             lines.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"><title>{text}</title></circle>')
             height = _free_height(taken, x, y, 3.4 * len(point.label) + 3, above_first=kind == "wholestep")
-            lines.append(f'<text x="{x}" y="{height}" text-anchor="middle" fill="{color}">{text}</text>')
+            halo = 'stroke="#fff" stroke-width="4" paint-order="stroke"'  # readable where it lies on a line
+            lines.append(f'<text x="{x}" y="{height}" text-anchor="middle" fill="{color}" {halo}>{text}</text>')
         lines.append(f'<text x="{WIDTH - EDGE}" y="{26 + 16 * number}" text-anchor="end" fill="{color}">{kind}</text>')
     return "\n".join([*lines, "</svg>\n"])
 
