@@ -2,8 +2,10 @@
 
 Each takes a graph and its inputs and gives back a function: as `fw_compiler` and `bw_compiler` of torch's
 `aot_function`, as a `torch.compile` backend (`backends`), or on a `StepGraph`.
+Every name of `functorch.compile` is here.
 """
 
+import importlib
 from typing import Any
 
 from wholestep.compilers.aot import aot
@@ -14,6 +16,7 @@ from wholestep.compilers.debug_compile import debug_compile
 from wholestep.compilers.debug_interpreter import DebugInterpreter, Mismatch
 from wholestep.compilers.draw import draw_graph, draw_graph_compile
 from wholestep.compilers.dump import Dump, get_inputs, read_dump
+from wholestep.compilers.functorch_names import TORCHS, aot_function, aot_module
 from wholestep.compilers.fusion import memory_efficient_fusion
 from wholestep.compilers.graph_dumper import GraphDumper, graph_dumper_aot, read_index
 from wholestep.compilers.plain import nop, print_compile
@@ -25,19 +28,34 @@ __all__ = [
     "GraphDumper",
     "Mismatch",
     "aot",
+    "aot_function",
+    "aot_module",
+    "aot_module_simplified",
     "as_backend",
     "boxed",
+    "compiled_function",
+    "compiled_module",
+    "config",
     "debug_compile",
     "debug_nop",
     "default_decompositions",
+    "default_partition",
     "draw_graph",
     "draw_graph_compile",
+    "get_aot_compilation_context",
+    "get_aot_graph_name",
+    "get_graph_being_compiled",
     "get_inputs",
     "graph_dumper_aot",
+    "make_boxed_compiler",
+    "make_boxed_func",
     "memory_efficient_fusion",
+    "min_cut_rematerialization_partition",
+    "minifier",
     "nnc_jit",
     "nop",
     "print_compile",
+    "pythonkey_decompose",
     "read_dump",
     "read_index",
     "simple_ts_compile",
@@ -45,8 +63,17 @@ __all__ = [
 ]
 
 
+compiled_function = aot_function
+compiled_module = aot_module
+
+
 def __getattr__(name: str) -> Any:
-    # The table takes a second of importing torch's decompositions, which nobody should wait for who does not need it.
+    # These take a second of importing, which nobody should wait for who does not need them.
+    if name in TORCHS:
+        return getattr(importlib.import_module("functorch.compile"), name)
+    if name == "minifier":
+        # The bench is built on the compilers, not they on it: only its name is here.
+        return importlib.import_module("wholestep.debug").minifier
     if name == "default_decompositions":
         from wholestep.compilers import fusion
 

@@ -3,17 +3,23 @@
 torch's `aot_function` traces at the first call and replays that trace on whatever comes later; here a call whose inputs
 differ in shape, stride, dtype, device, sharing of memory or requires_grad, whose other arguments differ, or that runs
 in another grad mode, autocast or train/eval state is traced on its own. Parameters that a module has twice go in once.
+With `dynamic=True` sizes are symbols, and a trace is used for all sizes for which what it relied on is true
+(`assumed_sizes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wholestep._torch_compat import aot_function, pytree, storage_key
+from wholestep._torch_compat_debug import shape_env_of_trace
+from wholestep.compilers.assumed_sizes import AssumedSizes, pattern_of
+from wholestep.errors import UnsupportedError
 
 
 def aot(fn: Callable[..., Any], **settings: Any) -> Any:
@@ -25,41 +31,62 @@ class AOTFunction:
     """A function and what was compiled of it."""
 
     def __init__(self, fn: Callable[..., Any], settings: dict[str, Any], state: Callable[[], Hashable] = tuple) -> None:
+        update_wrapper(self, fn)
         self.fn = fn
-        self._settings = settings
+        self.settings = settings
         self._state = state
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._compiled: dict[Hashable, list[_Trace]] = {}
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = (self._state(), *_modes(), *_shape_of((args, kwargs)))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = _traced(self.fn, self._settings)
-        return compiled(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        dynamic = bool(self.settings.get("dynamic"))
+        key = (self._state(), *_modes(), str(spec), *_shapes_of(leaves, dynamic))
+        traces = self._compiled.setdefault(key, [])
+        for trace in traces:
+            if trace.fits(leaves):
+                return trace(*args, **kwargs)
+        trace = _Trace(self.fn, self.settings)
+        result = trace(*args, **kwargs)
+        trace.remember(leaves if dynamic else None)
+        traces.append(trace)
+        return result
 
     @property
     def graphs(self) -> int:
         """How many times the function was traced."""
-        return len(self._compiled)
+        return sum(len(traces) for traces in self._compiled.values())
 
 
-def _traced(fn: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+class _Trace:
     """torch's `aot_function`, which makes a list of a tuple of tensors; here it stays a tuple."""
-    returned: list[type] = []
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = fn(*args, **kwargs)
-        returned[:] = [type(result)]
+    def __init__(self, fn: Callable[..., Any], settings: dict[str, Any]) -> None:
+        self._fn = fn
+        self._returned: type | None = None
+        self._env: Any = None
+        self._assumed: AssumedSizes | None = None
+        self._compiled = aot_function(self._noting, **settings)
+
+    def _noting(self, *args: Any, **kwargs: Any) -> Any:
+        self._env = shape_env_of_trace()
+        result = self._fn(*args, **kwargs)
+        self._returned = type(result)
         return result
 
-    compiled = aot_function(noting, **settings)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._compiled(*args, **kwargs)
+        return tuple(result) if type(result) is list and self._returned is tuple else result
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = compiled(*args, **kwargs)
-        return tuple(result) if type(result) is list and returned == [tuple] else result
+    def remember(self, leaves: list[Any] | None) -> None:
+        """Keep what the trace assumed of the sizes of these inputs; None: all that the key says."""
+        if leaves is not None and self._env is not None:
+            self._assumed = AssumedSizes(self._env, leaves)
+        self._env = None
 
-    return call
+    def fits(self, leaves: list[Any]) -> bool:
+        """Whether inputs of the same key may be given to this trace."""
+        return self._assumed is None or self._assumed.hold_for(leaves)
 
 
 class AOTModule(nn.Module):
@@ -77,7 +104,16 @@ class AOTModule(nn.Module):
         return [*self.orig_module.named_parameters(), *self.orig_module.named_buffers()]
 
     def _call(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return torch.func.functional_call(self.orig_module, state, args, kwargs)
+        given = dict(state)
+        result = torch.func.functional_call(self.orig_module, state, args, kwargs)
+        # functional_call leaves in the dictionary what the module has under these names after the call.
+        for name, value in given.items():
+            if state[name] is not value:
+                raise UnsupportedError(
+                    f"the module puts a new tensor in the place of its {name!r}, which a compiled forward cannot do.",
+                    fix=f"write into the old one: self.{name}.copy_(...); or use torch.compile with a ws_ backend.",
+                )
+        return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -95,18 +131,29 @@ def _modes() -> tuple[Hashable, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
-def _shape_of(tree: Any) -> tuple[Hashable, ...]:
-    leaves, spec = pytree.tree_flatten(tree)
+def _shapes_of(leaves: list[Any], dynamic: bool) -> tuple[Hashable, ...]:
     first: dict[int, int] = {}
-    found: list[Hashable] = [str(spec)]
+    found: list[Hashable] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            found.append((type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)))
+            found.append(_plain(leaf, dynamic))
             continue
-        geometry: tuple[Hashable, ...] = (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
+        geometry: tuple[Hashable, ...] = (leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
         if leaf.layout is torch.strided:
+            geometry += pattern_of(leaf) if dynamic else (tuple(leaf.shape), leaf.stride())
             # Two inputs that share memory, or are one tensor, are traced as such.
-            geometry += (leaf.stride(), leaf.storage_offset(), first.setdefault(storage_key(leaf), place))
+            geometry += (leaf.storage_offset(), first.setdefault(storage_key(leaf), place))
             geometry += (first.setdefault(-id(leaf), place),)
+        else:
+            geometry += (tuple(leaf.shape), leaf.layout)
         found.append(geometry)
     return tuple(found)
+
+
+def _plain(value: Any, dynamic: bool) -> Hashable:
+    """What a trace knows of an argument that is no tensor. 0.0 equals -0.0, and a NaN not even itself."""
+    if isinstance(value, float):
+        return type(value), repr(value)
+    if dynamic and type(value) is int and value not in (0, 1):
+        return int, value < 0
+    return type(value), value if isinstance(value, Hashable) else id(value)

@@ -24,6 +24,6 @@ def checked_program(gm: fx.GraphModule, **options: bool) -> Callable[..., Any]:
     """The function that runs a graph under a `DebugInterpreter`, a new one for each call."""
 
     def run(*args: Any) -> Any:
-        return DebugInterpreter(gm, **options).run(*args)
+        return DebugInterpreter(gm, True, None, **options).run(*args)
 
     return run

@@ -53,6 +53,8 @@ class Mismatch:
 class DebugInterpreter(fx.Interpreter):
     """An interpreter that checks every node.
 
+    `graph`: run this one with the module's attributes.
+
     `stop`: raise at the first mismatch; otherwise at the end of the run, with all of them. `raise_error=False` never
     raises: they are in `mismatches` after the run. `check_nan` and `check_inf` also report nodes that make such numbers
     out of arguments that had none.
@@ -62,6 +64,7 @@ class DebugInterpreter(fx.Interpreter):
         self,
         module: fx.GraphModule,
         garbage_collect_values: bool = True,
+        graph: fx.Graph | None = None,
         *,
         stop: bool = True,
         raise_error: bool = True,
@@ -69,7 +72,7 @@ class DebugInterpreter(fx.Interpreter):
         check_inf: bool = False,
         check_aliasing: bool = True,
     ) -> None:
-        super().__init__(module, garbage_collect_values)
+        super().__init__(module, garbage_collect_values, graph)
         self._stop = stop and raise_error
         self._raise = raise_error
         self._tests = [test for on, test in ((check_nan, torch.isnan), (check_inf, torch.isinf)) if on]
@@ -79,7 +82,7 @@ class DebugInterpreter(fx.Interpreter):
         self._shifts: dict[int, list[tuple[int, Tensor]]] = {}
         """How much further in their memory inputs start than when traced, which no guard forbids: by memory, with the
         tensors, so that this memory is not given to another one during the run."""
-        self._is_step = any(KEY in node.meta for node in module.graph.nodes)
+        self._is_step = any(KEY in node.meta for node in self.graph.nodes)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run on these inputs."""

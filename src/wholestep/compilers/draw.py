@@ -12,6 +12,7 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -61,30 +62,46 @@ def draw_graph_compile(name: str, *, collapse: bool | int | str = "auto") -> Com
     return compiler
 
 
-def draw_graph(graph: fx.GraphModule | StepGraph, path: str | Path, *, collapse: bool | int | str = "auto") -> Path:
-    """Write a drawing of a graph to a file whose ending says how: .svg, .dot or .png.
+def draw_graph(
+    traced: fx.GraphModule | StepGraph,
+    fname: str | Path,
+    figname: str = "fx_graph",
+    clear_meta: bool = False,
+    prog: str | None = None,
+    *,
+    collapse: bool | int | str = "auto",
+) -> Path:
+    """Write a drawing of a graph to a file whose ending says how: .svg (also without one), .dot or .png.
 
     `collapse`: False draws each node; a number draws a box for each module to that depth of its path; "auto" does
-    what is readable.
+    what is readable. `figname`: the drawing's name inside the file. `clear_meta`: leave shapes and types out. `prog`:
+    the program of graphviz that makes the PNG, `dot` by default.
     """
-    target = Path(path)
-    names = {spec.name: spec.path for spec in graph.signature.inputs} if isinstance(graph, StepGraph) else {}
-    found = drawing(graph_module(graph), collapse, names)
+    target = Path(fname)
+    target = target if target.suffix else target.with_name(target.name + ".svg")
+    program = prog or "dot"
+    names = {spec.name: spec.path for spec in traced.signature.inputs} if isinstance(traced, StepGraph) else {}
+    found = drawing(graph_module(traced), collapse, names)
     if target.suffix not in _ENDINGS:
         raise OptionError(f"a drawing cannot be written to {target.name!r}.", fix="use a name in .svg, .dot or .png.")
-    if target.suffix == ".png" and shutil.which("dot") is None:
-        raise OptionError("a PNG needs graphviz, and there is no program `dot` here.", fix="draw an .svg instead.")
+    if target.suffix == ".png" and shutil.which(program) is None:
+        raise OptionError(
+            f"a PNG needs graphviz, and there is no program `{program}` here.", fix="draw an .svg instead."
+        )
+    if clear_meta:
+        found = Drawing([replace(box, lines=[]) for box in found.boxes], dict.fromkeys(found.edges, ""))
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".svg":
-        target.write_text(svg(found), encoding="utf-8")
+        target.write_text(svg(found, figname), encoding="utf-8")
     elif target.suffix == ".dot":
-        target.write_text(dot(found), encoding="utf-8")
+        target.write_text(dot(found, figname), encoding="utf-8")
     else:
-        subprocess.run(["dot", "-Tpng", "-o", str(target)], input=dot(found).encode(), check=True, timeout=300)
+        text = dot(found, figname).encode()
+        subprocess.run([program, "-Tpng", "-o", str(target)], input=text, check=True, timeout=300)
     return target
 
 
-def svg(found: Drawing) -> str:
+def svg(found: Drawing, name: str = "fx_graph") -> str:
     """The drawing as SVG text; hovering over a box shows its nodes and lines of code."""
     size = {box.key: _size(box) for box in found.boxes}
     placed = place([box.key for box in found.boxes], list(found.edges), size)
@@ -99,6 +116,7 @@ def svg(found: Drawing) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="DejaVu Sans Mono, Menlo, monospace" font-size="11">',
+        f"<title>{escape(_clean(name))}</title>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#888"/></marker></defs>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
@@ -111,10 +129,10 @@ def svg(found: Drawing) -> str:
     return "\n".join(parts)
 
 
-def dot(found: Drawing) -> str:
+def dot(found: Drawing, name: str = "fx_graph") -> str:
     """The drawing as DOT text, for graphviz and everything that reads it."""
     lines = [
-        "digraph graph_drawing {",
+        f'digraph "{_quoted(name)}" {{',
         '  node [shape=box, style="filled,rounded", fontname="monospace", fontsize=10];',
     ]
     for box in found.boxes:
