@@ -1038,10 +1038,28 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int, inputs: int) -> tuple[f
     with _torchs_own_warnings_ignored():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        forward, backward = min_cut_rematerialization_partition(
-            joint, None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=list(range(inputs))
-        )
+        with _draws_kept_apart(joint):
+            forward, backward = min_cut_rematerialization_partition(
+                joint, None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=list(range(inputs))
+            )
     return forward, backward
+
+
+@contextmanager
+def _draws_kept_apart(gm: fx.GraphModule) -> Iterator[None]:
+    """torch's partitioner makes one of nodes that compute the same, and knows most random operators by name: not
+    `randn_like`, nor those of libraries. Tell it those of a graph (`compile_utils.rand_ops`). 2.11, 2.13."""
+    from torch._functorch.compile_utils import rand_ops
+
+    called = [node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload)]
+    drawing = {op.overloadpacket for op in called if torch.Tag.nondeterministic_seeded in op.tags}
+    missing = [packet for packet in drawing if packet not in rand_ops]
+    rand_ops.extend(missing)
+    try:
+        yield
+    finally:
+        for packet in missing:
+            rand_ops.remove(packet)
 
 
 is_profiling = torch._C._autograd._profiler_enabled
@@ -1142,7 +1160,8 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tu
     with _torchs_own_warnings_ignored():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **settings)
+        with _draws_kept_apart(joint):
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **settings)
     return forward, backward
 
 

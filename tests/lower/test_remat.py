@@ -85,6 +85,29 @@ def out_of_order(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) 
     return loss, e, d, c, b
 
 
+def drawn_alike(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """Draws that look the same are not the same."""
+    a, b = (model(x + torch.randn_like(x)).tanh() for _ in range(2))
+    c, d = (x.sigmoid().bernoulli() + torch.bernoulli(x, 0.5) + torch.randint_like(x, 9) for _ in range(2))
+    loss = ((a - b).square() + (a * c + b * d).sin() * 0.1).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def noise_on_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """Draws that the backward does not need, like tensors that it has."""
+    loss = model(x).sin().exp().square().mean()
+    loss.backward()
+    for param in model.parameters():
+        param.grad = param.grad + torch.randn_like(param) * 0.1 + torch.bernoulli(param, 0.5)
+    torch.rand_like(x)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list[Tensor], nn.Module]:
     torch.manual_seed(0)
     model = make()
@@ -106,6 +129,8 @@ def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list
         pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics"),
         pytest.param(lambda: nn.Linear(16, 16), noisy, id="draws_on_both_sides_of_the_cut"),
         pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order"),
+        pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same"),
+        pytest.param(lambda: nn.Linear(16, 16), noise_on_gradients, id="draws_like_what_the_backward_has"),
     ],
 )
 def test_a_step_in_two_calls_trains_as_eager(make: Callable[[], nn.Module], step: Callable[..., Any]) -> None:

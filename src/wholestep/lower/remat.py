@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
-from wholestep.ir.effects import shared_inputs
+from wholestep.ir.effects import draws, shared_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.ir.values import tensor_bytes
 from wholestep.lower.compiled import Compiled
@@ -93,6 +93,7 @@ class _Cut:
         self._gm.recompile()
         joint = improve_joint(self._gm, self._inputs, dict(config))
         forward, backward = min_cut(joint, len(ordered), len(self._places) - 1)
+        _draw_once(forward, backward)
         could = sheddable(forward, len(ordered))
         if less:
             log.info("%d bytes are made again", shed(forward, backward, len(ordered), less))
@@ -132,6 +133,16 @@ class _Cut:
             if not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
+
+
+def _draw_once(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Remove from the backward the draws of the forward. Nothing reads them there: the cut keeps what it drew. But
+    torch's partitioner copies them, and removes no node that draws."""
+    drawn = {node.name for node in forward.graph.nodes if draws(node)}
+    for node in [node for node in backward.graph.nodes if node.name in drawn and draws(node)]:
+        if node.users:
+            raise AssertionError(f"{node.name} would be drawn twice")
+        backward.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
