@@ -269,6 +269,12 @@ def test_links_pipes_and_large_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="not a file"):
         get_inputs(inputs)
     inputs.unlink()
+    inputs.write_text(text.replace('"device": "cpu"', '"device": "hpu"'), encoding="utf-8")
+    assert get_inputs(inputs)[0].device.type == "cpu"
+    (folder / "graph.json").unlink()
+    (folder / "graph.json").mkdir()
+    with pytest.raises(DumpError, match="not a file"):
+        read_dump(folder)
     inputs.write_text(text.replace('"version": 1', '"version": 2'), encoding="utf-8")
     with pytest.raises(DumpError, match="version 2"):
         get_inputs(inputs)

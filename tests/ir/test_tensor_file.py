@@ -74,6 +74,8 @@ def test_damaged_files_are_refused(tmp_path):
     refused(document({"x": {**good, "data_offsets": [-8, 0]}}, b"\0" * 8))
     refused(document({"x": good, "__metadata__": {"x.stride": "1000000000000"}}, b"\0" * 8))
     refused(document({"x": good, "__metadata__": {"x.stride": "a"}}, b"\0" * 8))
+    one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    refused(document({"x": one, "__metadata__": {"x.stride": "9" * 21}}, b"\0" * 4))
 
 
 @given(st.binary(max_size=64), st.integers(0, 200))

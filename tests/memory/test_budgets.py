@@ -54,7 +54,8 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_that_can():
     with pytest.raises(MemoryBudgetError, match=r"smallest peak is .* \((\d+) bytes\)") as found:
         Trained(memory_budget="64KiB")
     least = int(str(found.value).split("memory_budget=")[1].split()[0])
-    assert Trained(memory_budget=least, steps=1).memory.measured_peak <= least
+    # The later steps hold the optimizer's state from the beginning; they are refused before the first one ran.
+    assert Trained(memory_budget=least).memory.measured_peak <= least
     with pytest.raises(MemoryBudgetError):
         Trained(memory_budget=least - 1, steps=1)
 

@@ -157,6 +157,6 @@ def _device_here(name: str) -> torch.device:
         if device.type == "meta":
             return torch.device("cpu")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         return torch.device("cpu")
     return device

@@ -22,10 +22,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
         raise DumpError(f"{path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DumpError(f"{path.name} is not a file.")
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise DumpError(f"{path.name} is not a file.")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise DumpError(f"{path.name} is larger than {max_bytes} bytes.", fix="pass max_bytes= if you trust the file.")

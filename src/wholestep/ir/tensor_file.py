@@ -46,6 +46,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER = 100_000_000
 _MOST_DIMENSIONS = 64
+_MOST_STRIDE = 1 << 48
 _STRIDE = ".stride"
 
 
@@ -143,8 +144,10 @@ def _strided(name: str, tensor: Tensor, text: Any) -> Tensor:
         stride = [int(part) for part in text.split(",")] if isinstance(text, str) and text else []
     except ValueError as error:
         raise GraphFormatError(f"{shown(name)}: {shown(text)} is not a stride.") from error
+    largest = max(stride, default=0)  # of a size of one a stride may be anything, and counts nowhere else
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=False) if size)
-    if len(stride) != tensor.dim() or min(stride, default=0) < 0 or extent > 64 * tensor.numel() + 1024:
+    is_wrong = len(stride) != tensor.dim() or min(stride, default=0) < 0 or largest >= _MOST_STRIDE
+    if is_wrong or extent > 64 * tensor.numel() + 1024:
         raise GraphFormatError(f"{shown(name)}: the stride {shown(text)} does not fit the shape {list(tensor.shape)}.")
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
     if 0 in stride:  # expanded: elements that lie in the same place are the same

@@ -11,6 +11,7 @@ import logging
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from wholestep.ir.graphs import copy_graph, tensors_in
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
+from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.values import tensor_bytes
 from wholestep.lower.cut_budget import CutSearch, Level, cuts_in
@@ -60,14 +62,19 @@ def fit_to_budget(
     with nullcontext() if compiles else collector_paused():
         work = _Work(step_graph, lowering, policy, compiles, runs_once)
         check_policy(work.outline)
-        fitting = Fitting(Plans(work.outline), work.build, _effort(len(work.outline.nodes), compiles))
+        effort = _effort(len(work.outline.nodes), compiles)
+        fitting = Fitting(Plans(work.outline), work.build, effort, lambda: work.least_later)
         most = fitting.limit(budget)
         level = None if budget.fraction == 0.0 else work.cut_within(most, fitting)
         if level is None:
             found, _ = fitting.fit(budget, work.least_cut)
+            if budget.most is not None:
+                work.check_later(found.candidate, most, fitting)
             work.use(found.candidate)
             report = work.report(found, most, fitting)
         else:
+            if budget.most is not None:
+                work.check_later(level.shed, most, fitting)
             work.use(level.shed)
             report = work.report_of_cut(level, most, fitting)
     log.info("%s", report)
@@ -86,6 +93,15 @@ class _Work:
         self._cuts = CutSearch(self._build_cut)
         self._made: dict[Candidate | int, fx.GraphModule] = {}
         """Lowered graphs by their plans, or by what they shed."""
+        self._later: dict[Candidate | int, int] = {}
+        """The peaks of the calls that follow under the same plans, where this one makes optimizer state that they hold
+        from the beginning. Not known if they are compiled and this one is not."""
+        changes = step_graph.signature.state_changes if compiles or not lowering.compiles else ()
+        self._state = [
+            change.output
+            for change in changes
+            if change.kind is ChangeKind.CREATED and change.slot is InputKind.OPTIMIZER_STATE
+        ]
         self._is_told = not policy.is_empty or any(node_meta(node).recompute for node in step_graph.gm.graph.nodes)
         """By a policy or by `torch.utils.checkpoint`, which torch's cut does not ask."""
         self._base = copy_graph(step_graph.gm.graph)
@@ -119,7 +135,7 @@ class _Work:
 
     def build(self, candidate: Candidate) -> int:
         """The peak of the graph in executable form under a plan."""
-        gm, found = self._executable(self.planned(candidate), None)
+        gm, found = self._executable(self.planned(candidate), None, candidate)
         if self._compiles:
             self._made[candidate] = gm
         log.info(
@@ -131,14 +147,33 @@ class _Work:
         )
         return found.peak
 
-    def _executable(self, graph: fx.Graph, shed: int | None) -> tuple[fx.GraphModule, Timeline]:
+    def _executable(
+        self, graph: fx.Graph, shed: int | None, chosen: Candidate | int
+    ) -> tuple[fx.GraphModule, Timeline]:
         """What runs in the end, before updates are in place, and played with them. `shed`: as in `Lowering.lower`."""
         gm = played = lazy_graph_module(self._step_graph.gm, graph, "WholeStepPlanned")
         if self._compiles:
             gm = self._lowering.lower(gm, runs_once=self._runs_once, shed=shed)
             played = lazy_graph_module(gm, copy_graph(gm.graph), "WholeStepPlayed")
         reinplace(played.graph)
-        return gm, timeline(played.graph, self._memory.of(played, self.device), self.device)
+        extra = self._memory.of(played, self.device)
+        if self._state:
+            results: Any = played.graph.output_node().args[0]
+            state = [results[i] for i in self._state if i is not None]
+            self._later[chosen] = timeline(played.graph, extra, self.device, state).peak
+        return gm, timeline(played.graph, extra, self.device)
+
+    @property
+    def least_later(self) -> int:
+        """The least that the calls that follow need, of all that was built; 0 where that is not known."""
+        return min(self._later.values(), default=0)
+
+    def check_later(self, chosen: Candidate | int, most: int, fitting: Fitting) -> None:
+        """Refuse a budget that this call meets and those that follow cannot: better now than after one update."""
+        if self._later.get(chosen, 0) > most:
+            fitting.smallest()
+            if self.least_later > most:
+                fitting.refuse(most, self.least_later)
 
     def cut_within(self, most: int, fitting: Fitting) -> Level | None:
         """torch's cut, if it is allowed here and meets the budget, with some bytes less if need be."""
@@ -155,7 +190,7 @@ class _Work:
     def _build_cut(self, shed: int) -> tuple[int, tuple[Cut, ...]]:
         graph = copy_graph(self._step_graph.gm.graph)
         tell_unknown_sizes(graph)
-        gm, found = self._executable(graph, shed)
+        gm, found = self._executable(graph, shed, shed)
         self._made[shed] = gm
         log.info("torch's cut with %s less: peak %s at %s", shown(shed), shown(found.peak), found.peak_at)
         return found.peak, cuts_in(gm)

@@ -40,12 +40,22 @@ class Effort:
 
 
 class Fitting:
-    """One search. `build` makes an executable of a candidate and tells its peak in bytes."""
+    """One search. `build` makes an executable of a candidate and tells its peak in bytes.
 
-    def __init__(self, plans: Plans, build: Callable[[Candidate], int], effort: Effort) -> None:
+    `least_later`: the least, with the plans built so far, that the next calls need where they need more than this one.
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        build: Callable[[Candidate], int],
+        effort: Effort,
+        least_later: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._plans = plans
         self._build = build
         self._effort = effort
+        self._least_later = least_later
         self._steps = 2**effort.levels
         self._tried: dict[Candidate, Fitted] = {}
 
@@ -112,7 +122,7 @@ class Fitting:
         bottom = None if is_lazy else self.smallest()
         found = self._on_the_ladder(most, bottom, top) or self.smallest()
         if found.peak > most:
-            self._refuse(most, found.peak if least_cut is None else int(min(found.peak, least_cut)))
+            self.refuse(most, found.peak if least_cut is None else int(min(found.peak, least_cut)))
         return found, most
 
     def _on_the_ladder(self, most: int, below: Fitted | None, above: Fitted | None) -> Fitted | None:
@@ -141,7 +151,9 @@ class Fitting:
         ladder = self._plans.front[-1].peak - self._plans.front[0].peak
         return most - peak <= min((1 - self._effort.near) * most, ladder / 8)
 
-    def _refuse(self, most: int, least: int) -> None:
+    def refuse(self, most: int, least: int) -> None:
+        """No plan is within the budget: neither of this call, nor of those that follow it."""
+        least = max(least, self._least_later())
         raise MemoryBudgetError(
             f"this step does not fit into {shown(most)} ({most} bytes): the smallest peak is {shown(least)} "
             f"({least} bytes).",

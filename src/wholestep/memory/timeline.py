@@ -6,7 +6,7 @@ caller holds (inputs, constants) is there all the time, what leaves the graph fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,23 @@ class Timeline:
     """The node that runs then."""
 
 
-def timeline(graph: fx.Graph, extra: ExtraBytes = lambda node: None, device: torch.device | None = None) -> Timeline:
-    """Play a graph; count what is on `device`. `extra` tells of a call the most bytes above those before it."""
+def timeline(
+    graph: fx.Graph,
+    extra: ExtraBytes = lambda node: None,
+    device: torch.device | None = None,
+    early: Iterable[fx.Node] = (),
+) -> Timeline:
+    """Play a graph; count what is on `device`. `extra` tells of a call the most bytes above those before it.
+
+    `early`: results that are there from the beginning, as if they were inputs.
+    """
     pieces = find_pieces(graph, device)
+    held_early = 0
+    for piece in {piece for node in early for piece in pieces.seen_by.get(node, ())}:
+        maker = pieces.maker[piece]
+        if maker.op == "call_function":
+            held_early += pieces.size[piece]
+            pieces.size[piece] = 0
     nodes = list(graph.nodes)
     dies_at = _last_moments(nodes, pieces.seen_by)
     held = sum(pieces.size[p] for n in nodes if n.op in ("placeholder", "get_attr") for p in pieces.made_by.get(n, ()))
@@ -39,6 +53,7 @@ def timeline(graph: fx.Graph, extra: ExtraBytes = lambda node: None, device: tor
     for piece, moment in dies_at.items():
         if pieces.maker[piece].op not in ("placeholder", "get_attr"):
             frees[moment] = frees.get(moment, 0) + pieces.size[piece]
+    held += held_early
     live, peak, at = held, held, nodes[0].name if nodes else ""
     for i, node in enumerate(nodes):
         if node.op in ("placeholder", "get_attr", "output"):
