@@ -254,3 +254,35 @@ def test_a_step_is_drawn_with_the_names_of_its_inputs(tmp_path: Path) -> None:
     text = draw_graph(ws.capture(step, model, torch.ones(1, 2)), tmp_path / "step.svg").read_text(encoding="utf-8")
     assert "model.weight" in text
     assert 'stroke-dasharray="4 2"' in text  # the backward
+
+
+def test_the_optimizer_is_a_box_of_its_own_and_backwards_are_those_of_their_modules() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    captured = ws.capture(step, torch.ones(2, 3, 8, 8))
+    found = drawing(captured.gm)
+    titles = [box.title for box in found.boxes]
+    assert sum(title.startswith("optimizer ·") for title in titles) <= 2
+    assert any(title.startswith("epilogue ·") for title in titles)
+    backward = next(box for box in found.boxes if any("convolution_backward" in name for name in box.nodes))
+    assert backward.title.startswith("model.0 · backward")
+
+
+def test_a_graph_in_which_nobody_knows_modules_is_collapsed_too() -> None:
+    def many(x: Tensor) -> Tensor:
+        for _ in range(400):
+            x = x.sin() + x
+        return x
+
+    found = drawing(make_fx(many)(torch.ones(2)))
+    assert 50 <= len(found.boxes) <= MOST_BOXES
+    assert found.boxes[2].title.startswith("forward · ")
+    assert sum(len(box.nodes) for box in found.boxes) >= 800

@@ -71,7 +71,8 @@ class Nodes:
             if phase == "forward":
                 if self._after_backward and not place.module_path and not torch.is_grad_enabled():
                     phase = "update"
-                self._forward_of[autograd_sequence_number() - 1] = (place.module_path, where)
+                # An operator without a node of autograd's (batch norm counts its calls) finds the last one's number.
+                self._forward_of.setdefault(autograd_sequence_number() - 1, (place.module_path, where))
             return NodeMeta(place.module_path, where, phase, in_place)
         self._after_backward = True
         path, forward = self._forward_of.get(node_sequence_number(running), (place.module_path, None))

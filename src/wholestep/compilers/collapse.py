@@ -112,18 +112,31 @@ class _Drawer:
             if len(found.boxes) <= MOST_BOXES:
                 break
             found = self._collapsed(depth, adopt=adopt)
+        if len(found.boxes) > MOST_BOXES:
+            found = self._collapsed(1, adopt=True, run=-(-2 * len(found.boxes) // MOST_BOXES))
         return found
 
-    def _collapsed(self, depth: int, *, adopt: bool = False) -> Drawing:
-        """Boxes of modules to a depth. `adopt`: nodes of no module go with those before them, in very large graphs."""
+    def _collapsed(self, depth: int, *, adopt: bool = False, run: int = 1) -> Drawing:
+        """Boxes of modules to a depth; what optimizers do is one of its own.
+
+        `adopt`: nodes of no module go with those of the same phase before them, in very large graphs. `run`: so many
+        nodes of no module go together, where nobody knows modules.
+        """
         groups: list[list[int]] = []
         last: tuple[str, str] | None = None
         for i, node in enumerate(self._nodes):
             path = ".".join(module_path(node).split(".")[:depth])
-            key = (path, phase(node)) if path and node.op in ("call_function", "get_attr", "call_module") else None
-            if adopt and not path and last is not None and node.op in ("call_function", "get_attr"):
+            is_work = node.op in ("call_function", "get_attr", "call_module")
+            is_named = bool(path) or phase(node) not in ("forward", "backward")
+            key = (path, phase(node)) if is_named and is_work else None
+            is_like_last = adopt and last is not None and last[1] == phase(node)
+            if not is_named and is_work and (is_like_last or node.op == "get_attr"):
                 key = last
-            if key is not None and key == last:
+            elif not is_named and is_work and run > 1:
+                key = ("", phase(node))
+            if key is not None and key == last and key[0] == "" and is_work and 1 < run <= len(groups[-1]):
+                groups.append([i])
+            elif key is not None and key == last:
                 groups[-1].append(i)
             else:
                 groups.append([i])
@@ -176,7 +189,7 @@ def _box_of_nodes(key: int, members: list[fx.Node], depth: int) -> Box:
     counts = Counter(_short_target(node) for node in members)
     shown = [f"{name} ×{count}" if count > 1 else name for name, count in counts.most_common(3)]
     more = [f"and {_count(len(counts) - 3, 'operator')} more"] if len(counts) > 3 else []
-    title = f"{path} · {phase(members[0])} · {len(members)} nodes"
+    title = " · ".join([*([path] if path else []), phase(members[0]), f"{len(members)} nodes"])
     kinds = [kind_of_node(node) for node in members]
     kind = next((each for each in ("communication", "random", "matmul", "write") if each in kinds), "module")
     names = [node.name for node in members]
