@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,12 +142,35 @@ def test_sizes_of_one_dimension_that_are_no_longer_equal_raise_and_the_graph_sta
     assert len(run.graphs) == 1
 
 
-def test_a_dynamic_dimension_that_the_step_fixes_raises() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x.view(4, 6).sum()
+def seen_as_four_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.view(4, 6).sum()  # this line
 
-    with pytest.raises(ws.errors.DynamicShapeError, match=r"\[WS-DYNAMIC\]"):
+
+def branching(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == 4:  # this line
+        x = x * 2
+    return x.sum()
+
+
+def added_to_four_rows(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    return (y + torch.ones(4, 1, device=x.device)).sum()  # this line
+
+
+def row_by_row(x: torch.Tensor) -> torch.Tensor:
+    total = x.new_zeros(())
+    for row in range(x.shape[0]):  # this line
+        total = total + x[row].sum()
+    return total
+
+
+@pytest.mark.parametrize("step", [seen_as_four_rows, branching, added_to_four_rows, row_by_row])
+def test_a_dynamic_dimension_that_the_step_fixes_raises_and_names_the_line(step: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(ws.errors.DynamicShapeError, match=r"dimension 0 of x .* only for size 4") as caught:
         ws.compile(step, dynamic={"x": {0: ws.Dim(min=1, max=64)}})(batch_of(device(), 0, 4, 6))
+    where = caught.value.location
+    assert where is not None
+    assert (where.function, where.text.endswith("# this line")) == (step.__name__, True), where
 
 
 def test_a_dynamic_path_that_names_nothing_raises() -> None:

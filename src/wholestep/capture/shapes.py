@@ -27,8 +27,26 @@ from wholestep._torch_compat import (
     shape_guards,
     sympy_function_names,
 )
-from wholestep.errors import DynamicShapeError
+from wholestep.capture.location import user_location
+from wholestep.errors import DynamicShapeError, Location
 from wholestep.options import Dim
+
+
+class WatchedShapeEnv(ShapeEnv):
+    """Remembers which line of the user's code tied a symbol to one size."""
+
+    def __init__(self) -> None:
+        super().__init__(duck_shape=False, specialize_zero_one=False)
+        self.fixed_at: dict[str, Location | None] = {}
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        known = len(self.replacements)
+        answer = super().evaluate_expr(*args, **kwargs)
+        if len(self.replacements) > known:
+            for name, _ in fixed_symbols(self):
+                self.fixed_at.setdefault(name, user_location())
+        return answer
+
 
 EmitScalar = Callable[[Callable[..., Any], tuple[Any, ...], Any], fx.Node]
 
@@ -37,7 +55,7 @@ class Shapes:
     """The symbols of one capture."""
 
     def __init__(self) -> None:
-        self.env: ShapeEnv | None = None
+        self.env: WatchedShapeEnv | None = None
         self.symbols: dict[str, tuple[Dim, int]] = {}
         """Name of a symbol: its declared range and the size it had at capture."""
         self.sources: dict[str, list[tuple[int, int]]] = {}
@@ -45,11 +63,13 @@ class Shapes:
         self._nodes: dict[Any, fx.Node] = {}
         self._ints: dict[int, torch.SymInt] = {}
         self._first_tensor: dict[str, tuple[Tensor, int]] = {}
+        self._places: dict[str, list[str]] = {}
+        """Name of a symbol: the same places in words."""
 
-    def declare(self) -> ShapeEnv:
+    def declare(self) -> WatchedShapeEnv:
         """The environment, made when the first dynamic dim is declared."""
         if self.env is None:
-            self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+            self.env = WatchedShapeEnv()
         return self.env
 
     def fake_of(self, mode: FakeTensorMode, real: Tensor, leaf: int, dims: dict[int, Dim], path: str) -> Tensor:
@@ -68,6 +88,7 @@ class Shapes:
             sizes[dim] = symbol
             name = str(symbol.node.expr)
             self.sources[name].append((leaf, dim))
+            self._places[name].append(f"dimension {dim} of {path}")
         fake = new_fake(mode, real, sizes)
         for dim in dims:
             self._first_tensor.setdefault(str(sizes[dim].node.expr), (fake, dim))
@@ -88,6 +109,7 @@ class Shapes:
         name = str(made.node.expr)
         self.symbols[name] = (declared, size)
         self.sources[name] = []
+        self._places[name] = []
         return made
 
     def refuse_fixed(self) -> None:
@@ -96,10 +118,12 @@ class Shapes:
             return
         for name, value in fixed_symbols(self.env):
             if name in self.symbols:
-                places = ", ".join(f"dimension {dim}" for _, dim in self.sources[name])
+                places = " and ".join(self._places[name])
+                were = "was" if len(self._places[name]) == 1 else "were"
                 raise DynamicShapeError(
-                    f"{places} of the batch was declared dynamic, and the step works only for size {value}.",
+                    f"{places} {were} declared dynamic, and the step works only for size {value}.",
                     fix="derive sizes from tensor.shape instead of writing them down, or drop the Dim.",
+                    location=self.env.fixed_at.get(name),
                 )
 
     def guards(self) -> list[tuple[str, Callable[[dict[str, int]], bool]]]:
