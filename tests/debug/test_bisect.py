@@ -67,6 +67,23 @@ def test_a_bug_in_a_pass_is_localised_to_the_node(bug, number):
     assert (found.stage, found.pass_name, found.node) == ("pass", "wrong_pass", name)
 
 
+@ws.passes.graph_optimization_pass(numerics="exact")
+def forgets_tanh(gm: fx.GraphModule) -> None:
+    """A pass that drops a node."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.tanh.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
+def test_a_node_that_a_pass_removed_is_shown_in_what_read_it():
+    found = bisect(step_with(forgets_tanh), warm_call(), minimise=False, quiet=True)
+    assert found.pass_name == "forgets_tanh"
+    assert "tanh_default" in found.was
+    assert "tanh_default" not in found.text
+    assert found.text.startswith(found.node)
+    assert f"before  {found.was}" in str(found)
+
+
 def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
     def code(rank: int) -> list[tuple[str, str, str]]:
         call = call_of()

@@ -103,7 +103,7 @@ class _Bisect:
         return found or self._found("nothing", judge.RIGHT)
 
     def _found(self, stage: str, verdict: Verdict, **more: Any) -> Found:
-        known = {name: verdict.get(name, "") for name in ("what", "node", "text", "region")}
+        known = {name: verdict.get(name, "") for name in ("what", "node", "text", "was", "region")}
         return Found(stage, guard_key=self._key, right=tuple(self._right), **{**known, **more})
 
     def _ask(self, question: Callable[[Note], Verdict]) -> Verdict:

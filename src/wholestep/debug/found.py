@@ -17,6 +17,8 @@ class Found:
     """The node that is wrong."""
     text: str = ""
     """That node as Python, with the user's line."""
+    was: str = ""
+    """What it was before the pass that is wrong, if that is another text."""
     guard_key: int | None = None
     """Which of `step.graphs` the call would run; None: it would be captured anew."""
     pass_name: str = ""
@@ -37,5 +39,6 @@ class Found:
         part = {"pass": f"pass {self.pass_name}", "lowering": f"lowering, {self.region or 'no region'}"}
         lines.append(f"  wrong   {part.get(self.stage, self.stage)}: {self.what}")
         lines += [f"  node    {self.text or self.node}"] if self.node else []
+        lines += [f"  before  {self.was}"] if self.was else []
         lines += [f"  repro   {self.repro_path}"] if self.repro_path is not None else []
         return "\n".join(lines)

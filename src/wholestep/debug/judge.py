@@ -134,12 +134,20 @@ def judge_one_pass(
         versions = [Version(label, graph.gm, tuple(inputs)) for label, graph in (("before", before), ("after", after))]
         found = of_comparison(compare_versions(versions[0], versions[1], numerics, note))
         if found["wrong"] and found["kind"] == "value":
-            return found
+            return _with_texts(found, before.gm.graph, after.gm.graph)
     try:
         with_passes(before, [bound], level)
     except WholestepError as error:
         return _rule(error)
     return found
+
+
+def _with_texts(found: Verdict, before: fx.Graph, after: fx.Graph) -> Verdict:
+    """The node as the pass left it, and as it was: a reader of what the pass removed or put in says so itself."""
+    was, now = (
+        next((format_node(node) for node in graph.nodes if node.name == found["node"]), "") for graph in (before, after)
+    )
+    return {**found, "text": now or found["text"], "was": was if was != now else ""}
 
 
 def judge_lowering(call: Call, graph: StepGraph, options: Options, note: Note | None = None) -> Verdict:
