@@ -1243,3 +1243,19 @@ def shapes_by_python() -> Any:
     """While this is on, operators find the shapes of results by torch's Python kernels where there are some: those in
     C++ ask for sizes as numbers, which fixes a size that varies (`torch._C._EnablePythonDispatcher`). 2.11, 2.13."""
     return torch._C._EnablePythonDispatcher()
+
+
+def why_unreadable(tensor: torch.Tensor) -> str:
+    """What a tensor is if its memory is not what it stands for, so that compiled code may not read it: fake, wrapped by
+    a function transform, with a tangent, or a view that is read with the other sign (`z.conj().imag`). 2.11, 2.13."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {kind.__name__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of torch.func"
+    if tensor.is_neg():
+        return "a negated view (resolve_neg() makes it plain)"
+    forward_ad: Any = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "a dual tensor of forward-mode autograd"
+    return ""

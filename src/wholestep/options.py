@@ -67,7 +67,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.lower not in ("eager", "inductor", "debug"):
             raise OptionError(f"lower={self.lower!r}", fix='use "inductor", "eager" or "debug".')
-        object.__setattr__(self, "lower_options", _lower_options(self.lower_options))
+        object.__setattr__(self, "lower_options", LowerOptions.of(self.lower_options, "lower_options"))
         if self.cuda_graph not in (True, False, "auto"):
             raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')
         object.__setattr__(self, "memory_budget", Budget.of(self.memory_budget))
@@ -104,17 +104,6 @@ class Options:
                 fix=f"the options are {', '.join(sorted(known))}.",
             )
         return cls(**given)
-
-
-def _lower_options(given: Any) -> LowerOptions:
-    if given is None:
-        return LowerOptions()
-    if isinstance(given, LowerOptions):
-        return given
-    known = sorted(f.name for f in fields(LowerOptions))
-    if not isinstance(given, Mapping) or not set(given) <= set(known):
-        raise OptionError(f"lower_options={given!r}", fix=f"use a dict with some of {', '.join(known)}.")
-    return LowerOptions(**given)
 
 
 def _check_dynamic(dynamic: Any) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lower.graphs import run_graph
-from wholestep.errors import LowerError, LowerWarning
+import wholestep as ws
+from lower.graphs import interpreted, run_graph
+from wholestep.errors import LowerError, LowerWarning, OptionError
 from wholestep.lower import LowerOptions, partial_lower
+from wholestep.lower.report import found_lowering
+
+__all__ = ["interpreted"]
 
 ANY = LowerOptions(min_aten_ops=1, strict=True)
 
@@ -115,3 +121,76 @@ def test_a_dumper_that_returns_nothing_is_refused() -> None:
     gm = make_fx(work, tracing_mode="fake")(torch.randn(4, 6), torch.randn(4, 6))
     with pytest.raises(LowerError, match="dumper returned None for region 0"):
         partial_lower(gm, dumper=lambda text: None, options=ANY)  # type: ignore[arg-type, return-value]
+
+
+def under_vmap(gm: Any) -> Tensor:
+    return torch.vmap(gm, (0, None))(torch.arange(48.0).view(2, 4, 6), torch.ones(4, 6))
+
+
+def with_tangents(gm: Any) -> tuple[Tensor, ...]:
+    return torch.func.jvp(lambda x: gm(x, x + 1), (torch.ones(4, 6),), (torch.arange(24.0).view(4, 6),))
+
+
+def with_dual_tensors(gm: Any) -> tuple[Tensor, ...]:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(4, 6), torch.arange(24.0).view(4, 6))
+        return tuple(forward_ad.unpack_dual(gm(x, torch.ones(4, 6))))
+
+
+def with_the_other_sign(gm: Any) -> Tensor:
+    x = torch._neg_view(torch.arange(24.0).view(4, 6) - 12)
+    return gm(x, torch.ones(4, 6))
+
+
+def traced_again(gm: Any) -> Tensor:
+    again = make_fx(gm, tracing_mode="fake")(torch.ones(4, 6), torch.ones(4, 6))
+    return again(torch.arange(24.0).view(4, 6), torch.ones(4, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("use", [under_vmap, with_tangents, with_dual_tensors, with_the_other_sign, traced_again])
+def test_memory_that_is_not_what_it_stands_for_is_not_read(use: Callable[[Any], Any], calls: list[int]) -> None:
+    gm = lowered(torch.randn(4, 6), torch.randn(4, 6))
+    with pytest.warns(LowerWarning, match=r"x_1 is a .*, and its code reads plain memory"), torch.no_grad():
+        got = use(gm)
+    assert not calls
+    torch.testing.assert_close(got, use(work))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_step_whose_input_is_read_with_the_other_sign_is_not_compiled() -> None:
+    def step(x: Tensor) -> Tensor:
+        return (x * 2 + 1).exp()
+
+    compiled = ws.compile(step, lower="inductor", lower_options=ANY)
+    x = torch.randn(8, dtype=torch.complex64).conj().imag
+    with pytest.warns(LowerWarning, match=r"x is a negated view, .* Give it x.resolve_neg\(\)"):
+        torch.testing.assert_close(compiled(x), step(x))
+    assert lowering_of_step(compiled) is None
+    torch.testing.assert_close(compiled(x.resolve_neg()), step(x))
+    assert lowering_of_step(compiled) is not None
+
+
+def lowering_of_step(step: Any) -> Any:
+    return found_lowering(step.executable)
+
+
+@pytest.mark.parametrize("options", [{"min_aten_ops": 1}, {}, None])
+def test_options_may_be_a_dict(options: Any, calls: list[int]) -> None:
+    gm = partial_lower(make_fx(work, tracing_mode="fake")(torch.randn(4, 6), torch.randn(4, 6)), options=options)
+    gm(torch.randn(4, 6), torch.randn(4, 6))
+    assert calls == [1] * bool(options)
+
+
+@pytest.mark.parametrize("options", [3, {"minimum": 1}, "strict"])
+def test_options_that_are_none_are_refused(options: Any) -> None:
+    gm = make_fx(work, tracing_mode="fake")(torch.randn(4, 6), torch.randn(4, 6))
+    with pytest.raises(OptionError, match=r"options=.*\n.*fix   use a dict with some of config, exact"):
+        partial_lower(gm, options=options)
+
+
+def test_an_input_that_is_only_returned_needs_no_shape() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"), None))
+    gm = partial_lower(fx.GraphModule(torch.nn.Module(), graph))
+    assert gm(3) == (3, None)

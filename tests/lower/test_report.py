@@ -101,3 +101,20 @@ def test_breaks_are_logged_with_their_reasons(caplog: pytest.LogCaptureFixture, 
     with caplog.at_level("INFO", logger="wholestep.lower"):
         lowered(lambda x: torch.sin(x) * 2, torch.randn(3))
     assert "sin stays outside: refused by node_predicate" in caplog.messages
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_lowered_in_two_goes_is_explained_whole() -> None:
+    """First the part before the sine, then the rest."""
+
+    def work(x: Tensor) -> Tensor:
+        return ((x + 1) * 2).sin().cos() * 3
+
+    gm = lowered(work, torch.ones(3), node_predicate=lambda node: node.name in ("add", "mul"))
+    partial_lower(gm, lambda node: node.name != "sin", options={"min_aten_ops": 1})
+    assert_complete(gm)
+    found = report(gm)
+    assert [(region.name, region.operators) for region in found.regions] == [("subgraph_0", 2), ("subgraph_0_", 2)]
+    assert found.outside == [("sin", "aten.sin.default", "refused by node_predicate")]
+    x = torch.randn(3)
+    torch.testing.assert_close(gm(x), work(x))

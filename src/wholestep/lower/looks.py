@@ -1,6 +1,7 @@
 """Whether the inputs of a region look as they did when it was traced: dtype, device, sizes and strides.
 
-Compiled code believes it: it would read a float64 tensor as twice as many float32 numbers. A symbol has one value
+Compiled code believes it: it would read a float64 tensor as twice as many float32 numbers, and the memory of a fake
+tensor, which has none. A symbol has one value
 throughout a call, so that two inputs that were of one size in the trace must still be.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import SymInt, Tensor, fx
 
-from wholestep._torch_compat import expression_of
+from wholestep._torch_compat import expression_of, why_unreadable
 from wholestep.ir.readable import describe_value
 
 _MOST_KNOWN = 1024
@@ -27,6 +28,10 @@ class Looks:
 
     def difference(self, values: Sequence[Any]) -> str:
         """The first input that looks otherwise, and how; "" if all look as they did."""
+        for name, value in zip(self._names, values, strict=True):
+            kind = why_unreadable(value) if isinstance(value, Tensor) else ""
+            if kind:
+                return f"{name} is {kind}, and its code reads plain memory"
         key = tuple([_key(value) for value in values])
         found = self._known.get(key)
         if found is None:

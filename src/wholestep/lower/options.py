@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from wholestep._torch_compat import unknown_inductor_settings
@@ -30,6 +30,16 @@ class LowerOptions:
     shed: int = 0
     """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well.
     A memory budget chooses this itself: not both."""
+
+    @classmethod
+    def of(cls, given: Any, name: str) -> LowerOptions:
+        """Options, or a dict of them. `name`: what the user calls the argument."""
+        if isinstance(given, LowerOptions):
+            return given
+        known = sorted(each.name for each in fields(cls))
+        if given is not None and not (isinstance(given, Mapping) and set(given) <= set(known)):
+            raise OptionError(f"{name}={given!r}", fix=f"use a dict with some of {', '.join(known)}.")
+        return cls(**(given or {}))
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:

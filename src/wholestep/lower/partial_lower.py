@@ -30,7 +30,7 @@ from wholestep.lower.options import LowerOptions
 from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
 from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
 from wholestep.lower.remat import CompileInTwo, find_seed
-from wholestep.lower.report import Lowering, RegionReport, note_lowering, target_text
+from wholestep.lower.report import Lowering, RegionReport, found_lowering, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalars import pack_numbers
 from wholestep.lower.settings import region_settings
@@ -51,7 +51,7 @@ def partial_lower(
     subgraph_predicate: SubgraphPredicate = any_subgraph,
     dumper: Dumper | None = None,
     *,
-    options: LowerOptions | None = None,
+    options: LowerOptions | Mapping[str, Any] | None = None,
     cache: RegionCache | None = None,
     may_alias: bool = True,
 ) -> fx.GraphModule:
@@ -59,11 +59,12 @@ def partial_lower(
 
     `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False; parts of a tuple go with what
     made it. `dumper` gets the text of a region and returns its tag: the keyword of its call, which profilers show.
+    `options`: a `LowerOptions`, or a dict of its fields. A graph may be lowered again: what was compiled stays.
     `cache`: what was compiled for other graphs. `may_alias`: nobody has looked at the inputs of a call: two may be the
     same memory, or look otherwise than they were traced. Regions look then, and run operator by operator where they
     must.
     """
-    options = options or LowerOptions()
+    options = LowerOptions.of(options, "options")
     check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)
     check_callable(**({} if dumper is None else {"dumper": dumper}))
     _check_graph(gm)
@@ -74,7 +75,10 @@ def partial_lower(
     )
     _log_breaks(plan)
     rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)
+    before = found_lowering(gm)
     lowering = rewriter.run()
+    if before is not None:
+        lowering.add_earlier(before, gm.graph)
     note_lowering(gm, lowering)
     return gm
 
@@ -91,7 +95,8 @@ def _check_graph(gm: fx.GraphModule) -> None:
             f"the graph is not valid: {error}", fix="call gm.graph.lint() after the rewrite that made it."
         ) from error
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.users and "val" not in node.meta and not is_generator(node):
+        computes = any(user.op != "output" for user in node.users)
+        if node.op == "placeholder" and computes and "val" not in node.meta and not is_generator(node):
             raise LowerError(
                 f"{node.name} has no `val`: nobody knows the shape it will have.",
                 fix="trace with make_fx(..., tracing_mode='fake'), or put fake tensors into node.meta['val'].",

@@ -38,6 +38,14 @@ class Lowering:
     outside: list[tuple[str, str, str]] = field(default_factory=list)
     """Nodes that stayed: name, target, reason."""
 
+    def add_earlier(self, earlier: Lowering, graph: fx.Graph) -> None:
+        """Take over the regions of a lowering before this one; their calls are no nodes outside."""
+        known = {region.name: region for region in earlier.regions}
+        calls = [node for node in graph.find_nodes(op="call_module") if node.target in known]
+        names = {node.name for call in calls for node in (call, *call.users)}
+        self.regions[:0] = [known[str(call.target)] for call in calls]
+        self.outside = [entry for entry in self.outside if entry[0] not in names]
+
     def __str__(self) -> str:
         inside = sum(region.operators for region in self.regions)
         regions = f"{len(self.regions)} region" + ("" if len(self.regions) == 1 else "s")

@@ -7,6 +7,7 @@ one left.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch.autograd.graph import increment_version
 from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.errors import LowerWarning
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.lower.report import Lowering as LoweringReport
@@ -51,6 +53,8 @@ class Entry:
         self.step_graph = captured.step_graph
         self.gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
         self.guards = Guards(captured, self.gather)
+        if lowering is not None and lowering.compiles and not _can_be_read(captured, self.gather):
+            lowering = None
         captured.release_batch()
         self.iterations = _iterations(captured)
         self.left: Pending | None = None
@@ -199,6 +203,18 @@ class Entry:
     def modules(self) -> dict[int, Any]:
         """All modules that the step knows, by identity."""
         return {id(module): module for module, _ in self.captured.modules}
+
+
+def _can_be_read(captured: Captured, gather: Gather) -> bool:
+    """Whether the memory of all inputs is what compiled code takes it for: not that of `z.conj().imag`, which is read
+    with the other sign. Guards tell such tensors from others."""
+    values = gather.read(captured.leaves) or []
+    negated = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.is_neg()]
+    paths = [captured.inputs[i].path for i in negated]
+    if paths:
+        what = f"{paths[0]} is a negated view, which compiled code cannot read: the step runs operator by operator."
+        warnings.warn(LowerWarning(f"{what} Give it {paths[0]}.resolve_neg()."), stacklevel=2)
+    return not paths
 
 
 def _iterations(captured: Captured) -> Iterations | None:
