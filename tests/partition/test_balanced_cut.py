@@ -282,6 +282,7 @@ def test_an_infeasible_number_of_partitions_is_told_which_number_would_do():
         ({"cost": lambda node: -1.0}, r"cost of sin is -1.0(.|\n)*node  sin"),
         ({"cost": lambda node: math.nan}, "cost of sin is nan"),
         ({"cost": lambda node: math.inf}, "cost of sin is inf"),
+        ({"cost": lambda node: 10**400}, "cost of sin is 10000"),
         ({"cost": lambda node: None}, "cost of sin is None"),
         ({"cost": lambda node: 1 / 0}, "cost raised ZeroDivisionError"),
         ({"cost": {"sin": 1.0}}, "cost has no entry for cos"),

@@ -442,3 +442,24 @@ def test_fusing_under_a_name_that_is_taken_or_partitions_of_another_graph_is_ref
     gm.fused_0 = nn.ReLU()
     with pytest.raises(PartitionError, match="attribute fused_0 already"):
         fuse_partitions(gm, found)
+
+
+@pytest.mark.parametrize("cond_is_supported", [True, False])
+def test_bodies_of_cond_are_got_where_they_are_called(cond_is_supported):
+    """They are no values: a partition neither takes nor returns them, whatever is said of them."""
+
+    def f(x):
+        y = (x * 2).tanh()
+        return torch.cond(x.sum() > 0, lambda a: (a + 1).sin(), lambda a: a.cos(), (y,)) + 1
+
+    gm = make_fx(f, tracing_mode="fake")(torch.randn(3))
+    found = partition_by_support(gm, lambda n: cond_is_supported or n.target is not torch.ops.higher_order.cond)
+    assert all(node.op == "call_function" for partition in found for node in partition.nodes)
+    fuse_partitions(gm, found)
+    gm.graph.lint()
+    graphs = [gm.graph, *(child.graph for name, child in gm.named_children() if name.startswith("fused_"))]
+    (cond,) = (n for g in graphs for n in g.find_nodes(op="call_function", target=torch.ops.higher_order.cond))
+    assert [arg.op for arg in cond.args[1:3]] == ["get_attr", "get_attr"]
+    assert (cond.graph is gm.graph) is not cond_is_supported
+    for x in (torch.ones(3), -torch.ones(3)):
+        torch.testing.assert_close(gm(x), f(x))

@@ -12,6 +12,7 @@ neighbours only (and where they do not, this is an upper bound). Inputs of the g
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -139,7 +140,7 @@ def _cost(node: fx.Node, cost: Cost) -> float:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and 0 <= float(value) < math.inf
+    return isinstance(value, int | float | np.integer | np.floating) and bool(0 <= value <= sys.float_info.max)
 
 
 class _Sizes:

@@ -25,7 +25,7 @@ from torch import fx, nn
 from wholestep._torch_compat import OpOverload
 from wholestep.errors import PartitionError
 from wholestep.ir.targets import describe_target
-from wholestep.partition.graphs import Cuttable, error_at, graph_of, makes_tuple, sound_nodes, unpacked_from
+from wholestep.partition.graphs import Cuttable, error_at, graph_of, is_body, makes_tuple, sound_nodes, unpacked_from
 from wholestep.partition.levels import UnitGraph, components, levels, sink
 from wholestep.partition.order_edges import Edges, order_edges
 
@@ -95,8 +95,8 @@ def partition_by_support(
     """Every supported node in exactly one partition, and no cycle between partitions and the nodes around them.
 
     There are as few partitions as there can be; so no two of them could be merged. `is_supported` is asked once for
-    each node but placeholders and the output. An unpacking `getitem` goes with what made the tuple, whatever is said
-    of it. The graph is not changed.
+    each node but placeholders, the output and the bodies of `cond` and the like. An unpacking `getitem` goes with what
+    made the tuple, whatever is said of it. The graph is not changed.
 
     Partitions with fewer than `min_nodes` nodes, not counting views, `getitem` and `non_compute_ops` (targets, or the
     names of methods), are dissolved: their nodes count as unsupported. (`min_nodes=2` is the default of torch's.)
@@ -129,7 +129,7 @@ def _ask(nodes: Sequence[fx.Node], is_supported: Callable[[fx.Node], bool] | Ope
         )
     found: dict[fx.Node, bool] = {}
     for node in nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or is_body(node):
             continue
         try:
             answer = ask(node)

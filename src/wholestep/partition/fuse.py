@@ -20,6 +20,7 @@ from wholestep._torch_compat import lazy_graph_module, mark_impure
 from wholestep.errors import PartitionError
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.partition.by_support import SupportedPartitions
+from wholestep.partition.graphs import is_body
 
 
 def fuse_partitions(gm: fx.GraphModule, partitions: SupportedPartitions, prefix: str = "fused_") -> fx.GraphModule:
@@ -70,20 +71,27 @@ def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
                 after = gm.graph.call_function(operator.getitem, (call, i))
             after.meta = dict(node.meta)
             node.replace_all_uses_with(after, delete_user_cb=lambda user: user not in inside)
+    bodies = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if is_body(used))
     for node in reversed(nodes):
         gm.graph.erase_node(node)
+    for body in bodies:
+        if not body.users:
+            gm.graph.erase_node(body)
 
 
 def _subgraph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph of copies, and the nodes outside that its placeholders stand for."""
+    """A graph of copies, and the nodes outside that its placeholders stand for. Bodies of `cond` and the like are got
+    inside: no operator takes them as values."""
     inside = set(nodes)
-    inputs = list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+    used = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
+    bodies = [node for node in used if is_body(node)]
+    inputs = [node for node in used if node not in bodies]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name, type_expr=node.type)
         copies[node].meta = dict(node.meta)
-    for node in nodes:
+    for node in (*bodies, *nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     results = tuple(copies[node] for node in outputs)
     graph.output(results[0] if len(results) == 1 else results)

@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from wholestep._torch_compat import OpOverload, schema_of
 from wholestep.errors import PartitionError
@@ -88,6 +88,15 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
     if known is None:
         known = all(user.target is operator.getitem and type(user.args[1]) is int for user in producer.users)
     return producer if known else None
+
+
+def is_body(node: fx.Node) -> bool:
+    """Whether a node gets a module: the body of a `cond` or `while_loop`, which is no value and must be got by whoever
+    calls it."""
+    value: Any = node.graph.owning_module if node.op == "get_attr" else None
+    for atom in str(node.target).split(".") if value is not None else ():
+        value = getattr(value, atom, None)
+    return isinstance(value, nn.Module)
 
 
 def makes_tuple(node: fx.Node) -> bool | None:
