@@ -23,3 +23,17 @@ def shape_env_of_trace() -> Any:
 def symbols_by_value(env: Any) -> dict[int, Any]:
     """The symbol that stands for each size: equal sizes have one (`ShapeEnv.val_to_var`). 2.11, 2.13."""
     return {int(value): symbol for value, symbol in env.val_to_var.items()}
+
+
+def module_that_registers(op: Any) -> str | None:
+    """The module whose import makes an operator known; "" if torch's own does, None if nobody can tell.
+
+    `OpOverload._defined_in_python` and the table of `torch.library.custom_op`. 2.11, 2.13.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    if not op._defined_in_python or op.namespace in ("aten", "prims", "rngprims", "prim"):
+        return ""
+    made = OPDEFS.get(str(op._schema.name))
+    module = None if made is None else str(made._init_fn.__module__)
+    return None if module == "__main__" else module

@@ -70,3 +70,13 @@ class Layers(nn.Module):
         for _ in range(4):
             x = self.first(x) * self.scale
         return {"y": self.wrong(x.tanh()).sum(), "x": x}
+
+
+@torch.library.custom_op("wholestep_tests::refuses", mutates_args=())
+def refuses(x: Tensor) -> Tensor:
+    raise RuntimeError("it refuses")
+
+
+@refuses.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)

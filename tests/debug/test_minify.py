@@ -15,7 +15,17 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
-from debug.graphs import Layers, chain, die, gives_nan, has_mul, refuse_negative, rest_follows, sleep_forever
+from debug.graphs import (
+    Layers,
+    chain,
+    die,
+    gives_nan,
+    has_mul,
+    refuse_negative,
+    refuses,
+    rest_follows,
+    sleep_forever,
+)
 from wholestep.debug import minify
 from wholestep.ir.tensor_file import read_tensors
 
@@ -305,3 +315,38 @@ def test_an_input_that_has_no_strides_is_no_crash():
         gives_nan,
     )
     assert found.num_nodes == 3
+
+
+def test_what_registers_an_operator_is_imported_by_the_script_or_named_as_left_out(monkeypatch):
+    graph = chain(4, 2).graph
+    [last] = graph.output_node().args[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.output_node().args = (graph.call_function(torch.ops.wholestep_tests.refuses.default, (last,)),)
+    gm = fx.GraphModule({}, graph)
+    found = minify(gm, two(), error=RuntimeError)
+    assert found.left_out == ()
+    assert "REPRODUCED: RuntimeError it refuses" in run_repro(found)
+    monkeypatch.setattr(refuses._init_fn, "__module__", "__main__")
+    found = minify(gm, two(), error=RuntimeError)
+    assert found.left_out == ("what registers the operator wholestep_tests::refuses",)
+
+
+def test_a_predicate_without_a_form_as_text_is_left_out_and_the_script_says_so():
+    found = minify(chain(4, 2), two(), lambda gm, inputs: has_mul(gm, inputs))
+    assert "predicate" in found.left_out[0]
+    assert "NOT ASKED" in run_repro(found)
+
+
+def test_what_matters_may_be_on_branches_that_only_meet_in_what_does_not():
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        first, second = x.tanh(), (y @ y.t()).tanh()
+        return torch.cat([first, second], 1).sum(0).exp()
+
+    def two_tanh(gm: fx.GraphModule, inputs: list[Any]) -> bool:
+        gm(*inputs)
+        return sum(node.name.startswith("tanh") for node in gm.graph.nodes if node.op != "placeholder") == 2
+
+    found = minify(fx.symbolic_trace(model), two(), two_tanh)
+    assert sorted(node.op for node in found.gm.graph.nodes if node.op != "placeholder") == ["call_method"] * 2 + [
+        "output"
+    ]

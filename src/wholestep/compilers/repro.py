@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from wholestep.compilers.boxed import attribute_of, copy_graph_module
 from wholestep.ir.readable import clean
-from wholestep.ir.repro import importable, source_of
+from wholestep.ir.repro import importable, registering, source_of
 
 _DEVICE = re.compile(r"(?<![\w.])device\(type='([a-z]+)'(?:, index=(\d+))?\)")
 _STANDARD = frozenset({"torch", "device", "inf", "nan", "NoneType"})
@@ -27,7 +27,7 @@ _HEAD = '''"""{title}, written by wholestep with torch {version}.
 python repro.py [--device cuda] [--seed 0] [--made-up]
 
 Inputs are those of inputs.json and inputs.safetensors in this folder.{note}
-Imports of libraries that define operators of their own belong at the top.
+Imports of libraries that define operators belong at the top, where they are not there already.
 """
 
 from __future__ import annotations
@@ -156,9 +156,8 @@ def repro_text(gm: fx.GraphModule, title: str, no_json: str = "") -> str:
     classes = _classes(gm, "Graph")
     sources = "\n".join(each.source for each in classes)
     known = {name: value for each in classes for name, value in each.names.items()}
-    imports = "\n".join(
-        sorted(filter(None, (_import(n, value) for n, value in known.items() if re.search(rf"\b{n}\b", sources))))
-    )
+    used = [_import(name, value) for name, value in known.items() if re.search(rf"\b{name}\b", sources)]
+    imports = "\n".join(sorted([*filter(None, used), *registering(gm)[0]]))
     devices = {device for each in classes for device in each.devices}
     note = f"\nThere is no graph.json: {clean(no_json)}" if no_json else ""
     head = _HEAD.format(

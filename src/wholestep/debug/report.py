@@ -28,6 +28,13 @@ print("REPRODUCED")
 """
 
 
+_NO_PREDICATE = "the predicate, which is a lambda, or needs more than modules from around it"
+_UNASKED = """
+print(module(*inputs))
+print("NOT ASKED: put the predicate here; it has no form as text")
+"""
+
+
 def write_case(
     folder: Path, case: Case, failure: Outcome, predicate: Predicate | None, *, title: str = "", check: str = ""
 ) -> tuple[Path, tuple[str, ...]]:
@@ -38,7 +45,8 @@ def write_case(
     title = title or f"The smallest graph that fails as the whole one did: {failure}"
     seeded = f"torch.manual_seed(0)\n{check.strip()}"
     note = f"{title}\n\nWritten by wholestep with torch {torch.__version__}."
-    return write_repro(folder, case.gm, case.inputs, title=note, check=seeded, setup=setup)
+    path, left_out = write_repro(folder, case.gm, case.inputs, title=note, check=seeded, setup=setup)
+    return path, (*left_out, *([_NO_PREDICATE] if check == _UNASKED else []))
 
 
 def _check(failure: Outcome) -> str:
@@ -66,4 +74,4 @@ def _predicate(predicate: Predicate) -> tuple[str, str]:
     source = source_of(predicate)
     if source is not None:
         return source, ask.format(name=predicate.__name__)
-    return "", ""
+    return "", _UNASKED

@@ -5,6 +5,7 @@
     results    fewer of them
     nodes      halves, quarters, ... become inputs    only what matters is computed
     effects    writes and draws that do not matter go
+    ends       what a last node reads is returned instead of its result
     lists      cat and foreach of fewer tensors
     shapes     dimensions become 1, 2 or half
 
@@ -23,6 +24,9 @@ from torch import Tensor, fx
 from wholestep.debug.case import Case, Edit, effects_of, longest_list, results_of
 
 _ROUNDS = 8
+_MOST_PEELED = 100
+"""Nodes up to which last ones are taken off one by one."""
+_NOT_MADE = ("placeholder", "get_attr", "output")
 
 
 class Search:
@@ -43,6 +47,7 @@ class Search:
             self._results()
             self._effects()
             self._nodes()
+            self._peel()
             self._lists()
             if self._shapes:
                 self._sizes()
@@ -157,6 +162,24 @@ class Search:
             if width == 1:
                 return
             width = max(1, width // 2)
+
+    def _peel(self) -> None:
+        """Last nodes go, one after the other, and what they read is returned: what matters may be on branches."""
+        if len(self._body()) > _MOST_PEELED:
+            return
+        done: set[str] = set()
+        while True:
+            case = self._current()
+            results = results_of(case.gm.graph)
+            ends = [n for n in (*results, *case.effects) if n.op not in _NOT_MADE and n.name not in done]
+            last = next((n for n in reversed(ends) if all(user.op == "output" for user in n.users)), None)
+            if last is None:
+                return
+            done.add(last.name)
+            read = [n for n in last.all_input_nodes if n.op not in _NOT_MADE and not _has_parts(n)]
+            names = dict.fromkeys(n.name for n in (*results, *read) if n is not last)
+            if names:
+                self._try("ends", Edit(outputs=tuple(names), dropped=(last.name,)))
 
     def _lists(self) -> None:
         for name in [node.name for node in self._body()]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from wholestep._torch_compat import OpOverload, op_name
-from wholestep._torch_compat_debug import operator_namespace
+from wholestep._torch_compat_debug import module_that_registers, operator_namespace
 from wholestep.ir.memory import copy_tensor, extent_of, shared, spanned
 from wholestep.ir.tensor_file import can_write, write_tensors
 
@@ -210,6 +210,9 @@ def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
             global_name = f"global{given.rstrip('_')}" if given.startswith("__") else given
             source = re.sub(rf"\b{re.escape(given)}\b", global_name, source)
             text.imports.update(dict.fromkeys(_global(global_name, value, text)))
+    lines, missing = registering(gm)
+    text.imports.update(dict.fromkeys(lines))
+    text.missing += missing
     before: list[str] = []
     lines = ["super().__init__()"]
     for target, value in _attributes(gm).items():
@@ -223,6 +226,19 @@ def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
             + textwrap.indent(source.strip(), "    "),
         ]
     )
+
+
+def registering(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
+    """Lines that make operators known which torch does not have, and what of that has no form as text."""
+    lines, missing = [], []
+    for op in {node.target: None for node in gm.graph.nodes if isinstance(node.target, OpOverload)}:
+        module = module_that_registers(op)
+        if module is None:
+            missing.append(f"what registers the operator {op_name(op)}")
+            lines.append(f"# put {missing[-1]} here: it has no form as text")
+        elif module:
+            lines.append(f"import {module}  # registers {op_name(op)}")
+    return lines, missing
 
 
 def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
