@@ -1259,3 +1259,8 @@ def why_unreadable(tensor: torch.Tensor) -> str:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         return "a dual tensor of forward-mode autograd"
     return ""
+
+
+def is_unmade_zero(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only says that it is zero and has no memory, as forward-mode autograd makes them. 2.11, 2.13."""
+    return bool(tensor._is_zerotensor())

@@ -204,3 +204,31 @@ def test_capture_refuses_what_compile_refuses() -> None:
         ws.capture(branches_on_the_loss, world.model, world.optimizer, world.batch())
     assert_points_at(str(caught.value), branches_on_the_loss)
     assert_unchanged_and_trainable(world, before, fresh=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_zeros_that_forward_differentiation_makes_are_refused_with_another_form() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def step_with(second: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = torch.vmap(second(lambda a: model(a).sum()))(x).square().mean()
+            loss.backward()
+            return loss
+
+        return step
+
+    x = torch.randn(2, 3)
+    with pytest.raises(ws.errors.UnsupportedError, match=r"jacfwd\(grad\(f\)\)"):
+        ws.compile(step_with(torch.func.hessian))(x)
+    step = step_with(lambda f: torch.func.jacfwd(torch.func.grad(f)))
+    assert torch.equal(ws.compile(step)(x), step(x))
+
+
+def test_an_operator_that_needs_values_is_to_be_called_outside() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.stft(x, 16, 4, window=torch.ones(16), return_complex=True)
+        return torch.istft(spectrum, 16, 4, window=torch.ones(16))
+
+    with pytest.raises(ws.errors.UnsupportedError, match=r"aten.equal.default.*\n(.*\n)*  fix   call it outside"):
+        ws.compile(step)(torch.ones(2, 64))

@@ -172,3 +172,17 @@ class TestSizes:
         for rows, n in ((3, 5), (6, 2), (4, 7)):
             x = torch.randn(rows, 4)
             torch.testing.assert_close(gm(x, n), work(x, n))
+
+
+def test_cond_stays_outside_and_its_bodies_can_be_lowered_by_themselves() -> None:
+    def work(x: Tensor) -> Tensor:
+        y = (x * 2).tanh()
+        return torch.cond(x.sum() > 0, lambda a: (a + 1).sin() * 2, lambda a: a.cos() - 1, (y,)) + 1
+
+    gm = partial_lower(make_fx(work, tracing_mode="fake")(torch.randn(3)), options={"min_aten_ops": 1, "strict": True})
+    reasons = {name: reason for name, _, reason in report(gm).outside}
+    assert reasons["cond"] == "cond calls graphs of its own"
+    partial_lower(gm.true_graph_0, options={"min_aten_ops": 1, "strict": True})
+    assert report(gm.true_graph_0).regions
+    for x in (torch.ones(3), -torch.ones(3)):
+        torch.testing.assert_close(gm(x), work(x))

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import generator_key, without_modes
+from wholestep._torch_compat import generator_key, is_unmade_zero, without_modes
 from wholestep.capture.discover import World
 from wholestep.capture.location import user_location
 from wholestep.capture.random_state import default_generators
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.slots import GeneratorSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
-from wholestep.errors import CapturedTensorError, RandomStateError
+from wholestep.errors import CapturedTensorError, RandomStateError, UnsupportedError
 from wholestep.ir.signature import InputKind
 
 
@@ -60,6 +60,13 @@ class Inputs:
     def _found(self, tensor: Tensor) -> Slot:
         """Where a later call finds a tensor."""
         found = self._world.tensors.get(id(tensor))
+        if found is None and is_unmade_zero(tensor):
+            raise UnsupportedError(
+                "forward-mode differentiation made a tensor of zeros that no operator of the step made.",
+                fix="use another form of the derivative: torch.func.hessian(f) is jacfwd(jacrev(f)); of a function "
+                "with one result, jacfwd(grad(f)) and jacrev(grad(f)) are the same.",
+                location=user_location(),
+            )
         if found is None:
             raise CapturedTensorError(
                 f"the step reads a tensor of shape {tuple(tensor.shape)} that is not reachable from its arguments, "

@@ -83,6 +83,8 @@ def data_shape(func: Any) -> DataShapeError:
 def unsupported(func: Any, error: BaseException) -> UnsupportedError:
     return UnsupportedError(
         f"{func} cannot be computed without data: {str(error).splitlines()[0]}",
-        fix="for a custom operator, give it a fake kernel with torch.library.register_fake.",
+        fix="call it outside of the step."
+        if getattr(func, "namespace", "") == "aten"
+        else "give it a fake kernel with torch.library.register_fake.",
         location=user_location(),
     )

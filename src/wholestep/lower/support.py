@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, OpOverload, op_name
+from wholestep._torch_compat import FakeTensor, HigherOrderOperator, OpOverload, op_name
 from wholestep.ir.effects import is_communication, is_data_dependent, may_write
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
@@ -65,6 +65,8 @@ def why_not(node: fx.Node) -> str:
         return _why_not_part(node)
     if target is call_on_copies:
         return f"{node.args[0]} writes into what it is given, and has no other form"
+    if isinstance(target, HigherOrderOperator):
+        return f"{getattr(target, '__name__', target)} calls graphs of its own"
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is a Python function; make_fx shows its operators"
     return _why_not_operator(node, target)
