@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import wholestep as ws
 from debug.graphs import chain
@@ -184,3 +184,41 @@ def test_a_rounding_to_half_precision_that_one_version_skips_is_allowed_where_su
     c = copy.deepcopy(b)
     c.graph.find_nodes(op="call_method", target="sum")[0].target = "mean"
     assert compare(a, c, x, numerics="reassociates", quiet=True).first.node == "sum_1"
+
+
+def one_step(model: nn.Module, x: Tensor) -> Tensor:
+    loss = (model(x) * 2).tanh().pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def same_with_one_more(model: nn.Module, x: Tensor) -> Tensor:
+    loss = (model(x) * 1.0 * 2).tanh().pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def wrong_with_one_more(model: nn.Module, x: Tensor) -> Tensor:
+    loss = (model(x) * 1.0 * 2).tanh().pow(3).mean()
+    loss.backward()
+    return loss
+
+
+def wrong_by_one_more(model: nn.Module, x: Tensor) -> Tensor:
+    loss = (model(x) * 1.5 * 2).tanh().pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def test_functions_with_other_numbers_of_operators_are_aligned() -> None:
+    call = (nn.Linear(4, 4), torch.randn(3, 4))
+    same = compare(one_step, same_with_one_more, call, quiet=True)
+    assert not same
+    assert (same.only_in_a, len(same.only_in_b)) == ((), 2)  # with its backward
+    assert same.labels == ("one_step", "same_with_one_more")
+    wrong = compare(one_step, wrong_with_one_more, call, quiet=True).first
+    assert wrong is not None
+    assert wrong.node == "pow_tensor_scalar"
+    new = compare(one_step, wrong_by_one_more, call, quiet=True).first
+    assert new is not None
+    assert new.new == ("mul_tensor",)

@@ -4,19 +4,19 @@
     ws.debug.compare(train_step, compiled, call)         a function or compiled steps, the arguments of a call
 
 Nodes correspond by name, whatever computes them: a region of a lowered graph gives values under the names that they
-had. A node that a pass replaced by one of its kind, and made no other of, corresponds to that. Nothing of the user's
-changes: all runs are on copies.
+had. A node that a pass replaced by one of its kind, and made no other of, corresponds to that. Nodes of two functions
+correspond by their order (`alignment`). Nothing of the user's changes: all runs are on copies.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from wholestep.debug.alignment import by_name, by_order
 from wholestep.debug.numbers import Gap, eps_of, gap_between
 from wholestep.debug.runs import NodeRaised, Note, run_nodes
 from wholestep.debug.trial import copy_of
@@ -108,7 +108,7 @@ def compare(
 
 def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | None = None) -> Comparison:
     """The first difference of two graphs that take the same inputs. `note` hears of the nodes of the second one."""
-    pairs = counterparts(a.gm.graph, b.gm.graph)
+    pairs = (by_name if a.has_names_of(b) else by_order)(a.gm.graph, b.gm.graph)
     wanted = set(pairs.values())
     first = _seen(a, a.inputs, wanted)
     values = first.values
@@ -188,22 +188,6 @@ def _state_apart(
             if gap is not None:
                 return [_difference(node, node.name, gap, {})]
     return []
-
-
-def counterparts(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
-    """Names of the second graph to those of the first: the same, or the only ones of their kind that were replaced."""
-    there = {node.name: node for node in a.nodes if node.op != "output"}
-    here = {node.name: node for node in b.nodes if node.op != "output"}
-    pairs = {name: name for name in here if name in there}
-    lost, new = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
-    for nodes, kinds, others in ((there, lost, here), (here, new, there)):
-        for name, node in nodes.items():
-            if name not in others and node.op != "placeholder":
-                kinds[node.op, node.target].append(name)
-    for kind, names in new.items():
-        if len(names) == len(lost[kind]):
-            pairs.update(zip(names, lost[kind], strict=True))
-    return pairs
 
 
 def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]) -> Difference:

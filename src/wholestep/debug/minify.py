@@ -111,14 +111,14 @@ def _finish(run: _Run, folder: Path, predicate: Predicate | None) -> Minified:
     return Minified(case.gm, list(case.inputs), path, str(run.wanted), run.trials, left_out)
 
 
-def _check(gm: Any, predicate: Any, timeout: float) -> None:
+def _check(gm: Any, predicate: Any, timeout: Any) -> None:
     if not isinstance(gm, fx.GraphModule):
         raise OptionError(
             f"a {type(gm).__name__} is no graph module.", fix="give an fx.GraphModule (StepGraph: its .gm)."
         )
     if predicate is not None and not callable(predicate):
         raise OptionError(f"predicate={predicate!r}", fix="give a function of (gm, inputs), or an error.")
-    if not timeout > 0:
+    if not isinstance(timeout, int | float) or not timeout > 0:
         raise OptionError(f"timeout={timeout!r}", fix="use a number of seconds.")
 
 

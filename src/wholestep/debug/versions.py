@@ -41,6 +41,13 @@ class Version:
     inputs: tuple[Any, ...]
     contracts: tuple[Contract, ...] = ()
     lowered: bool = False
+    function: Any = None
+    """What was captured, where that is known."""
+
+    def has_names_of(self, other: Version) -> bool:
+        """Whether a name is the same node in both: unless they are captures of two functions."""
+        is_known = self.function is not None and other.function is not None
+        return not is_known or self.lowered or other.lowered or self.function == other.function
 
     def contract_with(self, other: Version) -> Numerics:
         """What may differ between two versions: the least strict promise of what only one of them went through."""
@@ -119,6 +126,10 @@ def two_versions(one: Any, other: Any, args: tuple[Any, ...], kwargs: dict[str, 
         version if version is not None else _with_inputs(each, by_name)
         for version, each in zip(made, (one, other), strict=True)
     ]
+    if found[0].label == found[1].label:
+        names = [getattr(version.function, "__name__", version.label) for version in found]
+        names = names if names[0] != names[1] else [f"{names[0]} (first)", f"{names[1]} (second)"]
+        found = [replace(version, label=name) for version, name in zip(found, names, strict=True)]
     return _same_inputs(*found)
 
 
@@ -139,12 +150,12 @@ def _of_step(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plans: li
     plan = next(iter(plans), None)
     call = capture_call(fn, args, kwargs, options or Options(lower="eager", parallel=plan))
     if options is None:
-        return Version("eager", call.step_graph.gm, call.inputs)
+        return Version("eager", call.step_graph.gm, call.inputs, function=fn)
     graph = with_passes(call.step_graph, options.passes, 0)
     contracts = applied_contracts(graph.gm)
     lowers = options.lower == "inductor"
     gm = lowered_call(call, graph, options) if lowers else graph.gm
-    return Version("compiled", gm, call.inputs, contracts, lowers)
+    return Version("compiled", gm, call.inputs, contracts, lowers, fn)
 
 
 def _of_graph(given: StepGraph | fx.GraphModule, args: tuple[Any, ...], label: str) -> Version:
