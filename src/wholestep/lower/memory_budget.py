@@ -43,6 +43,10 @@ from wholestep.memory.workspace import OperatorMemory
 
 log = logging.getLogger("wholestep.memory")
 
+_LATER = (
+    " The first call, which is this, makes the optimizer's state and is not compiled. The next ones may need more: "
+    "memory_budget=0.0 and step.last.memory of the second call tell how much. A fused optimizer is asked at once."
+)
 _MANY = 8000
 """Nodes from which on building a plan takes half a second and more."""
 
@@ -63,7 +67,8 @@ def fit_to_budget(
         work = _Work(step_graph, lowering, policy, compiles, runs_once)
         check_policy(work.outline)
         effort = _effort(len(work.outline.nodes), compiles)
-        fitting = Fitting(Plans(work.outline), work.build, effort, lambda: work.least_later)
+        advice = _LATER if runs_once and lowering.compiles and not compiles else ""
+        fitting = Fitting(Plans(work.outline), work.build, effort, lambda: work.least_later, advice)
         most = fitting.limit(budget)
         level = None if budget.fraction == 0.0 else work.cut_within(most, fitting)
         if level is None:

@@ -43,6 +43,7 @@ class Fitting:
     """One search. `build` makes an executable of a candidate and tells its peak in bytes.
 
     `least_later`: the least, with the plans built so far, that the next calls need where they need more than this one.
+    `advice`: more to say where no plan fits.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Fitting:
         build: Callable[[Candidate], int],
         effort: Effort,
         least_later: Callable[[], int] = lambda: 0,
+        advice: str = "",
     ) -> None:
         self._plans = plans
         self._build = build
         self._effort = effort
         self._least_later = least_later
+        self._advice = advice
         self._steps = 2**effort.levels
         self._tried: dict[Candidate, Fitted] = {}
 
@@ -157,7 +160,7 @@ class Fitting:
         raise MemoryBudgetError(
             f"this step does not fit into {shown(most)} ({most} bytes): the smallest peak is {shown(least)} "
             f"({least} bytes).",
-            fix=f"use memory_budget={least} or more, a smaller batch, or shards (ws.FullyShard).",
+            fix=f"use memory_budget={least} or more, a smaller batch, or shards (ws.FullyShard).{self._advice}",
         )
 
     def _estimate(self, peak: float) -> float:
