@@ -1251,7 +1251,7 @@ def why_unreadable(tensor: torch.Tensor) -> str:
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a {kind.__name__}"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_transformed(tensor):
         return "a tensor of torch.func"
     if tensor.is_neg():
         return "a negated view (resolve_neg() makes it plain)"
@@ -1264,3 +1264,18 @@ def why_unreadable(tensor: torch.Tensor) -> str:
 def is_unmade_zero(tensor: torch.Tensor) -> bool:
     """Whether a tensor only says that it is zero and has no memory, as forward-mode autograd makes them. 2.11, 2.13."""
     return bool(tensor._is_zerotensor())
+
+
+is_dynamo_tracing = torch.compiler.is_dynamo_compiling
+"""Whether this code is not running: Dynamo reads it, because a caller is under torch.compile. 2.11, 2.13."""
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that Dynamo must not look into (`torch._disable_dynamo` imports Dynamo late). 2.11, 2.13."""
+    return function(*args)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of `torch.vmap` or another transform of torch.func. 2.11, 2.13."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from torch import fx
 
+from wholestep._torch_compat import call_untraced, is_dynamo_tracing
 from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
@@ -114,6 +115,8 @@ class CompiledStep(Generic[P, R]):
         return None if self._last is None else self._last.lowering
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_tracing():
+            return call_untraced(self._run, self._fn, args, kwargs)  # type: ignore[no-any-return]
         result: R = self._run(self._fn, args, kwargs)
         return result
 
@@ -311,6 +314,8 @@ class _BoundStep:
         return self._step._fn.__get__(self._instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return call_untraced(self._step._run, self._step._fn, (self._instance, *args), kwargs)
         return self._step._run(self._step._fn, (self._instance, *args), kwargs)
 
     def __enter__(self) -> Self:

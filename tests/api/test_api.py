@@ -370,3 +370,20 @@ def test_the_public_names_are_there() -> None:
     for name in ("compile", "capture", "CompiledStep", "StepGraph", "Dim", "errors"):
         assert hasattr(ws, name), name
     assert isinstance(ws.compile(train_step), ws.CompiledStep)
+
+
+@pytest.mark.compiles
+def test_a_step_called_under_torch_compile_is_not_looked_into() -> None:
+    model = nn.Linear(3, 1)
+    step = ws.compile(lambda x: model(x).sum().detach(), lower="eager")
+    outer = torch.compile(lambda x: step(x * 2) + 1, backend="eager")
+    for x in (torch.ones(3), torch.randn(3)):
+        torch.testing.assert_close(outer(x), model(x * 2).sum() + 1)
+    assert len(step.recompiles) == 0
+
+
+def test_a_step_inside_of_a_transform_is_refused() -> None:
+    step = ws.compile(lambda x: x.sin().sum())
+    with pytest.raises(ws.errors.UnsupportedError, match=r"x belongs to a transform of torch.func"):
+        torch.vmap(step)(torch.ones(2, 3))
+    assert step(torch.ones(3)).shape == ()

@@ -22,6 +22,7 @@ from wholestep._torch_compat import (
     FakeTensorMode,
     dtensor_over,
     is_dtensor,
+    is_transformed,
     local_of,
     mark_parameter,
     new_fake,
@@ -159,6 +160,11 @@ class StateTable:
             raise UnsupportedError(
                 f"{path} is a {type(real).__name__}; tensor subclasses are not captured.",
                 fix="pass a plain tensor (for DTensor, use the parallel= option).",
+            )
+        if is_transformed(real):
+            raise UnsupportedError(
+                f"{path} belongs to a transform of torch.func that is around the call.",
+                fix="call the step outside of it; torch.vmap, grad and jvp inside of a step are captured.",
             )
         if real.is_nested or real.layout is not torch.strided:
             layout = "nested" if real.is_nested else str(real.layout)
