@@ -22,6 +22,7 @@ from wholestep.lower.in_place import only_writes_back
 from wholestep.lower.layout import lay_out_results
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalars import Number, call
+from wholestep.lower.short_attention import call_short_attention, is_short_attention
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -88,6 +89,8 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return target(*args, **kwargs)
     if needs_layout(node):
         return draw(node, args, kwargs)
+    if is_short_attention(node):
+        return call_short_attention(target, args, kwargs)
     if target in _VIEWS:
         # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
         return aten.reshape.default(*args, **kwargs)

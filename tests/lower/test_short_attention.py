@@ -1,0 +1,78 @@
+"""Attention over few places is written out, and computes what the fused operator does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wholestep as ws
+from wholestep._torch_compat import OpOverload
+from wholestep.lower import short_attention
+
+pytestmark = pytest.mark.compiles
+
+
+class Attention(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.settings = settings
+
+    def forward(self, x: Tensor, places: int) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q[:, :, :places], k, v, **self.settings).tanh()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, places: int) -> Tensor:
+    loss = model(x, places).square().sum() + x.sum() * 0
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def trained(settings: dict[str, Any], dtype: torch.dtype, places: int, how: Any) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = Attention(**settings).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [how(model, optimizer, torch.randn(2, 12, 16, dtype=dtype), places).detach() for _ in range(3)]
+    return losses, [p.detach() for p in model.parameters()]
+
+
+CASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
+    ({"is_causal": True}, torch.float32, 12),
+    ({"is_causal": True}, torch.float64, 5),
+    ({"scale": 0.7}, torch.float32, 5),
+]
+
+
+@pytest.mark.parametrize(("settings", "dtype", "places"), CASES, ids=["causal", "fewer-queries", "scale"])
+def test_a_step_trains_as_in_eager(settings: dict[str, Any], dtype: torch.dtype, places: int) -> None:
+    compiled = ws.compile(step, lower="inductor", lower_options={"strict": True, "min_aten_ops": 1})
+    torch.testing.assert_close(trained(settings, dtype, places, compiled), trained(settings, dtype, places, step))
+
+
+def written_out(query: Tensor, **settings: Any) -> bool:
+    """Whether the attention of a step with such a query is written out."""
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, **settings).sum()
+
+    graph = ws.capture(attend, query).gm.graph
+    found = [n for n in graph.nodes if isinstance(n.target, OpOverload) and "attention" in n.target.name()]
+    return bool(found) and all(short_attention.is_short_attention(node) for node in found)
+
+
+def test_only_short_attention_without_mask_dropout_or_low_precision_is() -> None:
+    query = torch.randn(2, 4, 16, 8)
+    assert written_out(query)
+    assert written_out(query, is_causal=True)
+    assert not written_out(torch.randn(2, 4, 256, 8))
+    assert not written_out(torch.randn(64, 4, 64, 8))
+    assert not written_out(query.bfloat16())
+    assert not written_out(query, attn_mask=torch.zeros(16, 16))
+    assert not written_out(query, dropout_p=0.5)
