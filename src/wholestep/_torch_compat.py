@@ -35,6 +35,8 @@ from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.numbers import int_oo as _int_oo
 from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
 
+from wholestep._fake_rules import RULES as _FAKE_RULES
+
 # OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
 # OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
 # HigherOrderOperator: the type of operators that take functions (`cond`, `auto_functionalized`). 2.11, 2.13.
@@ -47,39 +49,18 @@ FakeTensor = _fake_tensor.FakeTensor
 
 
 class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Computes FakeTensors. 2.11, 2.13.
-
-    The multiplications of experts take float32 and float16 and pad their rows to 16 bytes on every device; torch's rule
-    refuses the first and knows the second only where torch is built for CUDA.
-    """
+    """Computes FakeTensors, by our rules where torch's will not do. 2.11, 2.13."""
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """What an operator gives, for fake tensors."""
-        if func is _GROUPED_MM and (found := self._grouped_mm(*args, **(kwargs or {}))) is not None:
-            return found
+        rule = _FAKE_RULES.get(func)
+        if rule is not None:
+            with self:
+                found = rule(*args, **(kwargs or {}))
+            if found is not None:
+                return found
         return super().dispatch(func, types, args, kwargs or {})
 
-    def _grouped_mm(
-        self, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor | None:
-        """The product, or None where torch's rule has an error to raise."""
-        ragged = a.dim() == 2 or b.dim() == 2
-        if a.dtype not in _EXPERT_DTYPES or bias is not None or ragged == (offs is None):
-            return None
-        groups = offs.size(0) if ragged else a.size(0)
-        rows, columns = a.size(-2), b.size(-1)
-        whole = 16 // (out_dtype or a.dtype).itemsize
-        padded = (columns + whole - 1) // whole * whole
-        size: tuple[int, ...] = (rows, columns)
-        stride: tuple[int, ...] = (padded, 1)
-        if a.dim() == b.dim():
-            size, stride = (groups, *size), (rows * padded, *stride)
-        with self:
-            return torch.empty_strided(size, stride, dtype=out_dtype or a.dtype, device=a.device)
-
-
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
-_EXPERT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException

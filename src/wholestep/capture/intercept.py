@@ -1,4 +1,4 @@
-"""Calls on tensors that must not happen silently while tracing: printing, `.numpy()`, `param.data = ..`."""
+"""Calls on tensors that must not happen as they are while tracing: printing, `.numpy()`, `param.data = ..`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from wholestep._torch_compat import FakeTensor, local_of
+from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.location import user_location
 from wholestep.errors import ItemError, ParameterDataError
 
@@ -74,6 +75,8 @@ class FunctionMode(TorchFunctionMode):
                 return None
             elif func is torch.autograd.grad:
                 session.refuse_gradients(*args, **(kwargs or {}))
+        if func in CTC_LOSSES:
+            return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)
         if name is None:
             return func(*args, **(kwargs or {}))

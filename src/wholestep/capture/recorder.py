@@ -31,7 +31,6 @@ from wholestep._torch_compat import (
     UnsupportedOperatorException,
     shapes_by_python,
 )
-from wholestep.capture.fake_kernels import FAKE_KERNELS
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
 from wholestep.capture.operands import Operands
@@ -195,11 +194,10 @@ class Recorder(DispatchMode):
         return out
 
     def _computed(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
-        kernel = FAKE_KERNELS.get(func, func)
         if not self._has_symbols:
-            return kernel(*fake_args, **fake_kwargs)
+            return func(*fake_args, **fake_kwargs)
         with shapes_by_python():
-            return kernel(*fake_args, **fake_kwargs)
+            return func(*fake_args, **fake_kwargs)
 
     def _flag(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         flag = bind(facts, args, kwargs, facts.names.index(facts.writes_if))

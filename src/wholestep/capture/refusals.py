@@ -72,10 +72,26 @@ def _extents_meet(a: Tensor, b: Tensor) -> bool:
     return first < second + int(b.numel()) and second < first + int(a.numel())
 
 
+_FIXED_FORMS = {
+    "_ctc_loss": "give the lengths of ctc_loss as lists or tuples of numbers, not as tensors.",
+    "bincount": "count into a tensor of known size: zeros.scatter_add_(0, x, ones).",
+    "linalg_lstsq": "use torch.linalg.pinv(a) @ b, or call it outside of the step.",
+    "nonzero": "use torch.nonzero_static(x, size=..), or torch.where and a mask multiplied in.",
+    "repeat_interleave": "say how long the result is: output_size=..",
+    "unique": "call it before the step, and give the step its result.",
+}
+
+
 def data_shape(func: Any) -> DataShapeError:
+    """An operator whose result has as many elements as its data says."""
+    name = func.name().rpartition(":")[2]
+    advice = (fix for start, fix in _FIXED_FORMS.items() if name.lstrip("_").startswith(start.lstrip("_")))
+    otherwise = (
+        "use a form of fixed shape: torch.where or a mask multiplied in, instead of boolean indexing or nonzero."
+    )
     return DataShapeError(
         f"the shape of the result of {func} depends on the values of a tensor.",
-        fix="use a form of fixed shape: torch.where or a mask multiplied in, instead of boolean indexing or nonzero.",
+        fix=next(advice, otherwise),
         location=user_location(),
     )
 

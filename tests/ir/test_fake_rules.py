@@ -1,4 +1,4 @@
-"""Products of experts' matrices (`_grouped_mm`): a fake result looks like the real one."""
+"""Operators with a rule of our own for tensors without data: a fake result looks like the real one."""
 
 from __future__ import annotations
 
@@ -45,3 +45,30 @@ def test_what_the_kernel_refuses_is_refused() -> None:
         torch._grouped_mm(rows(torch.float64), stacked(torch.float64), offs=ENDS)
     with pytest.raises(RuntimeError, match="float64"):
         fake_product(new_fake_mode(None), rows(torch.float64), stacked(torch.float64), ENDS)
+
+
+def test_a_fake_loss_of_sequences_has_the_geometry_of_the_real_one() -> None:
+    log_probs, targets = torch.randn(10, 2, 5).log_softmax(-1), torch.tensor([[1, 2, 2, 3], [4, 1, 3, 2]])
+    lengths = ([10, 9], [3, 2])
+    mode = new_fake_mode(None)
+    fakes = mode.from_tensor(log_probs), mode.from_tensor(targets)
+    real, fake = torch.ops.aten._ctc_loss(log_probs, targets, *lengths), torch.ops.aten._ctc_loss(*fakes, *lengths)
+    backward = torch.ops.aten._ctc_loss_backward
+    real += (backward(torch.ones(2), log_probs, targets, *lengths, *real, 0),)
+    fake += (backward(mode.from_tensor(torch.ones(2)), *fakes, *lengths, *fake, 0),)
+    for one, other in zip(real, fake, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def test_gradients_of_a_recurrent_layer_on_a_gpu_look_like_what_they_are_of() -> None:
+    with new_fake_mode(None):
+        x, hidden = torch.empty(5, 2, 3, device="cuda"), torch.empty(1, 2, 4, device="cuda")
+        weights = [torch.empty(*size, device="cuda") for size in ((16, 3), (16, 4), (16,), (16,))]
+        packed, grad = torch.empty(176, device="cuda"), torch.empty(5, 2, 4, device="cuda")
+        settings = (2, 4, 0, 1, False, 0.0, True, False, [], None)
+        state = torch.empty(64, dtype=torch.uint8, device="cuda")
+        found = torch.ops.aten._cudnn_rnn_backward(
+            x, weights, 4, packed, hidden, hidden, grad, grad, hidden, hidden, *settings, state, [True] * 4
+        )
+    assert [each.shape for each in found[:3]] == [x.shape, hidden.shape, hidden.shape]
+    assert [each.shape for each in found[3]] == [each.shape for each in weights]
