@@ -1,7 +1,10 @@
 """Tensors that look like the values of a graph and mean nothing.
 
-What the forward of an LSTM leaves for its backward is an exception: nobody knows its size before the operator runs
-(torch traces it as empty), and zeros in its place end the process. There the operator itself makes it.
+Two exceptions, where the operator itself makes its result, from such tensors:
+- What the forward of an LSTM leaves for its backward: nobody knows its size before the operator runs (torch traces it
+  as empty), and zeros in its place end the process.
+- The order that sorting gives. Whoever undoes it writes each place of an empty tensor once, and reads indices there:
+  with zeros for an order, most places would hold anything.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, below_autograd, op_name
+from wholestep._torch_compat import OpOverload, below_autograd, op_name, plain_name
 from wholestep.ir.values import size_hint
 
 _OWN = {"aten::mkldnn_rnn_layer": 3, "aten::_cudnn_rnn": 3}
 """Operators with a result that only their backward can read, and which one it is."""
+_SORTS = frozenset({"sort", "argsort", "randperm"})
+_SAME_ELEMENTS = frozenset(
+    {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "clone", "_to_copy", "alias", "detach"}
+)
 
 
 def stand_in(value: Any, device: torch.device | None = None) -> Any:
@@ -24,6 +31,8 @@ def stand_in(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, fx.Node):
         if device is None and _is_own(value):
             return _made_by_running(value)
+        if device is None and _is_order(value):
+            return _order(value)
         value = value.meta.get("val")
     if isinstance(value, list | tuple):
         return type(value)(stand_in(item, device) for item in value) if type(value) in (list, tuple) else value
@@ -58,6 +67,29 @@ def _is_own(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
         return False
     return _OWN.get(op_name(source.target)) == node.args[1]
+
+
+def _is_order(node: fx.Node) -> bool:
+    """Whether the elements of a node are the order that sorting gave."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return False
+    source = node
+    while source.target is operator.getitem or _named(source, _SAME_ELEMENTS):
+        source = source.args[0]  # type: ignore[assignment]
+    return _named(source, _SORTS)
+
+
+def _named(node: fx.Node, names: frozenset[str]) -> bool:
+    return isinstance(node.target, OpOverload) and plain_name(node.target) in names
+
+
+def _order(node: fx.Node) -> Any:
+    if node.target is operator.getitem:
+        return _order(node.args[0])[node.args[1]]  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), stand_in)
+    with below_autograd(), torch.random.fork_rng():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _made_by_running(node: fx.Node) -> Tensor:
