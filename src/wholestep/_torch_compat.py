@@ -35,7 +35,7 @@ from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.numbers import int_oo as _int_oo
 from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
 
-from wholestep._fake_rules import RULES as _FAKE_RULES
+from wholestep._torch_compat_fake_rules import RULES as _FAKE_RULES
 
 # OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
 # OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
