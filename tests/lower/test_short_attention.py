@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import wholestep as ws
 from wholestep._torch_compat import OpOverload
-from wholestep.lower import short_attention
+from wholestep.lower import retrace, short_attention
 
 pytestmark = pytest.mark.compiles
 
@@ -51,9 +52,17 @@ CASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
 
 
 @pytest.mark.parametrize(("settings", "dtype", "places"), CASES, ids=["causal", "fewer-queries", "scale"])
-def test_a_step_trains_as_in_eager(settings: dict[str, Any], dtype: torch.dtype, places: int) -> None:
+def test_a_step_trains_as_in_eager(
+    settings: dict[str, Any], dtype: torch.dtype, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = mock.Mock(wraps=short_attention.call_short_attention)
+    monkeypatch.setattr(retrace, "call_short_attention", called)
     compiled = ws.compile(step, lower="inductor", lower_options={"strict": True, "min_aten_ops": 1})
     torch.testing.assert_close(trained(settings, dtype, places, compiled), trained(settings, dtype, places, step))
+    assert {call.args[0] for call in called.call_args_list} == {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
 
 
 def written_out(query: Tensor, **settings: Any) -> bool:
