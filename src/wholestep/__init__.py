@@ -11,6 +11,7 @@ from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
 from wholestep.api import compile as compile
 from wholestep.errors import CudaGraphWarning as CudaGraphWarning
+from wholestep.errors import EagerWarning as EagerWarning
 from wholestep.errors import LowerWarning as LowerWarning
 from wholestep.errors import RecompileWarning as RecompileWarning
 from wholestep.errors import WholestepError as WholestepError
@@ -28,6 +29,7 @@ __all__ = [
     "CompiledStep",
     "CudaGraphWarning",
     "Dim",
+    "EagerWarning",
     "FullyShard",
     "LowerWarning",
     "Options",

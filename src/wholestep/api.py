@@ -14,11 +14,12 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from torch import fx
 
 from wholestep._torch_compat import call_untraced, is_dynamo_tracing
+from wholestep._torch_compat_modes import mode_that_needs_eager
 from wholestep.capture.captured import Captured
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.compilers.debug import checked_program
-from wholestep.errors import OptionError, RecompileWarning
+from wholestep.errors import EagerWarning, OptionError, RecompileWarning, UnsupportedError
 from wholestep.ir.iter_marks import CREATES, LATE
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import verify
@@ -79,6 +80,7 @@ class CompiledStep(Generic[P, R]):
         self._calls = 0
         self._symbolic_numbers: frozenset[str] = frozenset()
         self._warned = False
+        self._modes_warned: set[str] = set()
         plan = options.parallel
         self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
         compiles = options.lower == "inductor"
@@ -129,6 +131,9 @@ class CompiledStep(Generic[P, R]):
         if is_tracing():
             return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
         last = False if self._has_own_last else bool(kwargs.pop(_LAST, False))
+        mode = mode_that_needs_eager()
+        if mode is not None:
+            return self._run_in_eager(mode, fn, args, kwargs)
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
         pending.suspend()
@@ -139,6 +144,23 @@ class CompiledStep(Generic[P, R]):
         if last:
             self.flush()
         return result
+
+    def _run_in_eager(self, mode: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the plain function: a mode around the call acts on operators, and a replay would not honour it."""
+        if self._ranks is not None:
+            with self._ranks.compiling(self._calls):  # tells the other ranks
+                raise _needs_eager(mode)
+        if mode not in self._modes_warned:
+            self._modes_warned.add(mode)
+            warnings.warn(
+                f"{self._name} runs in eager while {mode} is on around the call: it acts on the operators that eager "
+                "runs, which a captured graph does not repeat.",
+                EagerWarning,
+                stacklevel=4,
+            )
+        self.flush()
+        pending.flush_all()
+        return fn(*args, **kwargs)
 
     def _run_one(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
@@ -358,6 +380,9 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     elif isinstance(step, _BoundStep):
         options = step._step.options
     function = getattr(step, "__wholestep_function__", step)
+    mode = mode_that_needs_eager()
+    if mode is not None:
+        raise _needs_eager(mode)
     pending.flush_all()
     if options.parallel is not None:
         find_models(function, args, kwargs, options.parallel).run()
@@ -381,6 +406,14 @@ def _trace(
     dump = None if options.dump_passes is None else Dump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured
+
+
+def _needs_eager(mode: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{mode} is on around the call. It acts on the operators that eager runs, which a captured graph does not "
+        "repeat.",
+        fix="leave it before the call; without parallel=, a compiled step runs in eager while it is on.",
+    )
 
 
 def _complete(entry: Entry, left: Pending, ranks: Ranks | None, call: int) -> None:

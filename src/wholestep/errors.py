@@ -399,6 +399,10 @@ class CudaGraphWarning(UserWarning):
     """A step runs without a CUDA graph, and why."""
 
 
+class EagerWarning(UserWarning):
+    """A compiled step runs as the plain function, because of a mode around the call."""
+
+
 class RecompileWarning(UserWarning):
     """A step was captured more often than `max_recompiles`."""
 

@@ -158,3 +158,15 @@ def test_optimizers_that_need_all_parameters_at_once_are_refused() -> None:
         return found
 
     assert run_ranks(code, 2) == [["WS-OPT-CLOSURE", "WS-SHARD-OPT"]] * 2
+
+
+def test_a_mode_that_acts_on_operators_is_refused_under_a_plan() -> None:
+    def code(rank: int) -> list[str]:
+        model = net()
+        step = ws.compile(train_step, parallel=ws.Replicate(world_mesh()))
+        optimizer = adamw(model)
+        step(model, optimizer, numbers(0, rank, 5, 6))
+        with torch.autograd.set_detect_anomaly(True):
+            return [code_of(lambda: step(model, optimizer, numbers(1, rank, 5, 6)))]
+
+    assert run_ranks(code, 2) == [["WS-UNSUPPORTED"]] * 2

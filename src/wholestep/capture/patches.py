@@ -12,6 +12,7 @@
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
 | DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
+| `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
 | functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
 
 The replacements act only on the thread that traces; other threads get the originals.
@@ -111,6 +112,7 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(nn.Module, "__setattr__", _set_attribute)
         patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
         patch(torch.jit.ScriptFunction, "__call__", _as_written)
+        patch(torch, "set_anomaly_enabled", _refuse_anomaly)
         patch(torch, "from_numpy", _refuse_array)
         patch(torch, "tensor", _tensor_of_number)
         patch(torch, "as_tensor", _tensor_of_number)
@@ -166,6 +168,16 @@ def _refuse_array(original: Any, array: Any) -> Any:
         fix="make the tensor outside of the step and pass it as an argument.",
         location=user_location(),
     )
+
+
+def _refuse_anomaly(original: Any, mode: bool, check_nan: bool = True) -> None:
+    if mode and check_nan:
+        raise UnsupportedError(
+            "the step looks for NaN in its backward (detect_anomaly), which raises for some values of tensors.",
+            fix="put torch.autograd.detect_anomaly() around the call: that call then runs in eager.",
+            location=user_location(),
+        )
+    original(mode, check_nan)
 
 
 def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:

@@ -85,6 +85,8 @@ class Host(Protocol):
     phase: str
     module_path: str
 
+    def before_operator(self) -> None: ...
+
     def lift(self, tensor: Tensor) -> Tensor: ...
 
     def constant(self, tensor: Tensor) -> fx.Node: ...
@@ -147,6 +149,7 @@ class Recorder(DispatchMode):
             return NotImplemented  # a tensor subclass unwraps itself into plain tensors first
         if self.values.paused or func in _METADATA_QUERIES:
             return func(*args, **kwargs)
+        self.host.before_operator()
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)

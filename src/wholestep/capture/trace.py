@@ -33,6 +33,7 @@ from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.optimizer_steps import replace_optimizer_step, replace_scaler_steps, replace_scheduler_step
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
+from wholestep.capture.process_settings import ProcessSettings
 from wholestep.capture.python_state import Attributes, ReadTracker
 from wholestep.capture.random_state import RandomState
 from wholestep.capture.recorder import Recorder
@@ -131,6 +132,7 @@ class Capture:
 
     def run(self) -> Captured:
         rng = RandomState(self.world)
+        self.settings = ProcessSettings()
         try:
             self._build_inputs()
             if self.options.parallel is None:
@@ -143,6 +145,7 @@ class Capture:
                 self.shapes.refuse_fixed()
                 captured = collect(self, result)
         finally:
+            self.settings.restore()
             rng.restore()
         return captured
 
@@ -265,6 +268,7 @@ class Capture:
                 raise _mixed(location_of_exception(error)) from error
         self._refuse_changed_arguments(fake_args, fake_kwargs)
         rng.check_untouched()
+        self.settings.refuse_left_changed()
         return result
 
     def _refuse_changed_arguments(self, fake_args: Any, fake_kwargs: Any) -> None:
@@ -289,6 +293,9 @@ class Capture:
         self.skip_flags[optimizer] = flag
 
     # Host of the recorder.
+
+    def before_operator(self) -> None:
+        self.settings.check_operator()
 
     def path_of_module(self, module: nn.Module) -> str:
         return self.world.modules.get(module, self.module_path)
