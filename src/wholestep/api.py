@@ -16,6 +16,7 @@ from torch import fx
 from wholestep._torch_compat import call_untraced, is_dynamo_tracing
 from wholestep._torch_compat_modes import mode_that_needs_eager
 from wholestep.capture.captured import Captured
+from wholestep.capture.number_policy import NumberPolicy, trace_with_numbers
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.capture.tree import leaves_of
 from wholestep.compilers.debug import checked_program
@@ -78,7 +79,7 @@ class CompiledStep(Generic[P, R]):
         self._last_left: Pending | None = None
         """What the last call left for the next one; void unless `_work` says that it exists."""
         self._calls = 0
-        self._symbolic_numbers: frozenset[str] = frozenset()
+        self._numbers = NumberPolicy()
         self._warned = False
         self._modes_warned: set[str] = set()
         plan = options.parallel
@@ -260,10 +261,8 @@ class CompiledStep(Generic[P, R]):
         if self._last is not None:
             state = self._last.gather.read(leaves)
             reason = self._last.guards.why_not(leaves, structure, state)
-            number = self._last.guards.changed_number()
-            if number is not None:
-                self._symbolic_numbers |= {number}
-        captured = _trace(fn, args, kwargs, self.options, self._symbolic_numbers)
+            self._numbers = self._numbers.with_changed(self._last.guards.changed_numbers(leaves, structure, state))
+        captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers)
         if self.options.memory_budget is not None:
             captured.step_graph.memory = fit_to_budget(
                 captured.step_graph,
@@ -314,7 +313,7 @@ class CompiledStep(Generic[P, R]):
         self._entries.clear()
         self._last = None
         self.recompiles.clear()
-        self._symbolic_numbers = frozenset()
+        self._numbers = NumberPolicy()
 
     def __reduce__(self) -> Any:
         # A copy, also in another process, captures for itself: graphs belong to the objects they were captured with.
@@ -386,7 +385,7 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     pending.flush_all()
     if options.parallel is not None:
         find_models(function, args, kwargs, options.parallel).run()
-    return _trace(function, args, kwargs, options).step_graph
+    return _trace(function, args, kwargs, options)[0].step_graph
 
 
 def _trace(
@@ -394,10 +393,10 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    symbolic_numbers: frozenset[str] = frozenset(),
-) -> Captured:
+    numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+) -> tuple[Captured, NumberPolicy]:
     """Capture, merge equal communication, check the graph, and run the passes."""
-    captured = trace_step(fn, args, kwargs, options, symbolic_numbers)
+    captured, numbers = trace_with_numbers(functools.partial(trace_step, fn, args, kwargs, options), numbers)
     dedup_collectives(captured.step_graph.gm)
     drop_dead_collectives(captured.step_graph.gm)
     verify(captured.step_graph, min(options.verify, 2))
@@ -405,7 +404,7 @@ def _trace(
     captured.step_graph.gm.meta[CREATES] = captured.step_graph.signature.creates_optimizer_state
     dump = None if options.dump_passes is None else Dump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
-    return captured
+    return captured, numbers
 
 
 def _needs_eager(mode: str) -> UnsupportedError:

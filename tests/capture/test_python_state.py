@@ -277,14 +277,17 @@ def test_a_number_made_from_the_learning_rate_follows_it() -> None:
     assert len(compiled.graphs) == 1
 
 
-def test_text_made_from_the_learning_rate_is_refused_with_a_reason() -> None:
+def test_text_made_from_the_learning_rate_is_right_for_each_learning_rate() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.25)
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, str]:
         return x * 2, f"{optimizer.param_groups[0]['lr']:.3f}"
 
-    with pytest.raises(ws.errors.ItemError, match="text"):
-        ws.compile(step)(torch.ones(2))
+    compiled = ws.compile(step)
+    for lr in (0.25, 0.25, 0.5):
+        optimizer.param_groups[0]["lr"] = lr
+        assert compiled(torch.ones(2))[1] == f"{lr:.3f}"
+    assert "text" in compiled.recompiles[0].reason
 
 
 def test_distributions_work_with_their_default_checks() -> None:

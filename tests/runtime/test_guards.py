@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[Callable[[Net, torch.optim.Optimizer], Any], str]] = {
     "dtype": (lambda m, o: m.double(), "dtype"),
     "buffer": (lambda m, o: m.register_buffer("extra", torch.ones(1)), "registered"),
     "group": (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "param groups"),
-    "option": (lambda m, o: o.param_groups[0].update(nesterov=True), "option"),
+    "option": (lambda m, o: o.param_groups[0].update(nesterov=True), "nesterov was False and is True"),
     "state": (lambda m, o: o.state.clear(), "state for 0 parameters"),
     "gradient": (lambda m, o: setattr(m.head.bias, "grad", torch.ones(1)), r"head\.bias\.grad is set"),
 }

@@ -64,7 +64,7 @@ class Bindings:
                 self.changes.append(Change(kind, slot, output=index, unless=unless))
             else:
                 self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
-        elif _is_constant(new):
+        elif _is_constant(new := _without_graph_numbers(new)):
             self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
         else:
             raise SideEffectError(
@@ -78,6 +78,15 @@ class Bindings:
             self._bound_nodes.add(node)
             return node
         return self._recorder.emit(torch.ops.aten.clone.default, node)
+
+
+def _without_graph_numbers(value: Any) -> Any:
+    """A tuple or list of numbers as plain ones, under guards; anything else as it is."""
+    if type(value) not in (tuple, list) or all(scalar_of(item) is None for item in value):
+        return value
+    scalars = [(item, scalar_of(item)) for item in value]
+    why = "a tuple or list that outlives the step"
+    return type(value)(item if scalar is None else scalar.specialise(why) for item, scalar in scalars)
 
 
 def _is_constant(value: Any) -> bool:

@@ -82,6 +82,12 @@ class Captured:
     containers: list[tuple[Any, str, Any]] = field(default_factory=list)
     """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
+    lifted: frozenset[str] = frozenset()
+    """Paths of the numbers that are inputs because they changed between two calls."""
+    number_types: list[tuple[Slot, type]] = field(default_factory=list)
+    """Where those numbers lie, and of which type they are."""
+    compare_numbers: bool = False
+    """Whether code that is not torch's may have told graph numbers from plain ones."""
     seconds: float = 0.0
 
     def release_batch(self) -> None:

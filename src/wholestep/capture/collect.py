@@ -66,6 +66,9 @@ def collect(capture: Capture, result: Any) -> Captured:
         class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
         containers=[(c, path, contents) for c, path, contents in capture.contents if _may_read(capture, path)],
         modules=list(capture.world.modules.items()),
+        lifted=frozenset(slot.path for slot, _ in capture.lifted),
+        number_types=capture.lifted,
+        compare_numbers=capture.may_tell_numbers_apart(),
     )
 
 
@@ -90,13 +93,14 @@ def _finish(graph: fx.Graph, outputs: list[Any]) -> None:
 
 def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """What the step read of plain objects and does not set itself."""
+    lifted = {slot.path for slot, _ in capture.lifted}
     for reader, path in capture.readers:
         before = next(s for s in capture.snapshots if s.obj is reader.obj).before
         skip = volatile.get(id(reader.obj), set())
         values = {}
         for name in reader.names:
             where = f"{path}.{name}"
-            if where in capture.symbolic_numbers or name in _OVERRIDDEN:
+            if where in lifted or name in _OVERRIDDEN:
                 continue
             if name in before and name not in skip:
                 values[name] = before[name]

@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -57,6 +57,8 @@ class World:
     generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
     """What closures and globals that the step's code names are bound to: path, slot, value."""
+    asks_for_types: bool = False
+    """Whether user code that was found names `type`, which tells a number of the graph from a plain one."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
     """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
 
@@ -75,7 +77,9 @@ class _Walk:
         self.world = World()
         self._seen: set[int] = set()
         self._keep: list[Any] = []
-        self._codes: dict[int, FunctionType] = {}
+        self._codes: dict[tuple[int, ...], FunctionType] = {}
+        self._variable_owners: dict[str, Any] = {}
+        """The cell, or the globals, of the first variable of a name."""
 
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         if isinstance(value, _PLAIN) or value is None:
@@ -166,16 +170,24 @@ class _Walk:
                     self._variables(found, max(depth, _MAX_DEPTH - 2))
 
     def _variables(self, fn: FunctionType, depth: int) -> None:
-        if id(fn.__code__) in self._codes:
+        cells = fn.__closure__ or ()
+        known = (id(fn.__code__), id(fn.__globals__), *map(id, cells))  # one code may close over several variables
+        if known in self._codes:
             return
-        self._codes[id(fn.__code__)] = fn
+        self._codes[known] = fn
         slots: list[tuple[str, Slot]] = []
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
-        for name in sorted(_global_names(fn.__code__)):
+        named = _global_names(fn.__code__)
+        self.world.asks_for_types |= "type" in named
+        for name in sorted(named):
             if name in fn.__globals__:
                 slots.append((name, MappingSlot(InputKind.CAPTURED, name, None, fn.__globals__, name)))
         for name, slot in slots:
+            place = slot.cell if isinstance(slot, CellSlot) else fn.__globals__
+            if self._variable_owners.setdefault(name, place) is not place:
+                name = f"{fn.__module__}.{fn.__qualname__}.{name}"  # another variable of that name
+                slot = replace(slot, path=name)
             try:
                 value = slot.get()
             except ValueError:  # a cell that is not filled yet

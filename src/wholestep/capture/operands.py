@@ -11,6 +11,8 @@ from wholestep._torch_compat import FakeTensor
 from wholestep.capture.scalars import scalar_of
 from wholestep.capture.values import Values
 
+_VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
+
 
 class OperandHost(Protocol):
     """What arguments ask of the capture."""
@@ -28,6 +30,8 @@ class Operands:
     def __init__(self, values: Values, host: OperandHost) -> None:
         self._values = values
         self._host = host
+        self.has_scalars = False
+        """Set where a number of the graph was among the arguments; whoever looks at it resets it."""
 
     def convert_all(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         """Positional arguments as fakes and as nodes."""
@@ -48,7 +52,7 @@ class Operands:
     def _convert(self, arg: Any) -> tuple[Any, Any]:
         if isinstance(arg, FakeTensor):
             return arg, self._values.node_of(arg)
-        if arg is None or isinstance(arg, int | float | str | torch.dtype | torch.device):
+        if arg is None or type(arg) in _VALUES:  # by type: a number of the graph says that it is an int
             return arg, arg
         if isinstance(arg, list | tuple):
             fakes, nodes = self.convert_all(tuple(arg))
@@ -60,6 +64,7 @@ class Operands:
             scalar = scalar_of(arg)
             if scalar is None:
                 return arg, self._host.shape_arg(arg)
+            self.has_scalars = True
             return (1.0 if scalar.kind is float else 1) if scalar.hint is None else scalar.hint, scalar.fx_arg()
         if isinstance(arg, torch.Generator):
             return None, self._host.generator(arg)

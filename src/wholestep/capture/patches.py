@@ -52,7 +52,7 @@ from wholestep._torch_compat import (
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.errors import CapturedTensorError, ItemError, ParameterDataError, RandomStateError, UnsupportedError
+from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError, UnsupportedError
 from wholestep.ir import rng
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
@@ -116,8 +116,6 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(torch, "from_numpy", _refuse_array)
         patch(torch, "tensor", _tensor_of_number)
         patch(torch, "as_tensor", _tensor_of_number)
-        for kind in (torch.SymFloat, torch.SymInt):
-            patch(kind, "__format__", _refuse_text)
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and hasattr(masking, "is_tracing"):
             patch(masking, "is_tracing", _causal_mask_is_traced)
@@ -260,14 +258,6 @@ def _tensor_of_number(original: Any, data: Any, *args: Any, **kwargs: Any) -> An
         return original(data, *args, **kwargs)
     kwargs.setdefault("dtype", torch.get_default_dtype() if scalar.kind is float else torch.int64)
     return torch.full((), data, **kwargs)
-
-
-def _refuse_text(original: Any, number: Any, *args: Any) -> str:
-    raise ItemError(
-        f"the step makes text of {number.node}, a number that differs from call to call.",
-        fix="return the number from the step and format it outside.",
-        location=user_location(),
-    )
 
 
 def _causal_mask_is_traced(original: Any, tensor: Any = None) -> bool:

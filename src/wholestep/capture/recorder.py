@@ -15,7 +15,7 @@ operator cost 1.6 to 1.9 times a bare make_fx; this costs less than one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from wholestep.capture.refusals import (
     refuse_branching_backward,
     unsupported,
 )
+from wholestep.capture.scalar_operands import fix_metadata
 from wholestep.capture.scalars import ScalarNode
 from wholestep.capture.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.values import Value, Values
@@ -168,6 +169,10 @@ class Recorder(DispatchMode):
         facts = op_facts(func)
         fake_args, node_args = self._operands.convert_all(args)
         fake_kwargs, node_kwargs = self._operands.convert_kwargs(kwargs)
+        view_args: Sequence[Any] = fake_args
+        if self._operands.has_scalars:
+            self._operands.has_scalars = False
+            view_args = fix_metadata(func, facts, (args, kwargs), (fake_args, fake_kwargs), (node_args, node_kwargs))
         if self.named_scalars:
             self._insert_named_scalars(facts, node_args, node_kwargs)
         if func is aten._cudnn_rnn.default and fake_args[3] is None:
@@ -191,7 +196,7 @@ class Recorder(DispatchMode):
         if facts.is_random:
             self.note_random(out, fake_args)
         if facts.is_view:
-            return self._record_view(func, fake_args, fake_kwargs, node_args, node_kwargs, out)
+            return self._record_view(func, view_args, fake_kwargs, node_args, node_kwargs, out)
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         self.register_outputs(node, out)
         return out
@@ -227,18 +232,18 @@ class Recorder(DispatchMode):
     def _record_view(
         self,
         func: Any,
-        fake_args: list[Any],
+        view_args: Sequence[Any],
         fake_kwargs: dict[str, Any],
         node_args: list[Any],
         node_kwargs: dict[str, Any],
         out: Any,
     ) -> Any:
-        source = fake_args[0] if fake_args else next(iter(fake_kwargs.values()))
+        source = view_args[0] if view_args else next(iter(fake_kwargs.values()))
         if not isinstance(source, Tensor) or out is source:
             return out
         parent = self.values.value(source)
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
-        rest = tuple(fake_args[1:])
+        rest = tuple(view_args[1:])
         if isinstance(out, Tensor):
             self.values.add_view(out, Value(out, node, parent.base, parent, func, rest, fake_kwargs))
         else:

@@ -1,7 +1,8 @@
-"""Python numbers that stay inputs: learning rates, betas, step counts.
+"""Python numbers that stay inputs: learning rates, betas, step counts, and numbers that changed between two calls.
 
-A `SymFloat` around a `ScalarNode` walks through the user's arithmetic. Each operation computes its value as Python
-would and remembers how; where a tensor operator takes the number, the remembered operations become nodes of the graph:
+A `ScalarNode` remembers how a number was computed. What user code sees is a `GraphInt` or `GraphFloat` around it
+(`capture.graph_numbers`); each operation computes its value as Python would and remembers how. Where a tensor operator
+takes the number, the remembered operations become nodes of the graph:
 
     lr, beta                      placeholders
     p.add_(m, alpha=-lr / (1 - beta))   ->   neg(lr); sub(1, beta); truediv(..); add(p, m, alpha=..)
@@ -15,16 +16,14 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from wholestep.errors import ControlFlowError
+from wholestep.errors import ControlFlowError, Location
 
 Number = int | float | bool
 
@@ -49,20 +48,48 @@ class ScalarGuard:
 
     expression: ScalarNode
     expected: Number
+    why: str = ""
+    """What fixed the value: a branch, a size."""
+    location: Location | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str:
         return f"{self.expression.key}=={self.expected!r}"
 
+    @property
+    def pins_leaf(self) -> bool:
+        """Whether it allows one value only of a number that is an input."""
+        return self.expression.leaf is not None and self.expression.kind is not bool
+
     def holds(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> bool:
         """Whether it still does, with the current value of each leaf."""
         value = self.expression.evaluate(leaf_value, memo)
-        return value == self.expected or (value != value and self.expected != self.expected)
+        if value == self.expected:
+            return value != 0 or not isinstance(value, float) or _sign(value) == _sign(self.expected)
+        return value != value and self.expected != self.expected
 
     def describe(self) -> str:
         if self.expression.kind is bool:
-            return self.expression.key if self.expected else f"not {self.expression.key}"
-        return f"{self.expression.key} == {self.expected!r}"
+            what = self.expression.key if self.expected else f"not {self.expression.key}"
+        else:
+            what = f"{self.expression.key} == {self.expected!r}"
+        if not self.why or self.location is None:
+            return what
+        return f"{what} ({self.why} at {self.location.file}:{self.location.line})"
+
+
+def _sign(value: Number) -> float:
+    return math.copysign(1.0, value)
+
+
+def slice_length(start: int, end: int, size: int) -> int:
+    """How many elements `x[start:end]` has in a dimension of that size."""
+    return len(range(*slice(start, end).indices(size)))
+
+
+def in_range(index: int, size: int) -> bool:
+    """Whether an index, which may count from the end, exists in a dimension of that size."""
+    return -size <= index < size
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -78,6 +105,12 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "float_pow": operator.pow,
     "pow_by_natural": operator.pow,
     "pow": operator.pow,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "invert": operator.invert,
     "sym_min": min,
     "sym_max": max,
     "neg": operator.neg,
@@ -111,10 +144,19 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "sym_or": operator.or_,
     "sym_not": operator.not_,
     "is_integer": float.is_integer,
+    "slice_length": slice_length,
+    "in_range": in_range,
 }
-_BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "sym_and", "sym_or", "sym_not", "is_integer"})
-_SYMBOL = {"add": "+", "sub": "-", "mul": "*", "float_truediv": "/", "float_pow": "**", "pow_by_natural": "**"}
-_SYMBOL |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "mod": "%", "int_floordiv": "//"}
+_BOOLEAN = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "sym_and", "sym_or", "sym_not", "is_integer", "in_range"}
+)
+_DIVISIONS = frozenset({"mod", "float_truediv", "int_truediv", "int_floordiv", "floordiv", "truediv"})
+_POWERS = frozenset({"float_pow", "pow_by_natural", "pow"})
+_DOMAINS = {"sqrt": "ge", "log": "gt", "log2": "gt"}
+_SYMBOL = {"add": "+", "sub": "-", "mul": "*", "float_truediv": "/", "truediv": "/", "int_truediv": "/"}
+_SYMBOL |= {"float_pow": "**", "pow_by_natural": "**", "pow": "**", "mod": "%", "int_floordiv": "//", "floordiv": "//"}
+_SYMBOL |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lshift": "<<", "rshift": ">>"}
+_SYMBOL |= {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 
 
 class ScalarNode:
@@ -147,9 +189,14 @@ class ScalarNode:
 
     # What the graph and the guards ask for.
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is a constant of the program."""
+        return self.leaf is None and not self.method
+
     def fx_arg(self) -> fx.Node | Number:
         """What stands for this number in the arguments of a node."""
-        if self.leaf is None and not self.method:
+        if self.is_fixed:
             assert self.hint is not None
             return self.hint
         if self._fx is None:
@@ -178,17 +225,22 @@ class ScalarNode:
     def leaves(self) -> list[Any]:
         """The distinct leaves this number depends on."""
         found: dict[int, Any] = {}
+        seen: set[int] = set()
         stack = [self]
         while stack:
             node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
             if node.leaf is not None:
                 found[id(node.leaf)] = node.leaf
             stack.extend(node.args)
         return list(found.values())
 
     def as_python(self) -> Any:
-        """The SymFloat, SymInt or SymBool that user code sees."""
-        wrap: Any = {float: torch.SymFloat, int: torch.SymInt, bool: torch.SymBool}[self.kind]
+        """The number that user code sees."""
+        from wholestep.capture.graph_numbers import wrap
+
         return wrap(self)
 
     def specialise(self, why: str) -> Number:
@@ -199,15 +251,16 @@ class ScalarNode:
                 fix="keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches.",
                 location=self._host.location_here(),
             )
-        if self.leaf is not None or self.method:
-            self._host.add_guard(ScalarGuard(self, self.hint))
+        if not self.is_fixed:
+            self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
 
-    def _apply(self, method: str, *others: Any) -> ScalarNode:
+    def apply(self, method: str, *others: Any) -> ScalarNode:
+        """The result of an operation on this number."""
         args = (self, *(self._adopt(o) for o in others))
-        fn = _OPERATORS[method]
+        self._guard_errors(method, args)
         hints = [a.hint for a in args]
-        hint = None if any(h is None for h in hints) else fn(*hints)
+        hint = None if any(h is None for h in hints) else _OPERATORS[method](*hints)
         if method in _BOOLEAN:
             kind: type = bool
         elif hint is not None:
@@ -215,10 +268,34 @@ class ScalarNode:
         else:
             kind = float if any(a.kind is float for a in args) or "truediv" in method else int
             kind = {"sym_float": float, "sym_int": int, "floor": int, "ceil": int, "trunc": int}.get(method, kind)
-        if all(a.leaf is None and not a.method for a in args):
+        if all(a.is_fixed for a in args):
             assert hint is not None
             return ScalarNode(self._host, kind, hint, repr(hint))
         return ScalarNode(self._host, kind, hint, _render(method, args), method=method, args=args)
+
+    def _guard_errors(self, method: str, args: tuple[ScalarNode, ...]) -> None:
+        """Where Python raises for some values (division by zero), or gives a number of another kind, which of the two
+        happens is a guard: user code may catch the error."""
+        if method in _DIVISIONS:
+            args[1]._guard_sign("ne", "a division")
+        elif method in _POWERS and len(args) == 2:
+            base, exponent = args
+            if base.kind is not float and exponent.kind is not float:
+                exponent._guard_sign("ge", "a power")
+            elif exponent.kind is float and not (exponent.is_fixed and float(exponent.hint or 0.0).is_integer()):
+                base._guard_sign("ge", "a power")
+        elif method in _DOMAINS:
+            args[0]._guard_sign(_DOMAINS[method], method)
+        elif method in ("lshift", "rshift"):
+            args[1]._guard_sign("ge", "a shift")
+
+    def _guard_sign(self, comparison: str, why: str) -> None:
+        # Numbers that are taken out of tensors are left alone: a guard on them would read state before each call.
+        if self.is_fixed or self.hint is None or not _from_python(self):
+            return
+        compared = self.apply(comparison, 0)
+        assert compared.hint is not None
+        self._host.add_guard(ScalarGuard(compared, compared.hint, why, self._host.location_here()))
 
     def _adopt(self, other: Any) -> ScalarNode:
         if isinstance(other, ScalarNode):
@@ -290,7 +367,7 @@ class ScalarNode:
         return bool(self.specialise("a branch"))
 
     def expect_true(self, file: str, line: int) -> bool:
-        if self.hint is None or (self.hint and _checks_base_of_power()):
+        if self.hint is None:
             return True
         return self.guard_bool(file, line)
 
@@ -301,7 +378,7 @@ class ScalarNode:
         return self.guard_bool(file, line)
 
     def statically_known_true(self, file: str, line: int) -> bool:
-        return self.hint is not None and bool(self.hint) and self.leaf is None and not self.method
+        return self.hint is not None and bool(self.hint) and self.is_fixed
 
     def guard_or_false(self, file: str, line: int) -> bool:
         return self.guard_bool(file, line)
@@ -332,20 +409,13 @@ class ScalarNode:
             return self.__str__
         method = name if name in _OPERATORS else name.rstrip("_")
         if method in _OPERATORS:
-            return lambda *others: self._apply(method, *others)
+            return lambda *others: self.apply(method, *others)
         raise AttributeError(name)
 
 
-def _checks_base_of_power() -> bool:
-    """torch asks of each `x ** y` that x is not negative. Python does not: a replay computes what eager does."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(8):
-        if frame is None:
-            break
-        if frame.f_code.co_name in ("__pow__", "__rpow__"):
-            return True
-        frame = frame.f_back
-    return False
+def _from_python(node: ScalarNode) -> bool:
+    """Whether a number is made of numbers that lie in Python objects only."""
+    return all(hasattr(leaf, "get") or hasattr(leaf, "index") for leaf in node.leaves())
 
 
 def scalar_of(value: object) -> ScalarNode | None:

@@ -75,7 +75,14 @@ class GroupShape:
 class StateTable:
     """All state that a step works on, real and fake side by side."""
 
-    def __init__(self, world: World, fake_mode: FakeTensorMode, make_scalar: MakeScalar) -> None:
+    def __init__(
+        self,
+        world: World,
+        fake_mode: FakeTensorMode,
+        make_scalar: MakeScalar,
+        lift_number: MakeScalar,
+        lifts: Callable[[str], bool],
+    ) -> None:
         self.world = world
         self.tracked: dict[int, Tracked] = {}
         """By identity of the real tensor."""
@@ -88,6 +95,8 @@ class StateTable:
         self.module_slots: list[tuple[ModuleSlot, Tracked]] = []
         self._mode = fake_mode
         self._make_scalar = make_scalar
+        self._lift_number = lift_number
+        self._lifts = lifts
         self._undo: list[Callable[[], None]] = []
 
     # Building.
@@ -277,6 +286,10 @@ class StateTable:
             shape.numbers[key] = value
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
             return self._make_scalar(slot, value)
+        if type(value) is int and self._lifts(where):
+            shape.numbers[key] = value
+            slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+            return self._lift_number(slot, value)
         if type(value) in (tuple, list) and any(isinstance(v, float | Tensor) for v in value):
             shape.numbers[key] = value
             items = []

@@ -25,11 +25,13 @@ from wholestep.capture.arguments import dynamic_dims, name_leaves
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
 from wholestep.capture.discover import World, discover
+from wholestep.capture.graph_numbers import plain_keys
 from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.inputs import Inputs
 from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.items import Items
 from wholestep.capture.location import location_of_exception, user_location
+from wholestep.capture.number_policy import NumberPolicy
 from wholestep.capture.optimizer_steps import replace_optimizer_step, replace_scaler_steps, replace_scheduler_step
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
@@ -69,12 +71,16 @@ def trace_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    symbolic_numbers: frozenset[str] = frozenset(),
+    numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    seen: set[str] | None = None,
 ) -> Captured:
-    """Capture one call of a step. Nothing is computed and nothing of the user's is changed."""
+    """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
+
+    `seen`: takes the paths of the numbers that user code got as numbers of the graph, also where the capture fails.
+    """
     started = time.perf_counter()
     with _one_capture_at_a_time:
-        capture = Capture(fn, args, kwargs, options, symbolic_numbers)
+        capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen)
         captured = capture.run()
     captured.seconds = time.perf_counter() - started
     return captured
@@ -95,11 +101,15 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
-        symbolic_numbers: frozenset[str],
+        numbers: NumberPolicy,
+        seen: set[str],
     ) -> None:
         self.fn = fn
         self.options = options
-        self.symbolic_numbers = symbolic_numbers
+        self.numbers = numbers
+        self.lifted: list[tuple[Slot, type]] = []
+        """Numbers that are inputs because they changed between two calls, and their types."""
+        self._seen = seen
         self.phase = "forward"
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
@@ -114,7 +124,7 @@ class Capture:
         self.fake_mode: FakeTensorMode = new_fake_mode(self.shapes.env)
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph, self.fake_mode, self)
-        self.table = StateTable(self.world, self.fake_mode, self.make_scalar)
+        self.table = StateTable(self.world, self.fake_mode, self.make_scalar, self.lift_number, numbers.lifts)
         self.inputs = Inputs(self.recorder, self.world, self.table)
         self._items = Items(self)
         self.guards: dict[str, ScalarGuard] = {}
@@ -169,6 +179,9 @@ class Capture:
             if isinstance(leaf, Tensor):
                 tracked = self.table.tracked.get(id(leaf)) or self._batch_leaf(leaf, i)
                 self.fake_leaves.append(tracked.fake)
+            elif self.numbers.lifts(self.leaf_paths[i]) and type(leaf) in (int, float):
+                slot = BatchSlot(InputKind.HYPER_PARAMETER, self.leaf_paths[i], None, i)
+                self.fake_leaves.append(self.lift_number(slot, leaf))
             else:
                 self.fake_leaves.append(leaf)
 
@@ -225,9 +238,8 @@ class Capture:
             self._lift_numbers(holder, path)
             self._track_reads(holder, path)
         for name, slot, value in self.world.variables:
-            if name in self.symbolic_numbers and type(value) in (int, float):
-                lifted = replace(slot, kind=InputKind.HYPER_PARAMETER)
-                slot.set(self.make_scalar(lifted, value))
+            if self.numbers.lifts(name) and type(value) in (int, float) and type(slot.get()) in (int, float):
+                slot.set(self.lift_number(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
 
     def _track_reads(self, holder: Any, path: str) -> None:
         reader = ReadTracker(holder)
@@ -237,9 +249,9 @@ class Capture:
     def _lift_numbers(self, holder: Any, path: str) -> None:
         for key, value in list(vars(holder).items()):
             where = f"{path}.{key}"
-            if where in self.symbolic_numbers and type(value) in (int, float):
+            if self.numbers.lifts(where) and type(value) in (int, float):
                 slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, vars(holder), key)
-                vars(holder)[key] = self.make_scalar(slot, value)
+                vars(holder)[key] = self.lift_number(slot, value)
 
     def _trace(self, rng: RandomState) -> Any:
         fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
@@ -257,7 +269,7 @@ class Capture:
             if self.session is not None:
                 stack.enter_context(self.session.saved_tensors())
             try:
-                result = self.fn(*fake_args, **fake_kwargs)
+                result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()
             except WholestepError as error:
@@ -321,9 +333,28 @@ class Capture:
     # Host of the scalars.
 
     def make_scalar(self, slot: Slot, value: Number) -> Any:
-        """A number in a slot becomes a scalar of the graph."""
+        """A number in a slot becomes a scalar of the graph, where the policy does not need it plain."""
+        if self.numbers.plain:
+            return value
+        self._seen.add(slot.path)
         kind = float if isinstance(value, float) else int
-        return ScalarNode(self, kind, kind(value), slot.path, leaf=slot).as_python()
+        scalar = ScalarNode(self, kind, kind(value), slot.path, leaf=slot)
+        if slot.path in self.numbers.pinned:
+            self.add_guard(ScalarGuard(scalar, kind(value)))
+            return value
+        return scalar.as_python()
+
+    def lift_number(self, slot: Slot, value: Number) -> Any:
+        """A number that changed between two calls becomes a scalar of the graph."""
+        self.lifted.append((slot, type(value)))
+        return self.make_scalar(slot, value)
+
+    def may_tell_numbers_apart(self) -> bool:
+        """Whether code that is not torch's got numbers of the graph and may ask for their type."""
+        if self.numbers.plain or not self._seen:
+            return False
+        own_optimizer = any(not type(o).__module__.startswith("torch.optim.") for o in self.world.optimizers)
+        return bool(self.lifted) or own_optimizer or self.world.asks_for_types
 
     def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
         return self.recorder.emit_function(target, args, value)

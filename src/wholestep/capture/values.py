@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import FakeTensorMode, storage_key
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
+from wholestep.capture.scalars import ScalarNode
 from wholestep.capture.views import GETITEM, invert_view
 from wholestep.errors import UnsupportedError
 
@@ -122,7 +123,7 @@ class Values:
                 node = child.node
             else:
                 before = self._read_before_write(parent)
-                args = (*child.args, *child.kwargs.values())
+                args = tuple(_as_argument(a) for a in (*child.args, *child.kwargs.values()))
                 node = invert_view(self.emit, before, parent.fake, child.op, args, child.index, child.node, child.fake)
             child = parent
 
@@ -208,9 +209,25 @@ class Values:
             self._by_storage[storage_key(was)] = before
         self._values[id(fake)] = make(before)
 
+    def fix_moving_views(self, fake: Tensor, why: str) -> None:
+        """Fix the numbers by which a view, or what it is a view of, was taken."""
+        value: Value | None = self.value(fake)
+        while value is not None:
+            for arg in value.args:
+                if isinstance(arg, ScalarNode):
+                    arg.specialise(why)
+            value = value.parent
+
     def _shape_arg(self, arg: Any) -> Any:
+        if isinstance(arg, ScalarNode):
+            return arg.fx_arg()
         if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._size_node(arg)
         if isinstance(arg, list | tuple):
             return [self._shape_arg(a) for a in arg]
         return arg
+
+
+def _as_argument(arg: Any) -> Any:
+    """A number of the graph as the node that stands for it."""
+    return arg.fx_arg() if isinstance(arg, ScalarNode) else arg

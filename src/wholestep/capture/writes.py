@@ -56,8 +56,13 @@ class Writes:
             return out
         targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
         flat = list(tensors_in(targets))
+        records = torch.is_grad_enabled() and any(
+            t.requires_grad for t in tensors_in([fake_args, [*fake_kwargs.values()]])
+        )
         for target in flat:
             refuse_overlap(func, target)
+            if records:  # autograd finds the place of the view again by its offset in memory
+                self._values.fix_moving_views(target, "a write through a view that autograd records")
         if len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat):
             return self._one_by_one(func, fake_args, fake_kwargs)
         refuse_shifted_overlap(func, flat, fake_args)

@@ -10,6 +10,7 @@ from wholestep.capture.captured import Captured
 from wholestep.capture.plain import is_mutable_value, same_plain, skeleton
 from wholestep.capture.slots import BatchSlot, Slot
 from wholestep.runtime.guards.guard import Call, Guard, Listed
+from wholestep.runtime.guards.wording import is_other_number
 
 
 class SameStructure(Guard):
@@ -31,7 +32,11 @@ class SameObjects(Guard):
 
     def __init__(self, captured: Captured) -> None:
         self._paths = captured.leaf_paths
-        self._fixed = [(i, leaf) for i, leaf in enumerate(captured.leaves) if not isinstance(leaf, Tensor)]
+        self._fixed = [
+            (i, leaf)
+            for i, leaf in enumerate(captured.leaves)
+            if not isinstance(leaf, Tensor) and captured.leaf_paths[i] not in captured.lifted
+        ]
 
     def holds(self, call: Call) -> bool:
         leaves = call.leaves
@@ -47,6 +52,9 @@ class SameObjects(Guard):
             if not same_plain(now, value):
                 plain = isinstance(value, int | float | str | bool | type(None))
                 yield f"{self._paths[i]} " + (f"was {value!r} and is {now!r}" if plain else "is another object")
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        return (self._paths[i] for i, value in self._fixed if is_other_number(call.leaves[i], value))
 
 
 class SameContents(Listed):

@@ -37,6 +37,10 @@ class Guard(ABC):
         """Whether there is something to look at; otherwise the guard is left out."""
         return True
 
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        """The paths of Python numbers that have another value of the same type: the next capture makes them inputs."""
+        return iter(())
+
 
 class Listed(Guard):
     """A guard that looks at few things one by one: it holds where there is no reason why not."""
@@ -71,3 +75,7 @@ class Watched(Guard):
     def reasons(self, call: Call) -> Iterator[str]:
         for guard in self._guards:
             yield from guard.reasons(call)
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        for guard in self._guards:
+            yield from guard.changed_numbers(call)

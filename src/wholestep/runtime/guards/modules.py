@@ -10,9 +10,9 @@ from wholestep.capture.captured import Captured
 from wholestep.capture.discover import MODULE_INTERNALS
 from wholestep.capture.plain import same_plain, skeleton
 from wholestep.capture.slots import ABSENT
-from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.ir.signature import InputKind
 from wholestep.runtime.guards.guard import Call, Guard, Listed, Watched
-from wholestep.runtime.guards.wording import was_and_is
+from wholestep.runtime.guards.wording import is_other_number, was_and_is
 
 
 class SameAttributes(Guard):
@@ -30,7 +30,6 @@ class SameAttributes(Guard):
             each for d, before in zip(self.dicts, self._before, strict=True) for each in _numbers(d, before)
         ]
         self._sizes = list(map(len, self.dicts))
-        self._counted = {c.slot.path for c in captured.changes if c.kind is ChangeKind.CONSTANT}
 
     def holds(self, call: Call) -> bool:
         if list(map(len, self.dicts)) != self._sizes or [read(d) for read, d in self._readers] != self._values:
@@ -44,14 +43,11 @@ class SameAttributes(Guard):
                 if key not in MODULE_INTERNALS and not same_plain(old, new):
                     yield was_and_is(f"{path}.{key}", old, new)
 
-    def changed_number(self) -> str | None:
-        """The path of a number that the step counts up, and that something else changed."""
+    def changed_numbers(self, call: Call) -> Iterator[str]:
         for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
             for key, value in before.items():
-                where = f"{path}.{key}"
-                if where in self._counted and type(value) in (int, float) and now.get(key) != value:
-                    return where
-        return None
+                if is_other_number(now.get(key, ABSENT), value):
+                    yield f"{path}.{key}"
 
 
 class SameSubmodules(Guard):
@@ -120,6 +116,12 @@ class OtherAttributes(Listed):
             if now != before or any(skeleton(d[key]) != known for d, key, known in numbers):
                 yield f"an attribute of {path} changed"
 
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        for module, path, _, before, _ in self._modules:
+            for key, value in before.items():
+                if is_other_number(vars(module).get(key, ABSENT), value):
+                    yield f"{path}.{key}"
+
 
 class EmptyBuffers(Listed):
     """Buffers that were None still are."""
@@ -139,8 +141,9 @@ class EmptyBuffers(Listed):
                 yield f"{path} is no longer None"
 
 
-def watched_attributes(attributes: SameAttributes, captured: Captured) -> Watched:
+def watched_attributes(captured: Captured) -> Watched:
     """Attributes and submodules, looked at again where something is set on a module."""
+    attributes = SameAttributes(captured)
     submodules = SameSubmodules(captured)
     return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
 

@@ -52,6 +52,20 @@ class SizesInRange(Listed):
                 raise out_of_range(path, dim, size, declared)
 
 
+class SameNumberTypes(Listed):
+    """Numbers that became inputs are still of the type that they had: `1`, `1.0` and `True` may take other branches."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._numbers = captured.number_types
+        super().__init__(self._numbers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for slot, kind in self._numbers:
+            now = value_in(call, slot)
+            if type(now) is not kind:
+                yield f"{slot.path} is no longer of type {kind.__name__}"
+
+
 class SameBranches(Listed):
     """Numbers that Python compared while tracing (a learning rate, a step count) compare the same way."""
 
@@ -66,7 +80,7 @@ class SameBranches(Listed):
         super().__init__(self._guards)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        numbers = None if self._numbers is None else [slot.get() for slot in self._numbers]
+        numbers = None if self._numbers is None else [value_in(call, slot) for slot in self._numbers]
         if numbers is not None and numbers == self._good_numbers:
             return
         value = self._value_in(call)
@@ -81,8 +95,7 @@ class SameBranches(Listed):
         """What gives the value of a leaf of an expression."""
 
         def current(node: Any) -> Any:
-            slot = self._slots[node]
-            return call.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()
+            return value_in(call, self._slots[node])
 
         items = self._items.run(current) if self._items is not None else {}
 
@@ -91,7 +104,12 @@ class SameBranches(Listed):
                 found = items[leaf.node]
                 return found.item() if isinstance(found, Tensor) else found
             if isinstance(leaf, Slot):
-                return leaf.get()
+                return value_in(call, leaf)
             raise TypeError(f"cannot evaluate {leaf!r}")
 
         return value
+
+
+def value_in(call: Call, slot: Slot) -> Any:
+    """What a slot holds in this call."""
+    return call.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()

@@ -16,11 +16,10 @@ class SameVariables(Listed):
     """Closure variables and globals hold what they held."""
 
     def __init__(self, captured: Captured) -> None:
-        lifted = {slot.path for slot in captured.inputs if slot.kind is InputKind.HYPER_PARAMETER}
         self._variables = [
             (path, slot, value)
             for path, slot, value in captured.world.variables
-            if path not in captured.rebound_variables and path not in lifted
+            if path not in captured.rebound_variables and path not in captured.lifted
         ]
         super().__init__(self._variables)
 
@@ -30,10 +29,8 @@ class SameVariables(Listed):
             if now is not value and not same_plain(now, value):
                 yield was_and_is(path, value, now)
 
-    def changed_number(self) -> str | None:
-        """The path of a variable that holds another number."""
-        changed = (path for path, slot, value in self._variables if is_other_number(slot.get(), value))
-        return next(changed, None)
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        return (path for path, slot, value in self._variables if is_other_number(slot.get(), value))
 
 
 class SameReads(Listed):
@@ -51,13 +48,11 @@ class SameReads(Listed):
                 if not same_plain(now, value):
                     yield was_and_is(f"{path}.{name}", value, now)
 
-    def changed_number(self) -> str | None:
-        """The path of an attribute that holds another number."""
+    def changed_numbers(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:
             for name, value in values:
                 if is_other_number(vars(obj).get(name, ABSENT), value):
-                    return f"{path}.{name}"
-        return None
+                    yield f"{path}.{name}"
 
 
 class SameClassReads(Listed):

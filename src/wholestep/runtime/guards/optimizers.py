@@ -13,7 +13,6 @@ from wholestep.capture.captured import Captured
 from wholestep.capture.plain import same_plain, skeleton
 from wholestep.capture.slots import ABSENT
 from wholestep.capture.tree import same_objects
-from wholestep.ir.signature import ChangeKind
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards.guard import Call, Guard, Listed
 from wholestep.runtime.guards.wording import is_other_number, was_and_is
@@ -30,6 +29,7 @@ class SameOptimizer(Guard):
         self._groups = [
             (group.params, {key: skeleton(value) for key, value in group.constants.items()}) for group in groups
         ]
+        self._options = [dict(group.constants) for group in groups]
         self._owners = list(optimizer.state)
         self._sizes = list(map(len, optimizer.state.values()))
         self._good_reading = -1
@@ -68,15 +68,27 @@ class SameOptimizer(Guard):
             yield f"{self._path} has {count} param groups instead of {len(self._groups)}"
         if not self._same_owners():
             yield f"{self._path} has state for {len(state)} parameters instead of {len(self._owners)}"
+        for path, before, now in self._changed_options():
+            yield was_and_is(path, before, now)
         if not self.holds(call):
-            yield "an option, a parameter or the state of an optimizer changed"
+            yield "a parameter or the state of an optimizer changed"
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        return (path for path, before, now in self._changed_options() if is_other_number(now, before))
+
+    def _changed_options(self) -> Iterator[tuple[str, Any, Any]]:
+        """Options of param groups that have other values: path, value at capture, value now."""
+        for g, (group, options) in enumerate(zip(self._optimizer.param_groups, self._options, strict=False)):
+            for key, value in options.items():
+                now = group.get(key, ABSENT)
+                if skeleton(now) != skeleton(value):
+                    yield f"{self._path}.param_groups[{g}].{key}", value, now
 
 
 class OptimizerAttributes(Listed):
     """What a user can set on an optimizer is as it was."""
 
     def __init__(self, captured: Captured) -> None:
-        self._counted = {c.slot.path for c in captured.changes if c.kind is ChangeKind.CONSTANT}
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for optimizer, path in captured.world.optimizers.items():
             skip = {"state", "param_groups", "step"} | captured.volatile.get(id(optimizer), set())
@@ -92,13 +104,11 @@ class OptimizerAttributes(Listed):
                 if now is not value and not same_plain(now, value):
                     yield was_and_is(f"{path}.{key}", value, now)
 
-    def changed_number(self) -> str | None:
-        """The path of a number that the step counts up, and that something else changed."""
+    def changed_numbers(self, call: Call) -> Iterator[str]:
         for attributes, path, before in self._attributes:
             for key, value in before.items():
-                if f"{path}.{key}" in self._counted and is_other_number(attributes.get(key, ABSENT), value):
-                    return f"{path}.{key}"
-        return None
+                if is_other_number(attributes.get(key, ABSENT), value):
+                    yield f"{path}.{key}"
 
 
 class SameScalers(Listed):

@@ -23,11 +23,10 @@ from wholestep.runtime.guards.guard import Call, Guard
 from wholestep.runtime.guards.modules import (
     EmptyBuffers,
     OtherAttributes,
-    SameAttributes,
     watched_attributes,
     watched_parameters,
 )
-from wholestep.runtime.guards.numbers import SameBranches, SizesInRange
+from wholestep.runtime.guards.numbers import SameBranches, SameNumberTypes, SizesInRange
 from wholestep.runtime.guards.objects import (
     SameClassReads,
     SameContainers,
@@ -45,28 +44,28 @@ class Guards:
     """The conditions of one captured graph."""
 
     def __init__(self, captured: Captured, gather: Gather) -> None:
-        attributes, variables, reads = SameAttributes(captured), SameVariables(captured), SameReads(captured)
-        optimizer_attributes = OptimizerAttributes(captured)
         self._sizes = SizesInRange(captured)
+        self._structure = SameStructure(captured)
         everything: list[Guard] = [
             SameModes(),
-            SameStructure(captured),
+            self._structure,
             SameObjects(captured),
-            watched_attributes(attributes, captured),
+            watched_attributes(captured),
             watched_parameters(captured),
             *(SameOptimizer(o, path, captured, gather) for o, path in captured.world.optimizers.items()),
             SameGradients(captured),
             SameRequiresGrad(captured, gather),
             SameHooks(captured),
             AllThere(captured),
+            SameNumberTypes(captured),
             SameForm(captured, gather),
             # Most steps have few of these.
             OtherAttributes(captured),
             EmptyBuffers(captured),
-            variables,
-            reads,
+            SameVariables(captured),
+            SameReads(captured),
             SameClassReads(captured),
-            optimizer_attributes,
+            OptimizerAttributes(captured),
             SameKinds(captured),
             SameContents(captured),
             SameContainers(captured),
@@ -80,7 +79,6 @@ class Guards:
         ]
         self._guards = [guard for guard in everything if guard.is_needed()]
         self._checks = [guard.holds for guard in self._guards]
-        self._changed_numbers = [g.changed_number for g in (attributes, reads, optimizer_attributes, variables)]
 
     def add_conditions_on_sizes(self) -> None:
         """Take over what was assumed of sizes since the capture: lowering compares them too."""
@@ -104,7 +102,9 @@ class Guards:
         reasons = (reason for guard in self._guards for reason in guard.reasons(call))
         return next(reasons, "a condition that could not be named")
 
-    def changed_number(self) -> str | None:
-        """The path of a number that differs: read from a plain object, or counted up by the step on a module."""
-        found = (changed() for changed in self._changed_numbers)
-        return next((path for path in found if path is not None), None)
+    def changed_numbers(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
+        """The paths of all Python numbers that a guard holds constant and that have another value now."""
+        call = Call(leaves, structure, state)
+        if not self._structure.holds(call):
+            return set()
+        return {path for guard in self._guards for path in guard.changed_numbers(call)}

@@ -1,0 +1,229 @@
+"""Which Python numbers of a step are inputs of its graph, and the proof that this did not change what the step does.
+
+A number is a constant under a guard at first. One that changed between two calls is *lifted*: the next capture sees it
+as a `GraphInt` or `GraphFloat`, an input. Numbers that training always changes (learning rates, betas, counts in
+optimizer state) are inputs from the start. A number that cannot be one stays *pinned*: a constant under a guard for
+each value, with the right result.
+
+User code can tell a graph number from a plain one (`type(k) is int`, extensions in C). So a trace with lifted numbers
+is accepted only if a trace of the same call with plain numbers recorded the same program: the same operators on the
+same tensors, with the same values where a graph number stands. Otherwise the numbers that make the difference are
+pinned.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import OpOverload, schema_of, without_modes
+from wholestep.capture.captured import Captured
+from wholestep.errors import UnsupportedError, WholestepError
+from wholestep.ir.signature import ChangeKind
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class NumberPolicy:
+    """How a trace treats Python numbers, by path."""
+
+    lifted: frozenset[str] = frozenset()
+    """Numbers that changed between two calls."""
+    pinned: frozenset[str] = frozenset()
+    """Numbers that user code needs as plain ones."""
+    plain: bool = False
+    """All numbers are plain and nothing is guarded: only for a trace that another is compared with."""
+
+    def lifts(self, path: str) -> bool:
+        """Whether a number that is a constant at first is an input now."""
+        return path in self.lifted and path not in self.pinned and not self.plain
+
+    def with_changed(self, paths: Iterable[str]) -> NumberPolicy:
+        """The policy after these numbers changed."""
+        return replace(self, lifted=self.lifted | frozenset(paths) - self.pinned)
+
+    def without(self, paths: Iterable[str]) -> NumberPolicy:
+        """The policy after these numbers turned out to be needed as plain ones."""
+        gone = frozenset(paths)
+        return replace(self, lifted=self.lifted - gone, pinned=self.pinned | gone)
+
+
+Trace = Callable[[NumberPolicy, set[str]], Captured]
+"""One capture under a policy; adds the paths of the numbers that were given to user code as graph numbers."""
+
+_MOST_TRIES = 8
+
+
+def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[Captured, NumberPolicy]:
+    """A capture whose graph numbers behaved as plain ones, and the policy that it was made with."""
+    seen: set[str] = set()
+    captured, error = _attempt(trace, policy, seen)
+    if captured is not None and not captured.compare_numbers:
+        return captured, policy
+    if isinstance(error, WholestepError) and not policy.lifted & seen:
+        raise error
+    plain, own_error = _attempt(trace, replace(policy, plain=True), set())
+    if plain is None:
+        assert own_error is not None
+        raise error if isinstance(error, WholestepError) else own_error
+    if captured is not None and first_difference(captured, plain) is None:
+        return captured, policy
+    return _pin(trace, policy, plain, seen)
+
+
+def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) -> tuple[Captured, NumberPolicy]:
+    """Pin the numbers that make the difference: first all that were lifted, then all; each that can be is an input."""
+    difference: str | None = None
+    for pinned in (seen & policy.lifted, seen):
+        best = policy.without(pinned)
+        captured, error = _attempt(trace, best, set())
+        if captured is None:
+            if pinned == seen and error is not None:
+                raise error
+            continue
+        difference = first_difference(captured, plain)
+        if difference is not None:
+            continue
+        for path in sorted(pinned) if len(pinned) <= _MOST_TRIES else ():
+            attempt = replace(best, lifted=best.lifted | (policy.lifted & {path}), pinned=best.pinned - {path})
+            again, _ = _attempt(trace, attempt, set())
+            if again is not None and first_difference(again, plain) is None:
+                captured, best = again, attempt
+        return captured, best
+    raise UnsupportedError(
+        f"two traces of the same call with the same numbers recorded different programs: {difference}.",
+        fix="make the step's Python deterministic: the order of sets, id(), clocks and counters outside of the step "
+        "must not decide what it computes.",
+    )
+
+
+def _attempt(trace: Trace, policy: NumberPolicy, seen: set[str]) -> tuple[Captured | None, Exception | None]:
+    try:
+        return trace(policy, seen), None
+    except Exception as error:
+        return None, error
+
+
+def first_difference(one: Captured, other: Captured) -> str | None:
+    """Where two captures of one call differ, numbers compared by their value at that call; None if nowhere."""
+    programs = _Program(one), _Program(other)
+    for first, second in zip(programs[0].calls, programs[1].calls, strict=False):
+        if first[0] != second[0]:
+            return f"{first[1]} and {second[1]}"
+    lengths = [len(program.calls) for program in programs]
+    if lengths[0] != lengths[1]:
+        longer = programs[0] if lengths[0] > lengths[1] else programs[1]
+        return f"{longer.calls[min(lengths)][1]} is in one of them only"
+    if programs[0].results != programs[1].results:
+        return "the results of the step"
+    return _changed_state(*programs)
+
+
+def _changed_state(one: _Program, other: _Program) -> str | None:
+    for path in {**one.changes, **other.changes}:
+        first, second = (program.changes.get(path, program.unchanged(path)) for program in (one, other))
+        if first != second and None not in (first, second):
+            return path
+    return None
+
+
+class _Program:
+    """What a capture does, in a form in which captures can be compared."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._inputs = {node: slot.path for node, slot in captured.placeholder_slots.items()}
+        self._places: dict[fx.Node, int] = {}
+        self.calls: list[tuple[Any, str]] = []
+        """Each operator that is no arithmetic on Python numbers, and its name for people."""
+        outputs: Any = ()
+        for node in captured.step_graph.gm.graph.nodes:
+            if node.op == "output":
+                outputs = node.args[0]
+            elif node.op == "call_function" and not _is_arithmetic(node):
+                self._places[node] = len(self.calls)
+                self.calls.append((self._call(node), f"{node.name} ({node.target})"))
+        self.results = [self._result(kind, value, outputs) for kind, value in captured.result_leaves]
+        self.changes = {
+            change.slot.path: self._form(outputs[change.output])
+            if change.output is not None
+            else (("removed",) if change.kind is ChangeKind.REMOVED else self._form(change.constant))
+            for change in captured.changes
+        }
+        self._slots = {change.slot.path: change.slot for change in captured.changes}
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.target is aten.lift_fresh_copy.default and (source := node.args[0]).op == "get_attr":  # type: ignore[union-attr]
+            constant: Tensor = source.meta["constant"]  # type: ignore[union-attr]
+            if constant.dim() == 0:
+                return "a tensor of a number", constant.dtype, self._form(constant.item())
+        if node.target is aten.full.default and node.args[0] == []:
+            val: Tensor = node.meta["val"]
+            number = node.args[1]
+            return "a tensor of a number", val.dtype, self._form(_as_dtype(number, val.dtype))
+        if not isinstance(node.target, OpOverload):
+            return node.target, self._form(node.args), self._form(node.kwargs)
+        arguments = schema_of(node.target).arguments  # arguments that have their default are left out by dispatch
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+        return node.target, tuple(self._form(given.get(a.name, a.default_value)) for a in arguments)
+
+    def unchanged(self, path: str) -> Any:
+        """What a place holds that this capture does not change; None where that is no plain value."""
+        slot = self._slots.get(path)
+        value = None if slot is None else slot.get()
+        return self._form(value) if isinstance(value, int | float | str) else None
+
+    def _result(self, kind: str, value: Any, outputs: Any) -> Any:
+        if kind in ("output", "attached"):
+            return self._form(outputs[value])
+        if kind == "sharded":
+            return self._form(outputs[value[0]])
+        return self._form(value) if isinstance(value, int | float | str) else type(value)
+
+    def _form(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._node(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._form(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((key, self._form(item)) for key, item in value.items())
+        if isinstance(value, float):
+            return float, struct.pack("d", value)
+        if isinstance(value, slice):
+            return slice, self._form((value.start, value.stop, value.step))
+        return type(value), value
+
+    def _node(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        if node in self._places:
+            return "call", self._places[node]
+        if isinstance(val, int | float):
+            return self._form(val)
+        if node.op == "placeholder":
+            return "input", self._inputs[node]
+        if node.op == "get_attr":
+            constant: Tensor = node.meta["constant"]
+            return "constant", constant.dtype, tuple(constant.shape), constant.tolist()
+        return node.target, self._form(node.args)
+
+
+def _as_dtype(number: Any, dtype: torch.dtype) -> Any:
+    """The number that a tensor of a dtype holds, where it is known."""
+    value = number.meta.get("val") if isinstance(number, fx.Node) else number
+    with without_modes():
+        return torch.tensor(value, dtype=dtype).item() if isinstance(value, int | float) else number
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether a node computes a Python number."""
+    if isinstance(node.target, OpOverload):
+        return node.target is torch.ops.aten._local_scalar_dense.default
+    return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and (
+        node.target is not operator.getitem
+    )
