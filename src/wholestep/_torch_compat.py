@@ -380,8 +380,8 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
     found: list[Any] = []
     for hooks in (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),  # absent where __init__ of Optimizer was not called
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
         _optimizer._global_optimizer_pre_hooks,
         _optimizer._global_optimizer_post_hooks,
     ):

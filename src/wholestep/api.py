@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep._torch_compat import call_untraced, is_dynamo_tracing
 from wholestep._torch_compat_modes import mode_that_needs_eager
+from wholestep.capture.called import CalledObjects
 from wholestep.capture.captured import Captured
 from wholestep.capture.number_policy import NumberPolicy, trace_with_numbers
 from wholestep.capture.trace import find_models, is_tracing, trace_step
@@ -80,6 +81,7 @@ class CompiledStep(Generic[P, R]):
         """What the last call left for the next one; void unless `_work` says that it exists."""
         self._calls = 0
         self._numbers = NumberPolicy()
+        self._called = CalledObjects(options)
         self._warned = False
         self._modes_warned: set[str] = set()
         plan = options.parallel
@@ -172,9 +174,8 @@ class CompiledStep(Generic[P, R]):
             entry, state = found or self._capture(fn, args, kwargs, leaves, structure)
             return self._run_entry(entry, state, leaves)
         if found is None:
-            assert self.options.parallel is not None
             with self._ranks.compiling(self._calls):
-                placing = find_models(fn, args, kwargs, self.options.parallel)
+                placing = find_models(fn, args, kwargs, self.options)
             self._ranks.agree_on_models(self._calls, placing.lines())
             with self._ranks.compiling(self._calls):
                 placing.run()
@@ -262,7 +263,7 @@ class CompiledStep(Generic[P, R]):
             state = self._last.gather.read(leaves)
             reason = self._last.guards.why_not(leaves, structure, state)
             self._numbers = self._numbers.with_changed(self._last.guards.changed_numbers(leaves, structure, state))
-        captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers)
+        captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers, self._called)
         if self.options.memory_budget is not None:
             captured.step_graph.memory = fit_to_budget(
                 captured.step_graph,
@@ -384,7 +385,7 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
         raise _needs_eager(mode)
     pending.flush_all()
     if options.parallel is not None:
-        find_models(function, args, kwargs, options.parallel).run()
+        find_models(function, args, kwargs, options).run()
     return _trace(function, args, kwargs, options)[0].step_graph
 
 
@@ -394,9 +395,11 @@ def _trace(
     kwargs: dict[str, Any],
     options: Options,
     numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    called: CalledObjects | None = None,
 ) -> tuple[Captured, NumberPolicy]:
     """Capture, merge equal communication, check the graph, and run the passes."""
-    captured, numbers = trace_with_numbers(functools.partial(trace_step, fn, args, kwargs, options), numbers)
+    traced = functools.partial(trace_step, fn, args, kwargs, options, called=called)
+    captured, numbers = trace_with_numbers(traced, numbers)
     dedup_collectives(captured.step_graph.gm)
     drop_dead_collectives(captured.step_graph.gm)
     verify(captured.step_graph, min(options.verify, 2))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.known import Recipe
+from wholestep.capture.reachable import Link
 from wholestep.capture.scalars import ScalarGuard
 from wholestep.capture.shapes import Shapes
 from wholestep.capture.slots import BatchSlot, Slot
@@ -81,6 +82,8 @@ class Captured:
     """The same for plain values that the step read from the classes of such objects."""
     containers: list[tuple[Any, str, Any]] = field(default_factory=list)
     """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
+    links: list[Link] = field(default_factory=list)
+    """By which the objects that the step calls are reached."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
     lifted: frozenset[str] = frozenset()
     """Paths of the numbers that are inputs because they changed between two calls."""

@@ -30,9 +30,14 @@ if TYPE_CHECKING:
 def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
     """Find what tensors and numbers the step set where training keeps its state."""
     _gradients(capture.table, bindings)
+    seen: set[int] = set()
+    """Of state and groups that a wrapper shares with the optimizer inside of it, by identity."""
     for optimizer, path in capture.world.optimizers.items():
-        _optimizer_state(capture, bindings, optimizer, path)
-        _param_groups(capture.table, bindings, optimizer, path)
+        if id(optimizer.state) not in seen:
+            _optimizer_state(capture, bindings, optimizer, path)
+        if id(optimizer.param_groups) not in seen:
+            _param_groups(capture.table, bindings, optimizer, path)
+        seen |= {id(optimizer.state), id(optimizer.param_groups)}
     for scaler, path in capture.world.scalers.items():
         for name in SCALER_TENSORS:
             now = vars(scaler).get(name)

@@ -24,7 +24,7 @@ from wholestep.ir.step_graph import StepGraph
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
-_OVERRIDDEN = frozenset({"step", "get_last_lr", "optimizer"})
+_OVERRIDDEN = frozenset({"step", "get_last_lr", "param_groups"})
 
 
 def collect(capture: Capture, result: Any) -> Captured:
@@ -65,6 +65,7 @@ def collect(capture: Capture, result: Any) -> Captured:
         reads=list(_reads(capture, python.volatile)),
         class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
         containers=[(c, path, contents) for c, path, contents in capture.contents if _may_read(capture, path)],
+        links=capture.world.links_to(capture.called),
         modules=list(capture.world.modules.items()),
         lifted=frozenset(slot.path for slot, _ in capture.lifted),
         number_types=capture.lifted,

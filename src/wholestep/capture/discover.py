@@ -28,13 +28,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from wholestep._torch_compat import generator_key
 from wholestep.capture.plain import CONTAINERS
 from wholestep.capture.plain import PLAIN as _PLAIN
+from wholestep.capture.reachable import Chain, Link, has_own_dict, search
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.errors import WrappedError
 from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
+TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that torch keeps on every module."""
+OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))]))) | {
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+}
+"""Attributes that torch keeps on every optimizer."""
 
 
 @dataclass
@@ -61,15 +69,59 @@ class World:
     """Whether user code that was found names `type`, which tells a number of the graph from a plain one."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
     """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
+    wrappers: list[tuple[Optimizer, str]] = field(default_factory=list)
+    """Optimizers that take param groups or state from another one (`AcceleratedOptimizer`); also among the holders."""
+    frontier: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `reachable` goes on
+    from them."""
+    chains: list[Chain] = field(default_factory=list)
+    """How objects that were found by being called are reached from the frontier."""
+    behind: dict[int, Chain] = field(default_factory=dict)
+    """Objects behind the frontier that the step is not known to call, by identity."""
+
+    links: dict[int, Link] = field(default_factory=dict)
+    """How the walk came to an object from the one that holds it, by identity of the object."""
+
+    def links_to(self, called: set[int]) -> list[Link]:
+        """The links by which objects that the step calls are reached from its arguments and variables."""
+        found: dict[int, Link] = {}
+        for chain in self.chains:
+            for link in chain.links:
+                found.setdefault(id(link.child), link)
+            called = called | {id(chain.links[0].parent)} if chain.links else called
+        for identity in called:
+            way = self.links.get(identity)
+            while way is not None and id(way.child) not in found:
+                found[id(way.child)] = way
+                way = self.links.get(id(way.parent))
+        return list(found.values())
+
+    def knows(self, value: Any) -> bool:
+        """Whether an optimizer, scheduler, scaler or module was found."""
+        return any(value in found for found in (self.optimizers, self.schedulers, self.scalers, self.modules))
 
 
-def discover(fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> World:
-    """Walk the arguments, then the function."""
+def discover(
+    fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]], called: Callable[[Any], bool] = lambda value: False
+) -> World:
+    """Walk the arguments, then the function. `called`: objects behind the frontier that the step is known to call."""
     walk = _Walk()
     for name, value in arguments:
         walk.visit(value, name, 0, None)
     walk.function(fn, "", 0)
-    return walk.world
+    world = walk.world
+    behind = search(list(world.frontier.values()), TARGETS, world.knows)
+    for chain in behind:
+        if called(chain.target):
+            world.chains.append(chain)
+            for holder, path in chain.holders():
+                walk.visit(holder, path, 0, None)
+            walk.visit(chain.target, chain.path, 0, None)
+    for chain in behind:
+        for holder, path in chain.holders():
+            walk.visit(holder, path, _MAX_DEPTH, None)
+    world.behind = {id(chain.target): chain for chain in behind if not world.knows(chain.target)}
+    return world
 
 
 class _Walk:
@@ -77,6 +129,8 @@ class _Walk:
         self.world = World()
         self._seen: set[int] = set()
         self._keep: list[Any] = []
+        self._within: list[Any] = []
+        """The objects whose contents are being visited."""
         self._codes: dict[tuple[int, ...], FunctionType] = {}
         self._variable_owners: dict[str, Any] = {}
         """The cell, or the globals, of the first variable of a name."""
@@ -86,17 +140,27 @@ class _Walk:
             return
         if isinstance(value, Tensor) and slot is not None and value.requires_grad:
             self.world.other_slots.append((value, slot))
-        if id(value) in self._seen or depth > _MAX_DEPTH:
+        if id(value) in self._seen:
+            return
+        if self._within and slot is not None and id(value) not in self.world.links:
+            named = None if isinstance(self._within[-1], deque | set) else slot.get
+            self.world.links[id(value)] = Link(self._within[-1], value, path, named)
+        if depth > _MAX_DEPTH:
+            self.world.frontier[id(value)] = (value, path)
             return
         if isinstance(value, CONTAINERS):
             self.world.containers.append((value, path))
         self._seen.add(id(value))
         self._keep.append(value)
+        self._within.append(value)
+        self._visit(value, path, depth, slot)
+        self._within.pop()
+
+    def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         world = self.world
         if isinstance(value, nn.Module):
             self._module(value, path, depth)
         elif isinstance(value, Optimizer):
-            world.optimizers[value] = path
             self._optimizer(value, path, depth)
         elif isinstance(value, LRScheduler):
             world.schedulers[value] = path
@@ -131,6 +195,10 @@ class _Walk:
             world.holders[id(value)] = (value, path)
             self._attributes(value, path, depth)
             self._methods(type(value), depth)
+        else:
+            world.frontier[id(value)] = (value, path)
+            if not _is_foreign(type(value)):
+                self._methods(type(value), depth)
 
     def function(self, fn: Any, path: str, depth: int) -> None:
         """Closure, globals named by the code, defaults, and the object a method is bound to."""
@@ -162,6 +230,8 @@ class _Walk:
             return
         self._seen.add(id(cls))
         for base in cls.__mro__:
+            if not _is_foreign(base):
+                self.world.frontier[id(base)] = (base, base.__name__)
             for member in vars(base).values() if not _is_foreign(base) else ():
                 found = getattr(member, "__func__", member)
                 found = found.fget if isinstance(found, property) else found
@@ -193,6 +263,7 @@ class _Walk:
             except ValueError:  # a cell that is not filled yet
                 continue
             if isinstance(value, ModuleType | type):
+                self.world.frontier[id(value)] = (value, name)
                 continue
             self.world.variables.append((name, slot, value))
             self.visit(value, name, depth + 1, slot)
@@ -212,19 +283,29 @@ class _Walk:
                 self.visit(value, attr, max(depth + 1, _MAX_DEPTH - 2), slot)
 
     def _optimizer(self, optimizer: Optimizer, path: str, depth: int) -> None:
-        internal = {"state", "param_groups", "defaults"}
         for key, value in list(vars(optimizer).items()):
-            if key in internal or key.startswith("_") or isinstance(value, _PLAIN):
+            if key in OPTIMIZER_INTERNALS or isinstance(value, _PLAIN):
                 continue
             slot = MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, vars(optimizer), key)
             self.visit(value, f"{path}.{key}", depth + 1, slot)
-        self.world.containers.append((optimizer.defaults, f"{path}.defaults"))
+        if owns(optimizer, "param_groups") and owns(optimizer, "state"):
+            self.world.optimizers[optimizer] = path
+            if isinstance(vars(optimizer).get("defaults"), dict):
+                self.world.containers.append((optimizer.defaults, f"{path}.defaults"))
+        else:
+            self.world.wrappers.append((optimizer, path))
+            self.world.holders[id(optimizer)] = (optimizer, path)
         self._methods(type(optimizer), depth)
 
     def _attributes(self, value: Any, path: str, depth: int) -> None:
         for key, item in list(vars(value).items()):
             where = f"{path}.{key}"
             self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, vars(value), key))
+
+
+def owns(optimizer: Optimizer, name: str) -> bool:
+    """Whether an optimizer keeps its param groups or its state itself; some are a property that asks another one."""
+    return name in vars(optimizer) and not isinstance(inspect.getattr_static(type(optimizer), name, None), property)
 
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
@@ -242,7 +323,7 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
 
 
 def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum) or not hasattr(value, "__dict__"):
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum) or not has_own_dict(value):
         return False
     if isinstance(value, SimpleNamespace | Namespace):
         return True

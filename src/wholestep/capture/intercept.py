@@ -36,11 +36,17 @@ _GRAD: Any = Tensor.grad
 _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 
+_OF_THE_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__reduce_ex__})
+"""Asked of a real tensor, these are answered by the real tensor."""
+
+
 class InterceptHost(Protocol):
     """What the mode tells the capture."""
 
     api: str
     session: Any
+
+    def stand_in(self, real: Tensor) -> Tensor: ...
 
 
 class FunctionMode(TorchFunctionMode):
@@ -53,6 +59,8 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(isinstance(a, Tensor) and a.__class__ is not FakeTensor for a in args) and func not in _OF_THE_MEMORY:
+            args = tuple(self._traced(a) for a in args)
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",
@@ -85,6 +93,12 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._host.api = before
+
+    def _traced(self, value: Any) -> Any:
+        """A parameter that some object hid from `discover` is the fake that stands for it, with the fake's gradient."""
+        if isinstance(value, Tensor) and not _is_traced(value) and value.requires_grad and value.is_leaf:
+            return self._host.stand_in(value)
+        return value
 
 
 def _is_traced(value: Any) -> bool:

@@ -18,7 +18,7 @@ from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import Number, scalar_of
 from wholestep.capture.slots import Slot
-from wholestep.errors import ItemError, OptimizerClosureError, SideEffectError
+from wholestep.errors import ItemError, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.parallel.session import Session
 
@@ -31,6 +31,8 @@ class StepHost(Protocol):
     session: Session | None
     host_calls: list[HostCall]
     steps_seen: list[Optimizer]
+    running_step: Optimizer | None
+    """The optimizer whose replaced `step` is running."""
 
     def make_scalar(self, slot: Slot, value: Number) -> Any: ...
 
@@ -42,29 +44,63 @@ def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
     original = optimizer.step
 
     def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if closure is not None:
-            raise OptimizerClosureError(
-                "optimizer.step(closure) may evaluate the model any number of times.",
-                fix="compute the loss and call backward() before optimizer.step(), without a closure.",
-                location=user_location(),
-            )
-        if host.host_calls:
-            raise SideEffectError(
-                f"{host.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
-                "learning rate in this same call.",
-                fix="call scheduler.step() after optimizer.step(), as torch asks for.",
-                location=user_location(),
-            )
+        _refuse_step(host, closure)
         before, host.phase = host.phase, "optimizer"
         host.steps_seen.append(optimizer)
+        running, host.running_step = host.running_step, optimizer
         try:
             if host.session is not None:
                 return host.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
             return original(*args, **kwargs)
         finally:
-            host.phase = before
+            host.phase, host.running_step = before, running
 
     vars(optimizer)["step"] = step
+
+
+class BoundSteps:
+    """Calls of `step` as a bound method that was taken before the trace: they do not see the replaced method."""
+
+    def __init__(self, host: StepHost) -> None:
+        self._host = host
+        self._phases: list[tuple[Optimizer, str]] = []
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Torch is about to run the `step` of an optimizer."""
+        host = self._host
+        if host.running_step is optimizer:
+            return
+        _refuse_step(host, args[0] if args else kwargs.get("closure"))
+        if host.session is not None:
+            raise UnsupportedError(
+                "step() of a sharded optimizer is called as a bound method that was taken before the step.",
+                fix="keep the optimizer and call optimizer.step().",
+                location=user_location(),
+            )
+        host.steps_seen.append(optimizer)
+        self._phases.append((optimizer, host.phase))
+        host.phase = "optimizer"
+
+    def end(self, optimizer: Optimizer) -> None:
+        """It ran."""
+        if self._phases and self._phases[-1][0] is optimizer:
+            self._host.phase = self._phases.pop()[1]
+
+
+def _refuse_step(host: StepHost, closure: Any) -> None:
+    if closure is not None:
+        raise OptimizerClosureError(
+            "optimizer.step(closure) may evaluate the model any number of times.",
+            fix="compute the loss and call backward() before optimizer.step(), without a closure.",
+            location=user_location(),
+        )
+    if host.host_calls:
+        raise SideEffectError(
+            f"{host.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
+            "learning rate in this same call.",
+            fix="call scheduler.step() after optimizer.step(), as torch asks for.",
+            location=user_location(),
+        )
 
 
 def replace_scaler_steps(host: StepHost, scaler: Any) -> None:

@@ -13,6 +13,7 @@
 | DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
+| optimizers, schedulers, scalers | the same, noticing unknown ones (`called`) | they are found by being called |
 | functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
 
 The replacements act only on the thread that traces; other threads get the originals.
@@ -49,6 +50,7 @@ from wholestep._torch_compat import (
     validate_distributions,
     written_function,
 )
+from wholestep.capture.called import CallHost, notice_calls, notice_module
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
@@ -63,7 +65,7 @@ _MATH = {
 } | {"pow": "float_pow"}
 
 
-class PatchHost(Protocol):
+class PatchHost(CallHost, Protocol):
     """What the patches ask of the capture."""
 
     module_path: str
@@ -94,6 +96,7 @@ def patched(host: PatchHost) -> Iterator[None]:
             stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
         patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))
+        notice_calls(host, patch, stack, is_here=lambda: threading.get_ident() == thread)
         if host.session is not None:
             _patch_parallel(host.session, patch)
         for name in FUSED_OPTIMIZER_FUNCTIONS:
@@ -188,6 +191,7 @@ def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:
 
 
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    notice_module(host, module)
     before = host.module_path
     host.module_path = host.path_of_module(module)
     if isinstance(module, nn.RNNBase) and module.dropout and module.training and next(module.parameters()).is_cuda:

@@ -28,7 +28,7 @@ from wholestep._torch_compat import (
     new_fake,
     spec_of,
 )
-from wholestep.capture.discover import World
+from wholestep.capture.discover import World, owns
 from wholestep.capture.slots import (
     FixedSlot,
     GradSlot,
@@ -93,6 +93,12 @@ class StateTable:
         self.fake_state_before: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
         self.parameters: list[Tracked] = []
         self.module_slots: list[tuple[ModuleSlot, Tracked]] = []
+        self._group_fakes: dict[int, tuple[GroupShape, dict[str, Any]]] = {}
+        """By identity of a real param group: a wrapper may share those of the optimizer inside of it."""
+        self._state_fakes: dict[int, dict[Any, dict[Any, Any]]] = {}
+        """By identity of the real `optimizer.state`."""
+        self._list_fakes: dict[int, list[dict[str, Any]]] = {}
+        """By identity of the real `optimizer.param_groups`."""
         self._mode = fake_mode
         self._make_scalar = make_scalar
         self._lift_number = lift_number
@@ -203,6 +209,8 @@ class StateTable:
             self._grad(tracked)
         for optimizer, path in self.world.optimizers.items():
             self._swap_optimizer(optimizer, path)
+        for wrapper, path in self.world.wrappers:
+            self._swap_wrapper(wrapper, path)
         for scaler, path in self.world.scalers.items():
             for attr in SCALER_TENSORS:
                 real = vars(scaler).get(attr)
@@ -251,20 +259,17 @@ class StateTable:
         tracked.fake.grad = found.fake
 
     def _swap_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        shapes: list[GroupShape] = []
-        fake_groups: list[dict[str, Any]] = []
-        for g, group in enumerate(optimizer.param_groups):
-            shape = GroupShape(list(group["params"]), {})
-            fake_group: dict[str, Any] = {"params": [self.tracked[id(p)].fake for p in group["params"]]}
-            for key, value in group.items():
-                if key != "params":
-                    fake_group[key] = self._hyper(optimizer, path, g, key, value, shape)
-            shapes.append(shape)
-            fake_groups.append(fake_group)
-        self.groups[optimizer] = shapes
-        self.fake_groups[optimizer] = [dict(group) for group in fake_groups]
         real_groups, real_state = optimizer.param_groups, optimizer.state
-        fake_state = self._fake_state(optimizer, path)
+        for g, group in enumerate(real_groups):
+            if id(group) not in self._group_fakes:
+                self._group_fakes[id(group)] = self._fake_group(optimizer, path, g, group)
+        self.groups[optimizer] = [self._group_fakes[id(group)][0] for group in real_groups]
+        fake_groups = [self._group_fakes[id(group)][1] for group in real_groups]
+        fake_groups = self._list_fakes.setdefault(id(real_groups), fake_groups)
+        self.fake_groups[optimizer] = [dict(group) for group in fake_groups]
+        fake_state = self._state_fakes.get(id(real_state))
+        if fake_state is None:
+            fake_state = self._state_fakes[id(real_state)] = self._fake_state(optimizer, path)
         self.fake_state_before[optimizer] = {k: dict(v) for k, v in fake_state.items()}
         vars(optimizer)["param_groups"] = fake_groups
         vars(optimizer)["state"] = fake_state
@@ -274,6 +279,31 @@ class StateTable:
             vars(optimizer)["state"] = real_state
 
         self._undo.append(undo)
+
+    def _swap_wrapper(self, wrapper: Optimizer, path: str) -> None:
+        """An optimizer that has no state of its own may still keep the list of groups of the one that it wraps."""
+        if not owns(wrapper, "param_groups"):
+            return
+        groups = self._list_fakes.get(id(wrapper.param_groups))
+        if groups is None:
+            raise UnsupportedError(
+                f"{path} has param groups of its own and takes its state from elsewhere.",
+                fix="share the list of the optimizer inside: self.param_groups = inner.param_groups.",
+            )
+        slot = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.param_groups", None, vars(wrapper), "param_groups")
+        self._swap(slot, groups)
+
+    def _fake_group(
+        self, optimizer: Optimizer, path: str, g: int, group: dict[str, Any]
+    ) -> tuple[GroupShape, dict[str, Any]]:
+        # A list of parameters that an attribute shares with a group holds their fakes already.
+        tracked = [self.tracked.get(id(p)) or self.by_fake[id(p)] for p in group["params"]]
+        shape = GroupShape([t.real for t in tracked], {})
+        fake_group: dict[str, Any] = {"params": [t.fake for t in tracked]}
+        for key, value in group.items():
+            if key != "params":
+                fake_group[key] = self._hyper(optimizer, path, g, key, value, shape)
+        return shape, fake_group
 
     def _hyper(self, optimizer: Optimizer, path: str, g: int, key: str, value: Any, shape: GroupShape) -> Any:
         where = f"{path}.param_groups[{g}].{key}"

@@ -22,6 +22,7 @@ from wholestep._torch_compat import (
     new_fake_mode,
 )
 from wholestep.capture.arguments import dynamic_dims, name_leaves
+from wholestep.capture.called import Behind, CalledObjects, FoundByCall
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
 from wholestep.capture.discover import World, discover
@@ -32,7 +33,12 @@ from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.items import Items
 from wholestep.capture.location import location_of_exception, user_location
 from wholestep.capture.number_policy import NumberPolicy
-from wholestep.capture.optimizer_steps import replace_optimizer_step, replace_scaler_steps, replace_scheduler_step
+from wholestep.capture.optimizer_steps import (
+    BoundSteps,
+    replace_optimizer_step,
+    replace_scaler_steps,
+    replace_scheduler_step,
+)
 from wholestep.capture.patches import patched
 from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
 from wholestep.capture.process_settings import ProcessSettings
@@ -54,7 +60,6 @@ from wholestep.ir.known_draws import KnownDraws
 from wholestep.ir.signature import InputKind
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
-from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
 
 _one_capture_at_a_time = threading.RLock()
@@ -73,23 +78,37 @@ def trace_step(
     options: Options,
     numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
     seen: set[str] | None = None,
+    called: CalledObjects | None = None,
 ) -> Captured:
     """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
 
     `seen`: takes the paths of the numbers that user code got as numbers of the graph, also where the capture fails.
     """
     started = time.perf_counter()
+    called = CalledObjects(options) if called is None else called
     with _one_capture_at_a_time:
-        capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen)
-        captured = capture.run()
+        while True:
+            capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, called)
+            try:
+                captured = capture.run()
+                break
+            except FoundByCall as met:
+                called.add_new(met.target)
     captured.seconds = time.perf_counter() - started
     return captured
 
 
-def find_models(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Placing:
+def find_models(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Placing:
     """The models and optimizers of a step that are not yet in the form of a plan."""
     flat = flatten((args, kwargs))
-    return Placing(plan, discover(fn, zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)))
+    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
+    assert options.parallel is not None
+    return Placing(options.parallel, discover(fn, leaves, CalledObjects(options)))
 
 
 class Capture:
@@ -103,6 +122,7 @@ class Capture:
         options: Options,
         numbers: NumberPolicy,
         seen: set[str],
+        called: CalledObjects,
     ) -> None:
         self.fn = fn
         self.options = options
@@ -115,7 +135,10 @@ class Capture:
         self.flat: Flat = flatten((args, kwargs))
         self.structure = leaves_of((args, kwargs))[1]
         self.leaf_paths = name_leaves(fn, self.flat, len(args))
-        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True))
+        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True), called)
+        self.met: Any = None
+        self.called: set[int] = set()
+        self._behind = Behind(self.world)
         self.contents = [(c, path, skeleton(c)) for c, path in self.world.containers]
         self.shapes = Shapes()
         self.dynamic_dims = dynamic_dims(options, self.leaf_paths, self.flat.leaves)
@@ -134,6 +157,8 @@ class Capture:
         self.readers: list[tuple[ReadTracker, str]] = []
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
         self.steps_seen: list[Optimizer] = []
+        self.running_step: Optimizer | None = None
+        self._bound_steps = BoundSteps(self)
         self.api = ""
         self.session: Session | None = None
         """What the plan does while tracing."""
@@ -210,6 +235,7 @@ class Capture:
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
+            self._behind.restore()
             for _, slot, value in self.world.variables:
                 if slot.get() is not value:
                     slot.set(value)
@@ -272,6 +298,7 @@ class Capture:
                 result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()
+                self._again_if_met()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
             except RuntimeError as error:
@@ -300,9 +327,28 @@ class Capture:
         where = location_of_exception(error)
         return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
 
+    def _again_if_met(self) -> None:
+        """Trace again with an optimizer whose call the step's code hid (`except:`), or whose groups it changed."""
+        met = self.met if self.met is not None else self._behind.changed()
+        if met is not None:
+            raise FoundByCall(met)
+
+    def begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Torch is about to run the `step` of an optimizer."""
+        self._bound_steps.begin(optimizer, args, kwargs)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """It ran."""
+        self._bound_steps.end(optimizer)
+
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None:
         """State that this optimizer creates appears only where the flag is false."""
         self.skip_flags[optimizer] = flag
+
+    def stand_in(self, real: Tensor) -> Tensor:
+        """The fake for a real tensor that the step's code holds, if there is one."""
+        tracked = self.table.tracked.get(id(real))
+        return real if tracked is None else tracked.fake
 
     # Host of the recorder.
 

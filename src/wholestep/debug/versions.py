@@ -75,7 +75,7 @@ def capture_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     """Capture a call as `ws.compile` does, without its passes. Nothing runs, and no state changes."""
     pending.flush_all()
     if options.parallel is not None:
-        find_models(fn, args, kwargs, options.parallel).run()
+        find_models(fn, args, kwargs, options).run()
     captured = trace_step(fn, args, kwargs, options)
     leaves, _ = leaves_of((args, kwargs))
     gm = captured.step_graph.gm

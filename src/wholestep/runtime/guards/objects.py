@@ -100,6 +100,19 @@ class SameContainers(Listed):
                 yield f"the contents of {path} changed"
 
 
+class SameChains(Listed):
+    """Objects that the step calls are still reached by the same links from its arguments and variables."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._links = captured.links
+        super().__init__(self._links)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for link in self._links:
+            if not link.holds():
+                yield f"{link.path} is another object"
+
+
 class SameTensors(Listed):
     """Parameters that lie outside of modules (in a list, in a param group) are the same objects."""
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from wholestep._torch_compat import SCALER_SETTINGS, SCALER_TENSORS
 from wholestep.capture.captured import Captured
+from wholestep.capture.discover import OPTIMIZER_INTERNALS
 from wholestep.capture.plain import same_plain, skeleton
 from wholestep.capture.slots import ABSENT
 from wholestep.capture.tree import same_objects
@@ -91,8 +92,9 @@ class OptimizerAttributes(Listed):
     def __init__(self, captured: Captured) -> None:
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for optimizer, path in captured.world.optimizers.items():
-            skip = {"state", "param_groups", "step"} | captured.volatile.get(id(optimizer), set())
-            before = {k: v for k, v in vars(optimizer).items() if k not in skip and not k.startswith("_")}
+            skip = {"step"} | (OPTIMIZER_INTERNALS - {"defaults"}) | captured.volatile.get(id(optimizer), set())
+            own = not type(optimizer).__module__.startswith("torch.")  # private attributes of torch's are its own
+            before = {k: v for k, v in vars(optimizer).items() if k not in skip and (own or not k.startswith("_"))}
             if before:
                 self._attributes.append((vars(optimizer), path, before))
         super().__init__(self._attributes)

@@ -28,6 +28,7 @@ from wholestep.runtime.guards.modules import (
 )
 from wholestep.runtime.guards.numbers import SameBranches, SameNumberTypes, SizesInRange
 from wholestep.runtime.guards.objects import (
+    SameChains,
     SameClassReads,
     SameContainers,
     SameKinds,
@@ -71,6 +72,7 @@ class Guards:
             SameContainers(captured),
             SameTensors(captured),
             SameScalers(captured),
+            SameChains(captured),
             FoundElsewhere(captured),
             NoGradients(captured),
             SameTensorTwice(captured),
