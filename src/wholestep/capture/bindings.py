@@ -11,7 +11,7 @@ from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
 from wholestep.capture.captured import Change
 from wholestep.capture.scalars import scalar_of
 from wholestep.capture.slots import ABSENT, LocalSlot, Slot
-from wholestep.errors import SideEffectError
+from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.signature import ChangeKind, OutputKind
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ class Bindings:
         self.changes: list[Change] = []
         self._output_index: dict[Any, int] = {}
         self._bound_nodes: set[fx.Node] = set()
+        self._kept: dict[int, tuple[Tensor, int | None]] = {}
+        """Tensors that are state after the step, by identity, with their outputs."""
+        self._containers = {id(container): path for container, path in capture.world.containers}
 
     def output(self, kind: OutputKind, path: str, node: Any) -> int:
         """The number of the output that holds a node."""
@@ -43,7 +46,7 @@ class Bindings:
 
     def bind(self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None) -> None:
         """After the graph ran, the slot holds `new`."""
-        unless = self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
+        unless = self.skipped(flag)
         kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
         if new is ABSENT:
             self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless))
@@ -54,8 +57,7 @@ class Bindings:
             new = local_of(new)
         if isinstance(new, Tensor):
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
-            node = self._recorder.node_of(source)
-            index = self.output(OutputKind.STATE, slot.path, self._own_memory(node))
+            index = self._state_output(source, slot.path)
             self.changes.append(Change(kind, slot, output=index, unless=unless))
         elif scalar is not None:
             value = scalar.fx_arg()
@@ -71,6 +73,34 @@ class Bindings:
                 f"the step sets {slot.path} to a {type(new).__name__}, which a replay cannot repeat.",
                 fix="set it outside of the step.",
             )
+
+    def skipped(self, flag: fx.Node | None) -> int | None:
+        """The number of the output that says whether a change is left out."""
+        return self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
+
+    def refuse_shared(self, path: str) -> None:
+        """Refuse a change to a list or dict that two places of an optimizer share."""
+        other = self._capture.table.shared.get(path)
+        if other is not None:
+            raise UnsupportedError(
+                f"the step changes {path}, which is the same object as {other}.", fix="give each its own copy."
+            )
+
+    def own_container(self, container: Any, path: str) -> None:
+        """Refuse a list or dict that is in two places: a replay would make two of it."""
+        other = self._containers.setdefault(id(container), path)
+        if other != path:
+            raise UnsupportedError(
+                f"{path} and {other} are the same {type(container).__name__}.", fix="keep a copy in one of them."
+            )
+
+    def _state_output(self, source: Tensor, path: str) -> int:
+        """The output for a tensor that outlives the step: one for all places that hold the same tensor."""
+        _, index = self._kept.get(id(source), (source, None))
+        if index is None:
+            index = self.output(OutputKind.STATE, path, self._own_memory(self._recorder.node_of(source)))
+            self._kept[id(source)] = (source, index)
+        return index
 
     def _own_memory(self, node: fx.Node) -> fx.Node:
         """State that outlives the step shares memory with no input and with no other state."""

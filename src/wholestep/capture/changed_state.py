@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import SCALER_TENSORS, FakeTensor
 from wholestep.capture.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.captured import Change
 from wholestep.capture.host_numbers import HostNumber
+from wholestep.capture.nested_changes import bind_nest
+from wholestep.capture.nested_state import NESTS, FreshContainersSlot, OwnerSlot
 from wholestep.capture.slots import (
     ABSENT,
+    Absent,
     BatchGradSlot,
     BatchSlot,
     GradSlot,
     HyperSlot,
     MappingSlot,
     OptimizerStateSlot,
+    Slot,
 )
 from wholestep.capture.state import StateTable, Tracked
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
@@ -89,26 +95,42 @@ def _batch_gradient(bindings: Bindings, tracked: Tracked, slot: BatchSlot) -> No
 def _optimizer_state(capture: Capture, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
     flag = capture.skip_flags.get(optimizer)
     before_all = capture.table.fake_state_before[optimizer]
-    for owner, entries in optimizer.state.items():
-        tracked = capture.table.by_fake.get(id(owner))
-        real_owner = tracked.real if tracked else owner
-        owner_path = tracked.slot.path if tracked else str(owner)
-        before = before_all.get(owner, {})
-        if not isinstance(entries, dict):
-            continue
-        for name in {**before, **entries}:
-            old, new = before.get(name, ABSENT), entries.get(name, ABSENT)
-            if old is new or _equal_plain(old, new):
-                continue
-            slot = OptimizerStateSlot(
-                InputKind.OPTIMIZER_STATE,
-                f"{path}.state[{owner_path}].{name}",
-                owner_path if tracked else None,
-                optimizer,
-                real_owner,
-                name,
+    for owner in {**before_all, **optimizer.state}:
+        tracked = capture.table.owner_of(owner)
+        if tracked is None and isinstance(owner, FakeTensor):
+            raise UnsupportedError(
+                f"{path} keeps state for a tensor of shape {tuple(owner.shape)} that is not a parameter of it.",
+                fix="key optimizer.state by the parameter itself.",
             )
-            bindings.bind(slot, new, created=old is ABSENT, flag=flag)
+        real_owner = owner if tracked is None else id(tracked.real) if type(owner) is int else tracked.real
+        owner_path = tracked.slot.path if tracked else str(owner)
+        of = owner_path if tracked else None
+        whole = OwnerSlot(InputKind.OPTIMIZER_STATE, f"{path}.state[{owner_path}]", of, optimizer, real_owner)
+        before, entries = before_all.get(owner, ABSENT), optimizer.state.get(owner, ABSENT)
+        if not isinstance(entries, dict) or not isinstance(before, dict | Absent):
+            _bind(bindings, whole, before, entries, flag)
+            continue
+        if before is ABSENT:
+            before = {}
+            if not entries or type(entries) is not dict:
+                fresh = FreshContainersSlot(whole.kind, whole.path, of, whole)
+                empty = copy.copy(entries)
+                empty.clear()
+                unless = bindings.skipped(flag)
+                bindings.changes.append(Change(ChangeKind.CONSTANT, fresh, constant=empty, unless=unless))
+        for name in {**before, **entries}:
+            slot = OptimizerStateSlot(
+                InputKind.OPTIMIZER_STATE, f"{whole.path}.{name}", of, optimizer, real_owner, name
+            )
+            _bind(bindings, slot, before.get(name, ABSENT), entries.get(name, ABSENT), flag)
+
+
+def _bind(bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None) -> None:
+    """Bind what a slot holds now, where that is not what it held before. Containers are compared leaf by leaf."""
+    if isinstance(new, NESTS):
+        bind_nest(bindings, slot, old, new, flag=flag)
+    elif old is not new and not _equal_plain(old, new):
+        bindings.bind(slot, new, created=old is ABSENT, flag=flag)
 
 
 def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
@@ -120,7 +142,7 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
     for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
         for key in {**before, **now}:
             old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-            if old is new or _equal_plain(old, new) or isinstance(new, HostNumber):
+            if isinstance(new, HostNumber):
                 continue
             if key == "params":
                 if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
@@ -128,7 +150,7 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
                 raise ParameterDataError(f"the step changes the parameters of {path}.param_groups[{g}].")
             where = f"{path}.param_groups[{g}].{key}"
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
-            bindings.bind(slot, new, created=old is ABSENT)
+            _bind(bindings, slot, old, new)
 
 
 def _equal_plain(old: Any, new: Any) -> bool:

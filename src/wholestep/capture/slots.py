@@ -147,10 +147,13 @@ class OptimizerStateSlot(Slot):
         return ABSENT if entry is None else entry.get(self.key, ABSENT)
 
     def set(self, value: Any) -> None:
-        self.optimizer.state[self.param][self.key] = value
+        state = self.optimizer.state
+        if self.param not in state:
+            state[self.param] = {}  # some optimizers keep a plain dict, which makes no entry by itself
+        state[self.param][self.key] = value
 
     def remove(self) -> None:
-        self.optimizer.state[self.param].pop(self.key, None)
+        self.optimizer.state.get(self.param, {}).pop(self.key, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ state become scalars of the graph. `restore` runs the undo list backwards; nothi
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,15 @@ from wholestep._torch_compat import (
     spec_of,
 )
 from wholestep.capture.discover import World, owns
+from wholestep.capture.nested_state import (
+    OwnerSlot,
+    copy_nest,
+    map_leaves,
+    mutable_nests,
+    nested_slot,
+    refuse_sets_of_tensors,
+    structure_of,
+)
 from wholestep.capture.slots import (
     FixedSlot,
     GradSlot,
@@ -88,9 +98,15 @@ class StateTable:
         """By identity of the real tensor."""
         self.by_fake: dict[int, Tracked] = {}
         self.groups: dict[Optimizer, list[GroupShape]] = {}
-        self.state_numbers: list[tuple[Slot, Any]] = []
+        self.structures: list[tuple[Slot, Any]] = []
+        """Values in optimizers that are neither a tensor nor a number, with what a guard compares."""
+        self.same_tensors: list[tuple[Slot, Slot]] = []
+        """Places in optimizer state that hold a tensor which was found elsewhere before."""
+        self.shared: dict[str, str] = {}
+        """Paths of lists and dicts in optimizers that are one object, each with another path of it."""
+        self._containers: dict[int, str] = {}
         self.fake_groups: dict[Optimizer, list[dict[str, Any]]] = {}
-        self.fake_state_before: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
+        self.fake_state_before: dict[Optimizer, dict[Any, Any]] = {}
         self.parameters: list[Tracked] = []
         self.module_slots: list[tuple[ModuleSlot, Tracked]] = []
         self._group_fakes: dict[int, tuple[GroupShape, dict[str, Any]]] = {}
@@ -266,11 +282,11 @@ class StateTable:
         self.groups[optimizer] = [self._group_fakes[id(group)][0] for group in real_groups]
         fake_groups = [self._group_fakes[id(group)][1] for group in real_groups]
         fake_groups = self._list_fakes.setdefault(id(real_groups), fake_groups)
-        self.fake_groups[optimizer] = [dict(group) for group in fake_groups]
+        self.fake_groups[optimizer] = copy_nest(fake_groups)
         fake_state = self._state_fakes.get(id(real_state))
         if fake_state is None:
             fake_state = self._state_fakes[id(real_state)] = self._fake_state(optimizer, path)
-        self.fake_state_before[optimizer] = {k: dict(v) for k, v in fake_state.items()}
+        self.fake_state_before[optimizer] = copy_nest(dict(fake_state))
         vars(optimizer)["param_groups"] = fake_groups
         vars(optimizer)["state"] = fake_state
 
@@ -307,6 +323,7 @@ class StateTable:
 
     def _hyper(self, optimizer: Optimizer, path: str, g: int, key: str, value: Any, shape: GroupShape) -> Any:
         where = f"{path}.param_groups[{g}].{key}"
+        self._note_containers(value, where)
         if isinstance(value, Tensor):
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
             found = self.tracked.get(id(value)) or self._track(value, slot)
@@ -331,36 +348,63 @@ class StateTable:
                     items.append(self._make_scalar(slot, item) if _is_number(item) else item)
             return type(value)(items)
         shape.constants[key] = value
-        return value
+        return copy_nest(value)
 
-    def _fake_state(self, optimizer: Optimizer, path: str) -> dict[Any, dict[Any, Any]]:
-        fake_state: dict[Any, dict[Any, Any]] = defaultdict(dict)
+    def _note_containers(self, value: Any, path: str) -> None:
+        for container in mutable_nests(value):
+            other = self._containers.setdefault(id(container), path)
+            if other != path:
+                self.shared[path], self.shared[other] = other, path
+
+    def _fake_state(self, optimizer: Optimizer, path: str) -> dict[Any, Any]:
+        fake_state: dict[Any, Any] = defaultdict(dict)
         for owner, entries in optimizer.state.items():
-            tracked = self.tracked.get(id(owner))
+            tracked = self.owner_of(owner)
             owner_path = tracked.slot.path if tracked else str(owner)
-            key = tracked.fake if tracked else owner
-            if not isinstance(entries, dict):
-                raise UnsupportedError(
-                    f"{path}.state[{owner_path}] is a {type(entries).__name__}.",
-                    fix="keep a dict of tensors and numbers per parameter, as torch.optim does.",
-                )
-            fake_entries: dict[Any, Any] = {}
-            for name, value in entries.items():
-                where = f"{path}.state[{owner_path}].{name}"
-                slot = OptimizerStateSlot(
-                    InputKind.OPTIMIZER_STATE, where, owner_path if tracked else None, optimizer, owner, name
-                )
-                if isinstance(value, Tensor):
-                    found = self.tracked.get(id(value)) or self._track(value, slot)
-                    fake_entries[name] = found.fake
-                elif type(value) in (int, float):
-                    self.state_numbers.append((slot, value))
-                    fake_entries[name] = self._make_scalar(slot, value)
-                else:
-                    _refuse_nested_tensors(value, where)
-                    fake_entries[name] = value
-            fake_state[key] = fake_entries
+            of = owner_path if tracked else None
+            where = f"{path}.state[{owner_path}]"
+            if isinstance(entries, dict):
+                fake_entries: dict[Any, Any] = copy.copy(entries)
+                for name, value in entries.items():
+                    slot: Slot = OptimizerStateSlot(
+                        InputKind.OPTIMIZER_STATE, f"{where}.{name}", of, optimizer, owner, name
+                    )
+                    fake_entries[name] = self._fake_value(value, slot)
+            else:
+                slot = OwnerSlot(InputKind.OPTIMIZER_STATE, where, of, optimizer, owner)
+                fake_entries = self._fake_value(entries, slot)
+            fake_state[self._fake_owner(owner, tracked)] = fake_entries
         return fake_state
+
+    def owner_of(self, owner: Any) -> Tracked | None:
+        """The parameter that a key of `optimizer.state` stands for: the parameter itself or its `id`, real or fake."""
+        key = owner if type(owner) is int else id(owner)
+        return self.tracked.get(key) or self.by_fake.get(key)
+
+    @staticmethod
+    def _fake_owner(owner: Any, tracked: Tracked | None) -> Any:
+        if tracked is None:
+            return owner
+        return id(tracked.fake) if type(owner) is int else tracked.fake
+
+    def _fake_value(self, value: Any, slot: Slot) -> Any:
+        """What the step sees of one value in optimizer state."""
+        self._note_containers(value, slot.path)
+        if not isinstance(value, Tensor) and type(value) not in (int, float):
+            refuse_sets_of_tensors(value, slot.path)
+            self.structures.append((slot, structure_of(value)))
+        return map_leaves(value, lambda leaf, keys: self._fake_leaf(leaf, nested_slot(slot, keys)))
+
+    def _fake_leaf(self, value: Any, slot: Slot) -> Any:
+        if isinstance(value, Tensor):
+            found = self.tracked.get(id(value))
+            if found is None:
+                return self._track(value, slot).fake
+            self.same_tensors.append((slot, found.slot))
+            return found.fake
+        if type(value) in (int, float):
+            return self._make_scalar(slot, value)
+        return value
 
 
 _FLOAT_LIKE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "lr_decay"})
@@ -374,12 +418,3 @@ def _is_number(value: Any) -> bool:
 
 def _as_kind(slot: Slot, kind: InputKind) -> Slot:
     return replace(slot, kind=kind)
-
-
-def _refuse_nested_tensors(value: Any, path: str) -> None:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-    if any(isinstance(item, Tensor) for item in items):
-        raise UnsupportedError(
-            f"{path} is a {type(value).__name__} of tensors.",
-            fix="keep each tensor of the optimizer state under a key of its own.",
-        )

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import SCALER_SETTINGS, SCALER_TENSORS
 from wholestep.capture.captured import Captured
 from wholestep.capture.discover import OPTIMIZER_INTERNALS
+from wholestep.capture.nested_state import structure_of
 from wholestep.capture.plain import same_plain, skeleton
-from wholestep.capture.slots import ABSENT
+from wholestep.capture.slots import ABSENT, BatchSlot
 from wholestep.capture.tree import same_objects
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.guards.guard import Call, Guard, Listed
@@ -32,7 +33,7 @@ class SameOptimizer(Guard):
         ]
         self._options = [dict(group.constants) for group in groups]
         self._owners = list(optimizer.state)
-        self._sizes = list(map(len, optimizer.state.values()))
+        self._sizes = _sizes(optimizer.state)
         self._good_reading = -1
         """The reading of the state that passed: it needs no second look."""
 
@@ -42,7 +43,7 @@ class SameOptimizer(Guard):
     def _state_holds(self) -> bool:
         if self._good_reading == self._gather.reading:
             return True
-        if not self._same_owners() or list(map(len, self._optimizer.state.values())) != self._sizes:
+        if not self._same_owners() or _sizes(self._optimizer.state) != self._sizes:
             return False
         self._good_reading = self._gather.reading
         return True
@@ -84,6 +85,29 @@ class SameOptimizer(Guard):
                 now = group.get(key, ABSENT)
                 if skeleton(now) != skeleton(value):
                     yield f"{self._path}.param_groups[{g}].{key}", value, now
+
+
+def _sizes(state: Any) -> list[int]:
+    """How many entries each parameter has; a value that is not a dict counts as one."""
+    return [len(entries) if isinstance(entries, dict) else 1 for entries in state.values()]
+
+
+class SameNests(Listed):
+    """Lists, dicts and constants in optimizer state are nested and valued as they were; shared tensors still are."""
+
+    def __init__(self, captured: Captured) -> None:
+        table = captured.table
+        self._structures = table.structures
+        self._same = [(a, b) for a, b in table.same_tensors if not isinstance(b, BatchSlot)]
+        super().__init__([*self._structures, *self._same])
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for slot, structure in self._structures:
+            if structure_of(slot.get()) != structure:
+                yield f"{slot.path} has another structure"
+        for slot, other in self._same:
+            if slot.get() is not other.get():
+                yield f"{slot.path} and {other.path} are two tensors"
 
 
 class OptimizerAttributes(Listed):

@@ -36,7 +36,7 @@ from wholestep.runtime.guards.objects import (
     SameTensors,
     SameVariables,
 )
-from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameOptimizer, SameScalers
+from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
 from wholestep.runtime.guards.process import SameModes
 from wholestep.runtime.guards.tensors import AllThere, SameForm
 
@@ -71,6 +71,7 @@ class Guards:
             SameContents(captured),
             SameContainers(captured),
             SameTensors(captured),
+            SameNests(captured),
             SameScalers(captured),
             SameChains(captured),
             FoundElsewhere(captured),
