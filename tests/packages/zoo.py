@@ -42,9 +42,8 @@ class Sample:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> Run:
-        model = nn.Sequential(
-            nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 64 if self.width == WIDE else 4)
-        )
+        results = 64 if self.width == WIDE else 4
+        model = nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, results))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer = self.make(model)
