@@ -32,8 +32,8 @@ ARROWS: dict[str, set[str]] = {
     "lower": {"memory"},
     "runtime": {"capture", "lower", "memory"},  # it runs what these made
     "pipelining": {"parallel", "partition", "runtime"},
-    "debug": {"capture", "compilers", "lower", "passes", "runtime"},
-    "api": {"capture", "compilers", "lower", "memory", "passes", "runtime"},
+    "debug": {"capture", "compilers", "lower", "memory", "passes", "runtime"},
+    "api": {"capture", "compilers", "debug", "lower", "memory", "passes", "runtime"},  # debug: when asked for a check
 }
 """Room to the rooms that it imports beside the base. An arrow that is gone goes from here, too."""
 

@@ -9,6 +9,7 @@ from wholestep import pipelining as pipelining
 from wholestep import simulate as simulate
 from wholestep.api import CompiledStep as CompiledStep
 from wholestep.api import capture as capture
+from wholestep.api import check as check
 from wholestep.api import compile as compile
 from wholestep.errors import CudaGraphWarning as CudaGraphWarning
 from wholestep.errors import EagerWarning as EagerWarning
@@ -38,6 +39,7 @@ __all__ = [
     "StepGraph",
     "WholestepError",
     "capture",
+    "check",
     "compile",
     "compilers",
     "debug",

@@ -37,3 +37,12 @@ def module_that_registers(op: Any) -> str | None:
     made = OPDEFS.get(str(op._schema.name))
     module = None if made is None else str(made._init_fn.__module__)
     return None if module == "__main__" else module
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Give a tensor whose contents were put back the version that autograd knows it by. 2.11, 2.13.
+
+    `torch._C._autograd._unsafe_set_version_counter`; a version that is right needs no call.
+    """
+    if tensor._version != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

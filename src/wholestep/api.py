@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from torch import fx
 
@@ -40,6 +41,9 @@ from wholestep.runtime.iterations import Pending
 from wholestep.runtime.pending import PendingWork, finally_flush
 from wholestep.runtime.program import program
 from wholestep.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from wholestep.debug.check.report import CheckReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,6 +98,10 @@ class CompiledStep(Generic[P, R]):
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
+        if options.check_first:
+            from wholestep.debug.check.first_calls import FirstCalls
+
+            FirstCalls.stand_in(self, options.check_first)
 
     @property
     def __wholestep_function__(self) -> Callable[P, R]:
@@ -164,6 +172,20 @@ class CompiledStep(Generic[P, R]):
         self.flush()
         pending.flush_all()
         return fn(*args, **kwargs)
+
+    def _ready(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a graph for the next call, which finds it: a refusal comes before anything runs."""
+        if mode_that_needs_eager() is not None:
+            return
+        leaves, structure = leaves_of((args, kwargs))
+        pending.suspend()
+        self._calls += 1
+        try:
+            if self._find(leaves, structure) is None:
+                self._capture(fn, args, kwargs, leaves, structure)
+        finally:
+            self._calls -= 1
+            pending.resume()
 
     def _run_one(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
@@ -363,12 +385,55 @@ def compile(fn: Any = None, **options: Any) -> Any:
 
     Use it as a decorator, with or without options, or as a function. The options are the fields of
     `wholestep.options.Options`: lower, lower_options, cuda_graph, memory_budget, policy, passes, parallel, dynamic,
-    verify, max_recompiles, hooks, name.
+    verify, check_first, max_recompiles, hooks, name.
     """
     chosen = Options.of(**options)
     if fn is None:
         return lambda function: CompiledStep(function, chosen)
     return CompiledStep(fn, chosen)
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    steps: int = 3,
+    batches: Iterable[Any] | None = None,
+    between: Callable[[], Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Run a step in eager and compiled side by side, and report what agrees. Nothing of the user's changes.
+
+    `fn`: a function, or what `ws.compile` returned (its options are used). `args`: those of one call. `batches`: one
+    for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
+    options of `ws.compile` are options; others, and `kwargs`, go to the step.
+    """
+    from wholestep.debug.check.loop import calls_of, check_calls
+
+    known = {option.name for option in fields(Options)}
+    named = {**{key: value for key, value in options.items() if key not in known}, **(kwargs or {})}
+    chosen = {key: value for key, value in options.items() if key in known}
+    function, given = _function_and_options(fn)
+    if given is not None and chosen:
+        raise OptionError(
+            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
+        )
+    found = replace(given or Options.of(**chosen), check_first=0)
+    if found.parallel is not None:
+        raise OptionError(
+            "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
+            fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
+        )
+    pending.flush_all()
+    calls = calls_of(function, args, named, steps, batches)
+    # What the step sets in context variables stays in the copy.
+    return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)
+
+
+def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
+    """The plain function of a step, and its options if it is compiled."""
+    options = fn.options if isinstance(fn, CompiledStep) else fn._step.options if isinstance(fn, _BoundStep) else None
+    return getattr(fn, "__wholestep_function__", fn), options
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:

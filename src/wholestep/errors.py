@@ -327,6 +327,16 @@ class BisectError(WholestepError):
     code = "WS-BISECT"
 
 
+class CheckError(WholestepError, RuntimeError):
+    """A compiled step does something else than eager, or the two cannot be compared. The state is as before the call.
+
+    `report` has all that was compared, where it came so far (a `CheckReport`).
+    """
+
+    code = "WS-CHECK"
+    report: object = None
+
+
 class ScheduleError(WholestepError):
     """A pipeline schedule that no pipeline can run: malformed, deadlocking, or too large for the memory.
 

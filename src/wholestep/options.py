@@ -58,6 +58,8 @@ class Options:
     """Path of a batch leaf (or of a part of the batch) to the dimensions that may vary."""
     verify: int = 1
     """0: nothing; 1: structure, after capture and each pass; 2: metadata too; 3: also replay around each pass."""
+    check_first: int = 0
+    """Run the first calls in eager as well, from the same state, and raise WS-CHECK if they differ."""
     max_recompiles: int = 8
     hooks: str = "refuse"
     """`refuse` hooks, or `trace` what they compute."""
@@ -87,6 +89,13 @@ class Options:
             )
         if self.verify not in (0, 1, 2, 3):
             raise OptionError(f"verify={self.verify!r}", fix="use 0, 1, 2 or 3.")
+        if type(self.check_first) is not int or self.check_first < 0:
+            raise OptionError(f"check_first={self.check_first!r}", fix="use a whole number, 0 or more.")
+        if self.check_first and self.parallel is not None:
+            raise OptionError(
+                "check_first= with parallel=: the function in eager does not communicate, and is no reference.",
+                fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
+            )
         if type(self.max_recompiles) is not int or self.max_recompiles < 0:
             raise OptionError(f"max_recompiles={self.max_recompiles!r}", fix="use a whole number, 0 or more.")
         if self.hooks not in ("refuse", "trace"):

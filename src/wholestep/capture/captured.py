@@ -53,7 +53,7 @@ class Captured:
     changes: list[Change]
     result_leaves: list[tuple[str, Any]]
     """Leaves of the user's result: ("output", i), ("attached", i) for one that requires grad in
-    eager, ("value", object) or ("host", number)."""
+    eager, ("detached", i) for one that does not, ("value", object) or ("host", number)."""
     rebuild_result: Callable[[list[Any]], Any] | None
     """None where the result is a single leaf."""
     host_calls: list[HostCall]

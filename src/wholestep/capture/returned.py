@@ -43,6 +43,8 @@ def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[s
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
     if isinstance(leaf, Tensor):
         node, fake = _tensor(capture, leaf)
+        if fake.is_floating_point() and not fake.requires_grad:
+            return "detached", output(node)
         return "attached" if fake.requires_grad and not fake.is_leaf else "output", output(node)
     scalar = scalar_of(leaf)
     if scalar is not None:
@@ -103,4 +105,4 @@ def _output_of(value: Any) -> int | dict[str, Any] | None:
     kind, found = value.found
     if kind == "sharded":
         return int(found[0])
-    return int(found) if kind in ("output", "attached") else describe_leaf(found)
+    return int(found) if kind in ("output", "attached", "detached") else describe_leaf(found)

@@ -89,7 +89,7 @@ def judge_eager(call: Call, fn: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrong(f"the function itself raises {type(error).__name__}: {error}", kind="eager")
     shown = leaves_of(result)[0]
     for (kind, place), value in zip(captured.result_leaves, shown, strict=False):
-        if kind in ("output", "attached"):
+        if kind in ("output", "attached", "detached"):
             gap = gap_between(value, outputs[place], None, "reassociates")
             if gap is not None:
                 node = call.step_graph.gm.graph.output_node().args[0][place]  # type: ignore[index]

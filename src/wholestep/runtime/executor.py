@@ -246,6 +246,9 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
         return outputs[value]
     if kind == "attached":
         return attach(outputs[value])
+    if kind == "detached":
+        found = outputs[value]  # `p.detach()` may come as the parameter itself, updated in place
+        return found.detach() if found.requires_grad else found
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
     return value.read() if kind == "host" else value

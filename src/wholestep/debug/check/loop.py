@@ -1,0 +1,120 @@
+"""Several calls of a step side by side, on the user's own objects, which are put back at the end.
+
+Each call starts from the state that the compiled call before it left: a difference is found in the call that makes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from wholestep.debug.check.findings import Finding, Status, worst_of
+from wholestep.debug.check.location import FirstDifference, locate
+from wholestep.debug.check.reachable import Part
+from wholestep.debug.check.report import CheckReport, CheckRow
+from wholestep.debug.check.side_by_side import Call, Compared, compare_call
+from wholestep.debug.check.snapshot import Snapshot
+from wholestep.errors import OptionError
+
+Between = Callable[[], Any]
+
+
+def check_calls(step: Any, calls: list[Call], between: Between | None = None) -> CheckReport:
+    """Compare calls one after the other; the first that is different is the last. Nothing of the user's changes."""
+    more = [] if between is None else [("", between)]
+    start = Snapshot([*(root for call in calls for root in call.roots), *more])
+    seen: list[Compared] = []
+    found: list[FirstDifference] = []
+    try:
+        for i, call in enumerate(calls):
+
+            def search(compared: Compared, call: Call = call) -> None:
+                found.append(locate(step, call.args, call.kwargs, first_of(compared.different)))
+
+            last = i == len(calls) - 1
+            seen.append(compare_call(step, call, measure=last, more_roots=more, on_difference=search))
+            seen[-1].result = None
+            if seen[-1].different:
+                break
+            if between is not None and not last:
+                between()
+    finally:
+        step.flush()
+        start.restore()
+    return report_of(step, seen, len(calls), found[0] if found else None)
+
+
+def first_of(different: list[Finding]) -> Finding:
+    """The difference that others follow from: parts are compared in the order in which a step computes them."""
+    order = list(Part)
+    return min(different, key=lambda each: order.index(each.part))
+
+
+def report_of(step: Any, seen: list[Compared], asked: int, first: FirstDifference | None) -> CheckReport:
+    """The report of some calls."""
+    timed = [each for each in seen if each.eager.peak is None] or seen
+    last = seen[-1]
+    return CheckReport(
+        name=step._name,
+        lower=step.options.lower,
+        steps=len(seen),
+        asked=asked,
+        numerics=last.numerics,
+        rows=tuple(_row(part, seen) for part in Part if any(each.counts.get(part) for each in seen)),
+        first_difference=first,
+        reference=next((each.reference for each in seen if each.reference), ""),
+        graphs=len(step.graphs),
+        recompiles=tuple(str(reason) for reason in step.recompiles),
+        lowering=step.lowering,
+        capture_seconds=step.capture_seconds,
+        eager_seconds=min(each.eager.seconds for each in timed),
+        compiled_seconds=min(each.compiled.seconds for each in timed),
+        eager_peak_bytes=last.eager.peak,
+        compiled_peak_bytes=last.compiled.peak,
+        shared=last.shared,
+    )
+
+
+def _row(part: Part, seen: list[Compared]) -> CheckRow:
+    compared = max(each.counts.get(part, 0) for each in seen)
+    worst, at = None, 0
+    for i, each in enumerate(seen):
+        found = worst_of({part: [f for f in each.findings if f.part is part]}, part)
+        if found is not None and (worst is None or (found.status, found.relative) > (worst.status, worst.relative)):
+            worst, at = found, i + 1
+    return CheckRow(part, Status.EQUAL if worst is None else worst.status, compared, worst, at)
+
+
+def calls_of(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int, batches: Iterable[Any] | None
+) -> list[Call]:
+    """The arguments of each call. With `batches`, each gets one more: as one argument, or as several if that fits."""
+    if type(steps) is not int or steps < 1:
+        raise OptionError(f"steps={steps!r}", fix="use a whole number, 1 or more.")
+    if batches is None:
+        return [Call(fn, args, dict(kwargs)) for _ in range(steps)]
+    taken = list(islice(batches, steps))
+    if len(taken) < steps:
+        raise OptionError(f"{len(taken)} batches for steps={steps}.", fix="give as many batches as steps.")
+    return [_with_batch(fn, args, dict(kwargs), batch) for batch in taken]
+
+
+def _with_batch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Call:
+    try:
+        bind = inspect.signature(fn).bind
+    except (TypeError, ValueError):
+        return Call(fn, (*args, batch), kwargs)
+    ways = [((*args, batch), kwargs)]
+    if isinstance(batch, tuple | list):
+        ways.append(((*args, *batch), kwargs))
+    if isinstance(batch, Mapping):
+        ways.append((args, {**kwargs, **batch}))
+    for some, named in ways:
+        try:
+            bind(*some, **named)
+        except TypeError:
+            continue
+        return Call(fn, some, named)
+    return Call(fn, *ways[0])
