@@ -20,12 +20,12 @@ from harness import SEED, Case, batch_of, cases_on, device, differences, frame
 from wholestep.debug.check.loop import check_calls
 from wholestep.debug.check.side_by_side import Call
 
-EVERY = 6
+EVERY = 12
 CASES = [buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure]
 
 
 def some(*groups: list[Case]) -> list[Any]:
-    """Every sixth case of each group: all of them take minutes, and ran when this was written."""
+    """Every twelfth case of each group: all of them take minutes, and ran when this was written."""
     return [param for group in groups for param in cases_on("cpu", group)[::EVERY]]
 
 
