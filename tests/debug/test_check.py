@@ -18,7 +18,7 @@ from cases import buffers_and_randomness, gradients, networks, optimizers, preci
 from cases.parts import adamw, mlp, train_step
 from harness import SEED, Case, batch_of, cases_on, device, differences, frame
 from wholestep.debug.check.loop import check_calls
-from wholestep.debug.check.side_by_side import Call
+from wholestep.debug.check.side_by_side import StepCall
 
 EVERY = 12
 CASES = [buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure]
@@ -34,7 +34,7 @@ def test_a_correct_step_is_equal_to_the_bit_and_nothing_is_changed(each: Case) -
     torch.manual_seed(SEED)
     run = each.make(device())
     step = ws.compile(run.step, **each.options)
-    calls = [Call(step.__wholestep_function__, run.arguments(i), run.keywords(i)) for i in range(3)]
+    calls = [StepCall(step.__wholestep_function__, run.arguments(i), run.keywords(i)) for i in range(3)]
     before = frame("before", None, run.watch, [(call.args, call.kwargs) for call in calls])
     report = check_calls(step, calls)
     after = frame("after", None, run.watch, [(call.args, call.kwargs) for call in calls])
@@ -53,8 +53,10 @@ def test_the_report_prints_a_row_for_each_part_and_the_cost() -> None:
     assert report.graphs == 2
     assert len(report.recompiles) == 1
     assert report.recompiles[0] in text
-    assert report.eager_peak_bytes
-    assert report.compiled_peak_bytes
+    assert report.eager is not None
+    assert report.compiled is not None
+    assert report.eager.peak_bytes
+    assert report.compiled.peak_bytes
     assert text.splitlines()[-1] == "ok: equal to the bit"
     assert max(map(len, text.splitlines())) < 160
     report.raise_if_different()

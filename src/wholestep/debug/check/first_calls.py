@@ -13,7 +13,7 @@ from wholestep.capture.trace import is_tracing
 from wholestep.debug.check.location import locate
 from wholestep.debug.check.loop import first_of, report_of
 from wholestep.debug.check.report import error_of
-from wholestep.debug.check.side_by_side import Call, Compared, compare_call
+from wholestep.debug.check.side_by_side import StepCall, Compared, compare_call
 
 _LAST = "last_train_step"
 _METHOD = "_run"
@@ -37,7 +37,7 @@ class FirstCalls:
             first = locate(step, args, named, first_of(compared.different))
             raise error_of(report_of(step, [compared], 1, first))
 
-        compared = compare_call(step, Call(fn, args, named), in_double=False, on_difference=refuse)
+        compared = compare_call(step, StepCall(fn, args, named), in_double=False, on_difference=refuse)
         self._left -= 1
         if self._left == 0:
             vars(step).pop(_METHOD, None)

@@ -10,40 +10,49 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+import torch
+
+from wholestep.debug.check.cost import CallCost, cost_of
 from wholestep.debug.check.findings import Finding, Status, worst_of
 from wholestep.debug.check.location import FirstDifference, locate
 from wholestep.debug.check.reachable import Part
 from wholestep.debug.check.report import CheckReport, CheckRow
-from wholestep.debug.check.side_by_side import Call, Compared, compare_call
+from wholestep.debug.check.side_by_side import StepCall, Compared, compare_call, run_compiled, run_eager
 from wholestep.debug.check.snapshot import Snapshot
 from wholestep.errors import OptionError
 
 Between = Callable[[], Any]
 
 
-def check_calls(step: Any, calls: list[Call], between: Between | None = None) -> CheckReport:
+def check_calls(step: Any, calls: list[StepCall], between: Between | None = None) -> CheckReport:
     """Compare calls one after the other; the first that is different is the last. Nothing of the user's changes."""
     more = [] if between is None else [("", between)]
     start = Snapshot([*(root for call in calls for root in call.roots), *more])
     seen: list[Compared] = []
     found: list[FirstDifference] = []
+    costs: tuple[CallCost, CallCost] | None = None
     try:
         for i, call in enumerate(calls):
 
-            def search(compared: Compared, call: Call = call) -> None:
+            def search(compared: Compared, call: StepCall = call) -> None:
                 found.append(locate(step, call.args, call.kwargs, first_of(compared.different)))
 
-            last = i == len(calls) - 1
-            seen.append(compare_call(step, call, measure=last, more_roots=more, on_difference=search))
+            seen.append(compare_call(step, call, more_roots=more, on_difference=search))
             seen[-1].result = None
             if seen[-1].different:
                 break
-            if between is not None and not last:
+            if between is not None and i + 1 < len(calls):
                 between()
+        else:
+            device = start.on_cuda or torch.device("cpu")
+            costs = (
+                cost_of(lambda: run_compiled(step, calls[-1]), device),
+                cost_of(lambda: run_eager(calls[-1]), device),
+            )
     finally:
         step.flush()
         start.restore()
-    return report_of(step, seen, len(calls), found[0] if found else None)
+    return report_of(step, seen, len(calls), found[0] if found else None, costs)
 
 
 def first_of(different: list[Finding]) -> Finding:
@@ -52,9 +61,14 @@ def first_of(different: list[Finding]) -> Finding:
     return min(different, key=lambda each: order.index(each.part))
 
 
-def report_of(step: Any, seen: list[Compared], asked: int, first: FirstDifference | None) -> CheckReport:
-    """The report of some calls."""
-    timed = [each for each in seen if each.eager.peak is None] or seen
+def report_of(
+    step: Any,
+    seen: list[Compared],
+    asked: int,
+    first: FirstDifference | None,
+    costs: tuple[CallCost, CallCost] | None = None,
+) -> CheckReport:
+    """The report of some calls. `costs`: of the compiled step and of eager."""
     last = seen[-1]
     return CheckReport(
         name=step._name,
@@ -69,10 +83,8 @@ def report_of(step: Any, seen: list[Compared], asked: int, first: FirstDifferenc
         recompiles=tuple(str(reason) for reason in step.recompiles),
         lowering=step.lowering,
         capture_seconds=step.capture_seconds,
-        eager_seconds=min(each.eager.seconds for each in timed),
-        compiled_seconds=min(each.compiled.seconds for each in timed),
-        eager_peak_bytes=last.eager.peak,
-        compiled_peak_bytes=last.compiled.peak,
+        compiled=None if costs is None else costs[0],
+        eager=None if costs is None else costs[1],
         shared=last.shared,
     )
 
@@ -89,23 +101,23 @@ def _row(part: Part, seen: list[Compared]) -> CheckRow:
 
 def calls_of(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int, batches: Iterable[Any] | None
-) -> list[Call]:
+) -> list[StepCall]:
     """The arguments of each call. With `batches`, each gets one more: as one argument, or as several if that fits."""
     if type(steps) is not int or steps < 1:
         raise OptionError(f"steps={steps!r}", fix="use a whole number, 1 or more.")
     if batches is None:
-        return [Call(fn, args, dict(kwargs)) for _ in range(steps)]
+        return [StepCall(fn, args, dict(kwargs)) for _ in range(steps)]
     taken = list(islice(batches, steps))
     if len(taken) < steps:
         raise OptionError(f"{len(taken)} batches for steps={steps}.", fix="give as many batches as steps.")
     return [_with_batch(fn, args, dict(kwargs), batch) for batch in taken]
 
 
-def _with_batch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Call:
+def _with_batch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> StepCall:
     try:
         bind = inspect.signature(fn).bind
     except (TypeError, ValueError):
-        return Call(fn, (*args, batch), kwargs)
+        return StepCall(fn, (*args, batch), kwargs)
     ways = [((*args, batch), kwargs)]
     if isinstance(batch, tuple | list):
         ways.append(((*args, *batch), kwargs))
@@ -116,5 +128,5 @@ def _with_batch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             bind(*some, **named)
         except TypeError:
             continue
-        return Call(fn, some, named)
-    return Call(fn, *ways[0])
+        return StepCall(fn, some, named)
+    return StepCall(fn, *ways[0])

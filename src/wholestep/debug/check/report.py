@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from wholestep.debug.check.cost import CallCost
 from wholestep.debug.check.findings import Finding, Status
 from wholestep.debug.check.location import FirstDifference
 from wholestep.debug.check.reachable import Part
@@ -71,12 +72,9 @@ class CheckReport:
     lowering: Lowering | None = None
     """What was compiled of the graph that ran last, and why the rest was not."""
     capture_seconds: float = 0.0
-    eager_seconds: float = 0.0
-    """Of one call: the fastest of those that were timed."""
-    compiled_seconds: float = 0.0
-    eager_peak_bytes: int | None = None
-    """Of one call, above what was there before it."""
-    compiled_peak_bytes: int | None = None
+    eager: CallCost | None = None
+    """Seconds and peak bytes of one call; None where the check ended at a difference."""
+    compiled: CallCost | None = None
     shared: dict[str, str] = field(default_factory=dict)
     """Path to type of what both runs used as it is: it cannot be saved and put back."""
 
@@ -131,8 +129,10 @@ class CheckReport:
         return list[tuple[str, ...]](rows)
 
     def _costs(self) -> list[tuple[str, ...]]:
-        times = f"eager {_seconds(self.eager_seconds)}, compiled {_seconds(self.compiled_seconds)} a call"
-        peaks = f"eager {_bytes(self.eager_peak_bytes)}, compiled {_bytes(self.compiled_peak_bytes)} a call"
+        if self.eager is None or self.compiled is None:
+            return []
+        times = f"eager {_seconds(self.eager.seconds)}, compiled {_seconds(self.compiled.seconds)} a call"
+        peaks = f"eager {_bytes(self.eager.peak_bytes)}, compiled {_bytes(self.compiled.peak_bytes)} a call"
         return [("time", times), ("peak memory", peaks)]
 
     def _notes(self) -> list[tuple[str, ...]]:

@@ -13,12 +13,9 @@ Whatever raises on the way, the state is put back.
 from __future__ import annotations
 
 import contextvars
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from wholestep.debug.check.findings import Finding, Status, Tolerance, counts, findings
 from wholestep.debug.check.observation import Observation, observe
@@ -27,12 +24,11 @@ from wholestep.debug.check.reference import NoReference, in_float64, move_by_rou
 from wholestep.debug.check.snapshot import Roots, Snapshot
 from wholestep.debug.numbers import eps_of
 from wholestep.errors import CheckError, WholestepError
-from wholestep.memory.measure import bytes_at_most
 from wholestep.passes.contract import Numerics
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """The function of a step and the arguments of one call."""
 
     fn: Callable[..., Any]
@@ -46,14 +42,6 @@ class Call:
 
 
 @dataclass
-class Cost:
-    """Seconds of a call, and the most bytes it had above what was there before."""
-
-    seconds: float = 0.0
-    peak: int | None = None
-
-
-@dataclass
 class Compared:
     """What one call came to."""
 
@@ -63,8 +51,6 @@ class Compared:
     reference: str
     """Why there is no float64 reference; "" where there is one, or none is needed."""
     shared: dict[str, str]
-    eager: Cost = field(default_factory=Cost)
-    compiled: Cost = field(default_factory=Cost)
     result: Any = None
     """What the compiled step returned."""
 
@@ -76,10 +62,9 @@ class Compared:
 
 def compare_call(
     step: Any,
-    call: Call,
+    call: StepCall,
     *,
     in_double: bool = True,
-    measure: bool = False,
     more_roots: Roots | None = None,
     on_difference: Callable[[Compared], None] | None = None,
 ) -> Compared:
@@ -93,14 +78,14 @@ def compare_call(
     try:
         step._ready(call.fn, call.args, call.kwargs)
         before.restore()
-        eager, cost = _eager(before, roots, call, measure)
+        eager = _eager(before, roots, call)
         numerics = _numerics(step.options)
         tolerance, why = _tolerance(step, before, roots, call, numerics, eager, in_double)
-        result, compiled_cost = _compiled(step, before, call, measure)
+        result = run_compiled(step, call)
         now = observe(roots, result, copy=False)
         found = findings(eager, now, tolerance)
         shared = {**before.reached.shared, **before.unsaved}
-        compared = Compared(found, counts(now), numerics, why, shared, cost, compiled_cost, result)
+        compared = Compared(found, counts(now), numerics, why, shared, result)
     except BaseException:
         before.restore()
         raise
@@ -111,10 +96,8 @@ def compare_call(
     return compared
 
 
-def _eager(before: Snapshot, roots: Roots, call: Call, measure: bool) -> tuple[Observation, Cost]:
-    result, cost = _timed(before, _alone(call), measure)
-    seen = observe(roots, result, copy=True)
-    del result
+def _eager(before: Snapshot, roots: Roots, call: StepCall) -> Observation:
+    seen = observe(roots, run_eager(call), copy=True)
     advanced = before.advanced_iterators()
     if advanced:
         raise CheckError(
@@ -122,17 +105,15 @@ def _eager(before: Snapshot, roots: Roots, call: Call, measure: bool) -> tuple[O
             fix="take the items outside of the step, and pass them as arguments.",
         )
     before.restore()
-    return seen, cost
+    return seen
 
 
-def _compiled(step: Any, before: Snapshot, call: Call, measure: bool) -> tuple[Any, Cost]:
-    def run() -> Any:
-        found = type(step)._run(step, call.fn, call.args, dict(call.kwargs))
-        step.flush()
-        return found
-
+def run_compiled(step: Any, call: StepCall) -> Any:
+    """The compiled step, with nothing left pending."""
     try:
-        return _timed(before, run, measure)
+        result = type(step)._run(step, call.fn, call.args, dict(call.kwargs))
+        step.flush()
+        return result
     except WholestepError:
         raise
     except Exception as error:
@@ -142,24 +123,9 @@ def _compiled(step: Any, before: Snapshot, call: Call, measure: bool) -> tuple[A
         ) from error
 
 
-def _alone(call: Call) -> Callable[[], Any]:
+def run_eager(call: StepCall) -> Any:
     """The function itself, in a context of its own: what it sets in context variables does not stay."""
-    return lambda: contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
-
-
-def _timed(before: Snapshot, run: Callable[[], Any], measure: bool) -> tuple[Any, Cost]:
-    device = before.on_cuda
-    peak: int | None = None
-    if device is not None:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    if measure:
-        result, peak = bytes_at_most(run, device or torch.device("cpu"))
-    else:
-        result = run()
-    if device is not None:
-        torch.cuda.synchronize(device)
-    return result, Cost(time.perf_counter() - start, peak)
+    return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
 
 
 def _numerics(options: Any) -> Numerics:
@@ -171,7 +137,7 @@ def _numerics(options: Any) -> Numerics:
 
 
 def _tolerance(
-    step: Any, before: Snapshot, roots: Roots, call: Call, numerics: Numerics, eager: Observation, in_double: bool
+    step: Any, before: Snapshot, roots: Roots, call: StepCall, numerics: Numerics, eager: Observation, in_double: bool
 ) -> tuple[Tolerance, str]:
     if numerics == "exact":
         return Tolerance(numerics), ""
@@ -179,12 +145,12 @@ def _tolerance(
     values = (node.meta.get("val") for node in nodes)
     eps = max((eps_of(value) for value in values), default=0.0)
     move_by_rounding(before.reached)
-    noise = observe(roots, _alone(call)(), copy=True)
+    noise = observe(roots, run_eager(call), copy=True)
     before.restore()
     reference, why = None, "not asked for"
     if in_double:
         try:
-            reference = observe(roots, in_float64(before.reached, _alone(call)), copy=True)
+            reference = observe(roots, in_float64(before.reached, lambda: run_eager(call)), copy=True)
             why = usable_reference(eager, reference)
         except NoReference as error:
             why = str(error)
