@@ -13,7 +13,7 @@ from wholestep.capture.trace import is_tracing
 from wholestep.debug.check.location import locate
 from wholestep.debug.check.loop import first_of, report_of
 from wholestep.debug.check.report import error_of
-from wholestep.debug.check.side_by_side import StepCall, Compared, compare_call
+from wholestep.debug.check.side_by_side import Compared, StepCall, compare_call
 
 _LAST = "last_train_step"
 _METHOD = "_run"

@@ -17,7 +17,7 @@ from wholestep.debug.check.findings import Finding, Status, worst_of
 from wholestep.debug.check.location import FirstDifference, locate
 from wholestep.debug.check.reachable import Part
 from wholestep.debug.check.report import CheckReport, CheckRow
-from wholestep.debug.check.side_by_side import StepCall, Compared, compare_call, run_compiled, run_eager
+from wholestep.debug.check.side_by_side import Compared, StepCall, compare_call, run_compiled, run_eager
 from wholestep.debug.check.snapshot import Snapshot
 from wholestep.errors import OptionError
 
