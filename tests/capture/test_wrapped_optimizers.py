@@ -14,8 +14,8 @@ from torch import nn
 import wholestep as ws
 from capture import wrappers
 from capture.wrappers import (
+    BehindCode,
     CountingLookahead,
-    InContextVariable,
     InPrivateAttribute,
     InSlotDataclass,
     InSlots,
@@ -58,6 +58,7 @@ WRAPPERS: list[Wrapper] = [
     wrappers.InNamedTuple,
     wrappers.InMappingProxy,
     wrappers.InClosure,
+    wrappers.InContextVariable,
     wrappers.InProperty,
     wrappers.LikeAccelerate,
     wrappers.LikeFabric,
@@ -411,7 +412,7 @@ def test_an_optimizer_that_nothing_leads_to_is_refused_with_the_line() -> None:
     def step(model: nn.Module, wrapper: Any, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()
-        wrapper._variable.get().step()  # <- here
+        wrapper.inner().step()  # <- here
         return loss
 
     model = mlp(device())
@@ -419,7 +420,7 @@ def test_an_optimizer_that_nothing_leads_to_is_refused_with_the_line() -> None:
     watch = {"model": model, "optimizer": optimizer}
     before = frame("before", None, watch)
     with pytest.raises(ws.errors.CaptureError) as caught:
-        ws.compile(step)(model, InContextVariable(optimizer), batch_of(device(), 0, 5, 6))
+        ws.compile(step)(model, BehindCode(optimizer), batch_of(device(), 0, 5, 6))
     assert_frames_equal([before], [frame("before", None, watch)])
     assert f"{Path(__file__).name}:{marked_line(step)}" in str(caught.value)
 

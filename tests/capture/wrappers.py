@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import ctypes
 import functools
 import itertools
 import types
@@ -362,14 +363,22 @@ class SharpnessAware(Forwarding):
 
 
 class InContextVariable(Forwarding):
-    """Nothing leads from this object to the optimizer."""
-
     def __init__(self, optimizer: Optimizer) -> None:
         self._variable: contextvars.ContextVar[Any] = contextvars.ContextVar("optimizer")
         self._variable.set(optimizer)
 
     def inner(self) -> Any:
         return self._variable.get()
+
+
+class BehindCode(Forwarding):
+    """Nothing leads from this object to the optimizer: it is an object of C."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._box = ctypes.py_object(optimizer)
+
+    def inner(self) -> Any:
+        return self._box.value
 
 
 class ModelInSlots:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wholestep.capture.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.captured import Change
-from wholestep.capture.plain import kind_of, same_contents, same_plain
+from wholestep.capture.plain import kind_of, own_dict, same_contents, same_plain
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import scalar_of
 from wholestep.capture.slots import ABSENT, MappingSlot, Slot
@@ -70,13 +70,13 @@ class ChangedPython:
                 fix="return it from the step and store it outside.",
             )
         kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
-        slot = MappingSlot(kind, where, None, vars(obj), key)
+        slot = MappingSlot(kind, where, None, own_dict(obj), key)
         self._bindings.bind(slot, after, created=before is ABSENT)
         if isinstance(after, Tensor) or before is ABSENT or scalar is not None:
             self.volatile.setdefault(id(obj), set()).add(key)
             reader = next((r for r, _ in self._capture.readers if r.obj is obj), None)
-            if reader is None or key in reader.names or key not in reader.watched:
-                self.kinds.append((vars(obj), key, where, kind_of(self._real(before))))
+            if reader is None or key in reader.names or key not in reader.before:
+                self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
 
     def _real(self, value: Any) -> Any:
         tracked = self._table.by_fake.get(id(value))
@@ -84,7 +84,7 @@ class ChangedPython:
 
     def _keep_object(self, obj: Any, where: str, key: str, after: Any) -> None:
         """A module caches an object without tensors: set the same object on each replay."""
-        slot = MappingSlot(InputKind.BUFFER, where, None, vars(obj), key)
+        slot = MappingSlot(InputKind.BUFFER, where, None, own_dict(obj), key)
         self._bindings.changes.append(Change(ChangeKind.CONSTANT, slot, constant=after))
         self.volatile.setdefault(id(obj), set()).add(key)
 

@@ -16,6 +16,7 @@ from wholestep.capture.changed_state import bind_changed_state, refuse_changed_r
 from wholestep.capture.known import ItemLeaf, Recipe
 from wholestep.capture.returned import describe_result, returned_leaves
 from wholestep.capture.signing import sign
+from wholestep.capture.slots import ABSENT
 from wholestep.capture.tree import flatten
 from wholestep.capture.write_backs import add_write_backs
 from wholestep.ir.effects import is_needed
@@ -103,8 +104,8 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
             where = f"{path}.{name}"
             if where in lifted or name in _OVERRIDDEN:
                 continue
-            if name in before and name not in skip:
-                values[name] = before[name]
+            if name not in skip:
+                values[name] = before.get(name, ABSENT)
         yield reader.obj, path, values
 
 

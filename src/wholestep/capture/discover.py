@@ -11,7 +11,6 @@ import dis
 import functools
 import inspect
 import random
-import sys
 from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable
@@ -26,7 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep._torch_compat import generator_key
-from wholestep.capture.plain import CONTAINERS
+from wholestep.capture.discover_sources import OtherSources, SourceWalk, is_foreign
+from wholestep.capture.plain import CONTAINERS, own_dict
 from wholestep.capture.plain import PLAIN as _PLAIN
 from wholestep.capture.reachable import Chain, Link, has_own_dict, search
 from wholestep.capture.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
@@ -69,6 +69,10 @@ class World:
     """Whether user code that was found names `type`, which tells a number of the graph from a plain one."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
     """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
+    sources: OtherSources = field(default_factory=OtherSources)
+    """Classes, Python modules, thread locals and what else values are read from."""
+    find: Callable[[Any, str, Slot | None], None] = field(default=lambda value, path, slot: None)
+    """Walks through something that the step reached by a way that discovery did not see."""
     wrappers: list[tuple[Optimizer, str]] = field(default_factory=list)
     """Optimizers that take param groups or state from another one (`AcceleratedOptimizer`); also among the holders."""
     frontier: dict[int, tuple[Any, str]] = field(default_factory=dict)
@@ -121,6 +125,7 @@ def discover(
         for holder, path in chain.holders():
             walk.visit(holder, path, _MAX_DEPTH, None)
     world.behind = {id(chain.target): chain for chain in behind if not world.knows(chain.target)}
+    world.find = lambda value, path, slot: walk.visit(value, path, _MAX_DEPTH - 2, slot)
     return world
 
 
@@ -134,6 +139,7 @@ class _Walk:
         self._codes: dict[tuple[int, ...], FunctionType] = {}
         self._variable_owners: dict[str, Any] = {}
         """The cell, or the globals, of the first variable of a name."""
+        self._sources = SourceWalk(self.world.sources, self.world.variables, self.visit, self._methods)
 
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         if isinstance(value, _PLAIN) or value is None:
@@ -158,6 +164,8 @@ class _Walk:
 
     def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         world = self.world
+        if isinstance(value, CONTAINERS) and not is_foreign(type(value)):
+            self._plain_object(value, path, depth)  # a dict with attributes
         if isinstance(value, nn.Module):
             self._module(value, path, depth)
         elif isinstance(value, Optimizer):
@@ -187,18 +195,25 @@ class _Walk:
                 self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self.function(value, path, depth)
-        elif hasattr(value, "__wholestep_function__"):
+        elif hasattr(type(value), "__wholestep_function__"):
             self.function(value.__wholestep_function__, path, depth)
         elif is_random_object(value):
             world.random_objects.append((value, path))
+        elif self._sources.look_at(value, path, depth):
+            world.frontier[id(value)] = (value, path)
         elif _is_plain_object(value):
-            world.holders[id(value)] = (value, path)
-            self._attributes(value, path, depth)
-            self._methods(type(value), depth)
+            self._plain_object(value, path, depth)
         else:
             world.frontier[id(value)] = (value, path)
-            if not _is_foreign(type(value)):
-                self._methods(type(value), depth)
+
+    def _plain_object(self, value: Any, path: str, depth: int) -> None:
+        self._sources.members(value, path, depth)
+        if has_own_dict(value):
+            self.world.holders[id(value)] = (value, path)
+            self._attributes(value, path, depth)
+        else:
+            self.world.frontier[id(value)] = (value, path)
+        self._sources.class_(type(value), depth)
 
     def function(self, fn: Any, path: str, depth: int) -> None:
         """Closure, globals named by the code, defaults, and the object a method is bound to."""
@@ -211,9 +226,9 @@ class _Walk:
         if isinstance(fn, MethodType):
             self.visit(fn.__self__, "self", depth, None)
             fn = fn.__func__
-        if hasattr(fn, "__wholestep_function__"):
+        if hasattr(type(fn), "__wholestep_function__"):
             fn = fn.__wholestep_function__
-        if not isinstance(fn, FunctionType) or _is_foreign(fn):
+        if not isinstance(fn, FunctionType) or is_foreign(fn):
             if not isinstance(fn, FunctionType | BuiltinFunctionType | type) and callable(fn):
                 self.visit(fn, path or type(fn).__name__, depth, None)
             return
@@ -230,9 +245,9 @@ class _Walk:
             return
         self._seen.add(id(cls))
         for base in cls.__mro__:
-            if not _is_foreign(base):
+            if not is_foreign(base):
                 self.world.frontier[id(base)] = (base, base.__name__)
-            for member in vars(base).values() if not _is_foreign(base) else ():
+            for member in list(vars(base).values()) if not is_foreign(base) else ():
                 found = getattr(member, "__func__", member)
                 found = found.fget if isinstance(found, property) else found
                 if isinstance(found, FunctionType) and id(found) not in self._seen:
@@ -264,9 +279,11 @@ class _Walk:
                 continue
             if isinstance(value, ModuleType | type):
                 self.world.frontier[id(value)] = (value, name)
+            if isinstance(value, ModuleType | type) and is_foreign(value):
                 continue
             self.world.variables.append((name, slot, value))
             self.visit(value, name, depth + 1, slot)
+        self._sources.module_attributes(fn, fn.__code__, depth)
 
     def _module(self, root: nn.Module, path: str, depth: int) -> None:
         for name, module in root.named_modules(remove_duplicate=True):
@@ -274,7 +291,7 @@ class _Walk:
             self._seen.add(id(module))
             where = f"{path}.{name}" if name else path
             self.world.modules.setdefault(module, where)
-            self._methods(type(module), depth)
+            self._sources.class_(type(module), max(depth, _MAX_DEPTH - 2))
             for key, value in list(vars(module).items()):
                 if key in MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
                     continue
@@ -295,12 +312,12 @@ class _Walk:
         else:
             self.world.wrappers.append((optimizer, path))
             self.world.holders[id(optimizer)] = (optimizer, path)
-        self._methods(type(optimizer), depth)
+        self._sources.class_(type(optimizer), max(depth, _MAX_DEPTH - 2))
 
     def _attributes(self, value: Any, path: str, depth: int) -> None:
-        for key, item in list(vars(value).items()):
+        for key, item in list(own_dict(value).items()):
             where = f"{path}.{key}"
-            self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, vars(value), key))
+            self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, own_dict(value), key))
 
 
 def owns(optimizer: Optimizer, name: str) -> bool:
@@ -323,16 +340,11 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
 
 
 def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum) or not has_own_dict(value):
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum):
         return False
     if isinstance(value, SimpleNamespace | Namespace):
         return True
-    module = type(value).__module__ or ""
-    root = module.split(".")[0]
-    return root not in {"torch", "wholestep", "numpy", "builtins", "logging", "rich"} and root not in _STANDARD
-
-
-_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
+    return not is_foreign(type(value)) or str(type(value).__module__).startswith("transformers")
 
 
 def is_random_object(value: Any) -> bool:
@@ -340,11 +352,6 @@ def is_random_object(value: Any) -> bool:
     if isinstance(value, random.Random):
         return True
     return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
-
-
-def _is_foreign(fn: FunctionType | type) -> bool:
-    root = (fn.__module__ or "").split(".")[0]
-    return root in {"torch", "wholestep", "numpy", "transformers", "rich"} or root in _STANDARD
 
 
 def _argument_names(fn: FunctionType) -> list[str]:

@@ -26,6 +26,12 @@ _DEPTH = 5
 _LARGE_ARRAY = 1 << 20
 
 
+def own_dict(obj: Any) -> dict[str, Any]:
+    """`vars(obj)`, also of an object that answers `__dict__` with that of another (a proxy)."""
+    attributes: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    return attributes
+
+
 def same_plain(now: Any, before: Any) -> bool:
     """Whether two values are the same plain value. Anything that is not plain is only the same as itself."""
     if now is before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from wholestep._torch_compat import (
     new_fake_mode,
 )
 from wholestep.capture.arguments import dynamic_dims, name_leaves
+from wholestep.capture.attribute_reads import ReadTracker
 from wholestep.capture.called import Behind, CalledObjects, FoundByCall
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.collect import collect
@@ -40,16 +42,17 @@ from wholestep.capture.optimizer_steps import (
     replace_scheduler_step,
 )
 from wholestep.capture.patches import patched
-from wholestep.capture.plain import assign_contents, copy_of, same_contents, skeleton
+from wholestep.capture.plain import assign_contents, copy_of, own_dict, same_contents, skeleton
 from wholestep.capture.process_settings import ProcessSettings
-from wholestep.capture.python_state import Attributes, ReadTracker
+from wholestep.capture.python_state import Attributes
 from wholestep.capture.random_state import RandomState
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
 from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import BatchSlot, MappingSlot, Slot
+from wholestep.capture.slots import ABSENT, BatchSlot, MappingSlot, Slot
 from wholestep.capture.state import StateTable, Tracked
 from wholestep.capture.tree import Flat, flatten, leaves_of, same_objects
+from wholestep.capture.value_sources import ValueSources
 from wholestep.errors import (
     Location,
     SideEffectError,
@@ -90,7 +93,8 @@ def trace_step(
         while True:
             capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, called)
             try:
-                captured = capture.run()
+                # In a copy of the context: what the step sets in context variables goes with it.
+                captured = contextvars.copy_context().run(capture.run)
                 break
             except FoundByCall as met:
                 called.add_new(met.target)
@@ -155,6 +159,7 @@ class Capture:
         self.skip_flags: dict[Optimizer, fx.Node] = {}
         self.snapshots: list[Attributes] = []
         self.readers: list[tuple[ReadTracker, str]] = []
+        self.sources = ValueSources(self)
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
         self.steps_seen: list[Optimizer] = []
         self.running_step: Optimizer | None = None
@@ -230,14 +235,15 @@ class Capture:
             self._swap_python_objects()
             yield
         finally:
-            for reader, _ in self.readers:
-                reader.stop()
+            self.sources.reads.stop()
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
             self._behind.restore()
             for _, slot, value in self.world.variables:
-                if slot.get() is not value:
+                if value is ABSENT:
+                    slot.remove()
+                elif slot.get() is not value:
                     slot.set(value)
             for container, _, contents in self.copies:
                 if not same_contents(contents, container):
@@ -260,24 +266,26 @@ class Capture:
             replace_scheduler_step(self, scheduler, path)
             self._track_reads(scheduler, path)
         for holder, path in self.world.holders.values():
-            self.snapshots.append(Attributes(holder, path))
-            self._lift_numbers(holder, path)
-            self._track_reads(holder, path)
+            self.follow_holder(holder, path)
         for name, slot, value in self.world.variables:
             if self.numbers.lifts(name) and type(value) in (int, float) and type(slot.get()) in (int, float):
                 slot.set(self.lift_number(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
 
+    def follow_holder(self, holder: Any, path: str) -> None:
+        """Note what the step reads of a plain object, and what it sets."""
+        self.snapshots.append(Attributes(holder, path))
+        self._lift_numbers(holder, path)
+        self._track_reads(holder, path)
+
     def _track_reads(self, holder: Any, path: str) -> None:
-        reader = ReadTracker(holder)
-        reader.start()
-        self.readers.append((reader, path))
+        self.readers.append((self.sources.reads.track(holder, path), path))
 
     def _lift_numbers(self, holder: Any, path: str) -> None:
-        for key, value in list(vars(holder).items()):
+        for key, value in list(own_dict(holder).items()):
             where = f"{path}.{key}"
             if self.numbers.lifts(where) and type(value) in (int, float):
-                slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, vars(holder), key)
-                vars(holder)[key] = self.lift_number(slot, value)
+                slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, own_dict(holder), key)
+                own_dict(holder)[key] = self.lift_number(slot, value)
 
     def _trace(self, rng: RandomState) -> Any:
         fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
@@ -294,6 +302,7 @@ class Capture:
             stack.callback(lambda: setattr(_tracing, "active", False))
             if self.session is not None:
                 stack.enter_context(self.session.saved_tensors())
+            stack.enter_context(self.sources.followed())
             try:
                 result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:

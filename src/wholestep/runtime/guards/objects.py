@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.plain import kind_of, same_plain, skeleton
+from wholestep.capture.plain import kind_of, own_dict, same_plain, skeleton
 from wholestep.capture.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
 from wholestep.ir.signature import InputKind
 from wholestep.runtime.guards.guard import Call, Listed
@@ -42,7 +42,7 @@ class SameReads(Listed):
 
     def reasons(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:
-            attributes = vars(obj)
+            attributes = own_dict(obj)
             for name, value in values:
                 now = attributes.get(name, ABSENT)
                 if not same_plain(now, value):
@@ -51,7 +51,7 @@ class SameReads(Listed):
     def changed_numbers(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:
             for name, value in values:
-                if is_other_number(vars(obj).get(name, ABSENT), value):
+                if is_other_number(own_dict(obj).get(name, ABSENT), value):
                     yield f"{path}.{name}"
 
 

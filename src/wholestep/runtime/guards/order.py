@@ -38,6 +38,7 @@ from wholestep.runtime.guards.objects import (
 )
 from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
 from wholestep.runtime.guards.process import SameModes
+from wholestep.runtime.guards.sources import SameClasses, SameThreadLocals
 from wholestep.runtime.guards.tensors import AllThere, SameForm
 
 
@@ -63,6 +64,8 @@ class Guards:
             # Most steps have few of these.
             OtherAttributes(captured),
             EmptyBuffers(captured),
+            SameClasses(captured),
+            SameThreadLocals(captured),
             SameVariables(captured),
             SameReads(captured),
             SameClassReads(captured),

@@ -1,0 +1,135 @@
+"""Follow the places that Python reads values from while one step is traced.
+
+Before the step: numbers that became scalar inputs are put into their places, and reads are noted from then on. After
+it: places that the step read or set join the variables of the step, which have guards and are set again by a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep.capture.attribute_reads import AttributeReads, class_values
+from wholestep.capture.plain import copy_of, same_plain, skeleton
+from wholestep.capture.slots import ABSENT, MappingSlot, Slot
+from wholestep.capture.source_slots import ClassSlot, ThreadLocalSlot
+from wholestep.ir.signature import InputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+_FOUND_AT_FIRST = (Tensor, nn.Module, Optimizer, LRScheduler)
+"""What is exchanged before the step runs and cannot be found later."""
+
+
+class ValueSources:
+    """The places of one capture outside of instances: attributes of classes and of Python modules, thread locals."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._world = capture.world
+        self.reads = AttributeReads(self.found)
+        self._classes: dict[type, tuple[str, dict[str, Any], dict[str, None]]] = {}
+        """Of each class: its path, what it held, what was read."""
+        self._modules: dict[ModuleType, tuple[str, dict[str, Any], dict[str, None]]] = {}
+        self._counts = (0, 0, 0)
+        self._active = False
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Note reads in the block, then add what was read or set to the variables of the step."""
+        self._counts = (len(self._world.holders), len(self._world.containers), len(self._world.variables))
+        self._active = True
+        try:
+            self._follow_classes()
+            self._follow_modules()
+            for tracker, _ in [t for t in self._capture.readers if not t[0].sees_reads]:
+                self.reads.note_all(tracker)
+            yield
+        finally:
+            self._active = False
+            self.reads.stop()
+            self._add_variables()
+            self._world.find = lambda value, path, slot: None  # the walk holds on to the arguments of this call
+
+    # What the step finds on its way.
+
+    def found(self, value: Any, path: str, slot: Slot | None = None) -> None:
+        """A read gave something: if discovery did not see it, follow it from now on."""
+        if not self._active or isinstance(value, _FOUND_AT_FIRST):
+            return
+        world = self._world
+        world.find(value, path, slot)
+        if (len(world.holders), len(world.containers), len(world.variables)) == self._counts and (
+            len(world.sources.classes) == len(self._classes) and len(world.sources.python_modules) == len(self._modules)
+        ):
+            return
+        before, self._counts = self._counts, (len(world.holders), len(world.containers), len(world.variables))
+        for holder, where in list(world.holders.values())[before[0] :]:
+            self._capture.follow_holder(holder, where)
+        for container, where in world.containers[before[1] :]:
+            self._capture.contents.append((container, where, skeleton(container)))
+            self._capture.copies.append((container, where, copy_of(container)))
+        for name, place, held in world.variables[before[2] :]:
+            self._lift(place, held, name)
+        self._follow_classes()
+        self._follow_modules()
+
+    # Classes and modules.
+
+    def _follow_classes(self) -> None:
+        for cls, path in list(self._world.sources.classes.items()):
+            if cls in self._classes:
+                continue
+            values = dict(class_values(cls))
+            read: dict[str, None] = {}
+            self._classes[cls] = (path, values, read)
+            for name, value in values.items():
+                slot = ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)
+                self._lift(slot, value, slot.path)
+            self.reads.record_class(cls, frozenset(values), path, read)
+
+    def _follow_modules(self) -> None:
+        for module, path in list(self._world.sources.python_modules.items()):
+            if module in self._modules:
+                continue
+            read: dict[str, None] = {}
+            self._modules[module] = (path, dict(vars(module)), read)
+            for name, value in list(vars(module).items()):
+                where = f"{path}.{name}"
+                self._lift(MappingSlot(InputKind.CAPTURED, where, None, vars(module), name), value, where)
+            self.reads.record_module(module, path, read)
+
+    def _lift(self, slot: Slot, value: Any, path: str) -> None:
+        if self._capture.numbers.lifts(path) and type(value) in (int, float):
+            slot.set(self._capture.lift_number(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
+
+    # After the step.
+
+    def _add_variables(self) -> None:
+        known = {(id(slot.mapping), slot.key) for _, slot, _ in self._world.variables if isinstance(slot, MappingSlot)}
+        for cls, (path, before, read) in self._classes.items():
+            for name in {**before, **dict(class_values(cls))}:
+                self._add(ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name), before, name, read)
+        for module, (path, before, read) in self._modules.items():
+            for name in {**before, **vars(module), **read}:
+                if not name.startswith("__") and (id(vars(module)), name) not in known:
+                    slot = MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(module), name)
+                    self._add(slot, before, name, read)
+        places = {(id(s.local), s.name) for _, s, _ in self._world.variables if isinstance(s, ThreadLocalSlot)}
+        for local, path in self._world.sources.thread_locals:
+            for name in vars(local):
+                if (id(local), name) not in places:
+                    self._add(ThreadLocalSlot(InputKind.CAPTURED, f"{path}.{name}", None, local, name), {}, name, {})
+
+    def _add(self, slot: Slot, before: dict[str, Any], name: str, read: dict[str, None]) -> None:
+        held = before.get(name, ABSENT)
+        if name in read or not same_plain(slot.get(), held):
+            self._world.variables.append((slot.path, slot, held))
