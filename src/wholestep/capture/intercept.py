@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep._torch_compat import FakeTensor, local_of
 from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.location import user_location
+from wholestep.capture.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError
 
 _LEAVES_GRAPH = {
@@ -31,6 +32,8 @@ _TAKES_VALUE = {
     Tensor.__int__: "__int__",
     Tensor.__index__: "__index__",
 }
+_GET_ITEM = Tensor.__getitem__
+_INDEXING = frozenset({_GET_ITEM, Tensor.__setitem__})
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = Tensor.grad
 _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
@@ -83,6 +86,10 @@ class FunctionMode(TorchFunctionMode):
                 return None
             elif func is torch.autograd.grad:
                 session.refuse_gradients(*args, **(kwargs or {}))
+        if func in _INDEXING:
+            view = moving_view(args[0], args[1])
+            if view is not None:
+                return view if func is _GET_ITEM else view.__setitem__(..., args[2])
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)

@@ -6,6 +6,8 @@ only moves a window of fixed size, or is a value of elements, stays a number:
     x * k, x.add_(y, alpha=k)        stays
     x[k], x[k:k + 3]                 stays; guards: k is in range, the slice has 3 elements
     topk(x, k), x.view(k, -1)        fixed: guard k == 4
+
+`x[k]` is taken apart here (`moving_view`): torch's own indexing asks for the plain value of an index.
 """
 
 from __future__ import annotations
@@ -121,3 +123,29 @@ def _guard_slice(args: tuple[Any, ...], nodes: list[Any], again: list[Any]) -> N
 
 def _is_bound(value: Any) -> bool:
     return value is None or isinstance(value, int) or scalar_of(value) is not None
+
+
+def moving_view(tensor: Tensor, index: Any) -> Tensor | None:
+    """`tensor[index]` where a number of the graph is an index in it; None where torch's own indexing will do.
+
+    Takes whole numbers and slices, as one or as a tuple: for those indexing is a view, one dimension after the other.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if all(scalar_of(item) is None for item in items):
+        return None
+    if not all(type(item) in (int, slice) or _is_index(item) for item in items) or len(items) > tensor.dim():
+        return None
+    dim = 0
+    for item in items:
+        if not isinstance(item, slice):
+            tensor = tensor.select(dim, item)
+            continue
+        if item != slice(None):
+            tensor = tensor[(slice(None),) * dim + (item,)]
+        dim += 1
+    return tensor
+
+
+def _is_index(item: Any) -> bool:
+    scalar = scalar_of(item)
+    return scalar is not None and scalar.kind is int

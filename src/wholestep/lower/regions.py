@@ -184,6 +184,8 @@ def is_view(node: fx.Node) -> bool:
     tensors = [source for source in node.all_input_nodes if not is_number(source)]
     if len(tensors) != 1 or shared_inputs(node) != tensors:
         return False
+    if any(map(is_changing, node.all_input_nodes)):  # `bank[k:k + 3]`: Inductor would take k for a constant
+        return False
     return not may_copy(node.target) or shares_storage(node.meta.get("val"), tensors[0].meta.get("val"))
 
 
