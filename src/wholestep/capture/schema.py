@@ -36,6 +36,8 @@ class OpFacts:
 
     names: tuple[str, ...]
     """Argument names in schema order."""
+    keyword_only: frozenset[str]
+    """Arguments that cannot be given by position."""
     writes: tuple[int, ...]
     """Schema positions of the arguments whose contents change."""
     writes_if: str
@@ -71,6 +73,7 @@ def op_facts(op: OpOverload) -> OpFacts:
     functional = _functional_variant(op) if writes and not inplace_view else None
     return OpFacts(
         names=names,
+        keyword_only=frozenset(arg.name for arg in schema.arguments if arg.kwarg_only),
         writes=() if inplace_view else writes,
         writes_if=write_condition(op),
         is_view=not writes and bool(aliasing),

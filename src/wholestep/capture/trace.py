@@ -291,6 +291,8 @@ class Capture:
         fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
         with ExitStack() as stack:
             stack.enter_context(patched(self))
+            # Functions from torch.compile run as written; with fullgraph=True Dynamo would refuse to under our modes.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)

@@ -153,18 +153,15 @@ class Writes:
         """An operator without a functional variant runs on copies of what it writes."""
         positional = list(node_args)
         rest = dict(node_kwargs)
-        while len(positional) <= max(facts.writes):
+        while len(positional) <= max(facts.writes) and facts.names[len(positional)] not in facts.keyword_only:
             name = facts.names[len(positional)]
             if name not in rest:
-                positional = []
-                break
+                raise UnsupportedError(
+                    f"{func} writes to {facts.names[max(facts.writes)]}, which was not given.",
+                    fix="pass all arguments that the operator writes to.",
+                    location=user_location(),
+                )
             positional.append(rest.pop(name))
-        if not positional:
-            raise UnsupportedError(
-                f"{func} writes to keyword-only arguments and has no functional variant.",
-                fix="use the out-of-place form of the operator.",
-                location=user_location(),
-            )
         vals = (*fresh, *(_like(t) for t in tensors_in(targets)))
         node = self._nodes.create(call_on_copies, (func, tuple(facts.writes), *positional), rest, vals, func)
         return node
