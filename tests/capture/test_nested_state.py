@@ -370,8 +370,10 @@ def test_an_object_with_tensors_in_state_is_refused_and_eager_goes_on() -> None:
         p.sub_(state["projector"].mean, alpha=group["lr"])
 
     run = make(device(), update)
-    with pytest.raises(errors.SideEffectError, match="to a Projector"):
+    with pytest.raises(errors.SideEffectError, match="to a Projector") as caught:
         ws.compile(run.step)(*run.arguments(0))
+    assert caught.value.location is not None
+    assert caught.value.location.text == "optimizer.step()"
     assert not run.watch["optimizer"].optimizer.state
     run.step(*run.arguments(0))
     with pytest.raises(errors.WholestepError):

@@ -55,6 +55,11 @@ class Bindings:
         if is_dtensor(new):
             slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(new))
             new = local_of(new)
+        if _is_subclass(new):
+            raise UnsupportedError(
+                f"the step sets {slot.path} to a {type(new).__name__}; tensor subclasses are not captured.",
+                fix="keep plain tensors in state.",
+            )
         if isinstance(new, Tensor):
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
             index = self._state_output(source, slot.path)
@@ -117,6 +122,13 @@ def _without_graph_numbers(value: Any) -> Any:
     scalars = [(item, scalar_of(item)) for item in value]
     why = "a tuple or list that outlives the step"
     return type(value)(item if scalar is None else scalar.specialise(why) for item, scalar in scalars)
+
+
+def _is_subclass(value: Any) -> bool:
+    """A tensor with a dispatch of its own."""
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        return False
+    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _is_constant(value: Any) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import linecache
 import os
 import sys
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -67,3 +70,16 @@ def location_of_exception(error: BaseException) -> Location | None:
             found = Location(name, trace.tb_lineno, code.co_name, text)
         trace = trace.tb_next
     return found
+
+
+def location_of_function(fn: Any) -> Location | None:
+    """The first line of a function of the user's, also of one behind `functools.partial` or a callable object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    fn = fn if inspect.isroutine(fn) or not callable(fn) else type(fn).__call__
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return Location(code.co_filename, code.co_firstlineno, code.co_name, text)

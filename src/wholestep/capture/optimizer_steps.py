@@ -18,7 +18,7 @@ from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import Number, scalar_of
 from wholestep.capture.slots import Slot
-from wholestep.errors import ItemError, OptimizerClosureError, SideEffectError, UnsupportedError
+from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.parallel.session import Session
 
@@ -31,6 +31,7 @@ class StepHost(Protocol):
     session: Session | None
     host_calls: list[HostCall]
     steps_seen: list[Optimizer]
+    step_lines: dict[Optimizer, Location | None]
     running_step: Optimizer | None
     """The optimizer whose replaced `step` is running."""
 
@@ -47,6 +48,7 @@ def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
         _refuse_step(host, closure)
         before, host.phase = host.phase, "optimizer"
         host.steps_seen.append(optimizer)
+        host.step_lines[optimizer] = user_location()
         running, host.running_step = host.running_step, optimizer
         try:
             if host.session is not None:
@@ -78,6 +80,7 @@ class BoundSteps:
                 location=user_location(),
             )
         host.steps_seen.append(optimizer)
+        host.step_lines[optimizer] = user_location()
         self._phases.append((optimizer, host.phase))
         host.phase = "optimizer"
 

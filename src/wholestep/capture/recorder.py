@@ -183,6 +183,8 @@ class Recorder(DispatchMode):
             if facts.replaces_storage:
                 return self._replace_storage(func, fake_args, fake_kwargs)
             if facts.writes and (not facts.writes_if or self._flag(facts, args, kwargs)):
+                if self._writes.overlap(facts, fake_args, fake_kwargs):
+                    return self._writes.one_by_one(func, list(args), kwargs)
                 return self._writes.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
             out = self._computed(func, fake_args, fake_kwargs)
         except DynamicOutputShapeException as error:

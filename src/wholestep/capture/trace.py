@@ -33,7 +33,7 @@ from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.inputs import Inputs
 from wholestep.capture.intercept import FunctionMode
 from wholestep.capture.items import Items
-from wholestep.capture.location import location_of_exception, user_location
+from wholestep.capture.location import location_of_exception, location_of_function, user_location
 from wholestep.capture.number_policy import NumberPolicy
 from wholestep.capture.optimizer_steps import (
     BoundSteps,
@@ -162,6 +162,8 @@ class Capture:
         self.sources = ValueSources(self)
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
         self.steps_seen: list[Optimizer] = []
+        self.step_lines: dict[Optimizer, Location | None] = {}
+        """The line that called the `step()` of each optimizer last."""
         self.running_step: Optimizer | None = None
         self._bound_steps = BoundSteps(self)
         self.api = ""
@@ -184,6 +186,10 @@ class Capture:
                 result = self._trace(rng)
                 self.shapes.refuse_fixed()
                 captured = collect(self, result)
+        except WholestepError as error:
+            if error.location is not None:
+                raise
+            raise self._located(error, self._line_of(error)) from error.__cause__
         finally:
             self.settings.restore()
             rng.restore()
@@ -331,12 +337,20 @@ class Capture:
             )
 
     @staticmethod
-    def _located(error: WholestepError) -> WholestepError:
+    def _located(error: WholestepError, otherwise: Location | None = None) -> WholestepError:
         """An error raised without a line gets the deepest line of the user's code."""
         if error.location is not None:
             return error
-        where = location_of_exception(error)
+        where = location_of_exception(error) or otherwise
         return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
+
+    def _line_of(self, error: WholestepError) -> Location | None:
+        """The line for what is found after the trace: where the optimizer stepped that the error names, or the
+        beginning of the step."""
+        for optimizer, path in self.world.optimizers.items():
+            if path in error.what and optimizer in self.step_lines:
+                return self.step_lines[optimizer]
+        return location_of_function(self.fn)
 
     def _again_if_met(self) -> None:
         """Trace again with an optimizer whose call the step's code hid (`except:`), or whose groups it changed."""

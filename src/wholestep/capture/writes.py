@@ -63,8 +63,6 @@ class Writes:
             refuse_overlap(func, target)
             if records:  # autograd finds the place of the view again by its offset in memory
                 self._values.fix_moving_views(target, "a write through a view that autograd records")
-        if len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat):
-            return self._one_by_one(func, fake_args, fake_kwargs)
         refuse_shifted_overlap(func, flat, fake_args)
         functional = facts.functional
         exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
@@ -103,9 +101,18 @@ class Writes:
             self._values.write(target, self._fitted(target, new))
         return out
 
-    def _one_by_one(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
-        """A list operator that writes to the same memory twice: each element sees what the one before it wrote."""
-        lists = [a for a in (*fake_args, *fake_kwargs.values()) if isinstance(a, list) and a]
+    def overlap(self, facts: OpFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+        """Whether two tensors that an operator writes are views of one."""
+        targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
+        flat = list(tensors_in(targets))
+        return len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat)
+
+    def one_by_one(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """A list operator that writes to the same memory twice: each element sees what the one before it wrote.
+
+        Takes the arguments as the step gave them: numbers of the graph stay numbers of the graph.
+        """
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
         count = max(len(a) for a in lists)
         if any(len(a) != count for a in lists):
             raise OverlapError(
@@ -114,9 +121,9 @@ class Writes:
                 location=user_location(),
             )
         for i in range(count):
-            args = [[a[i]] if isinstance(a, list) and a else a for a in fake_args]
-            kwargs = {n: [a[i]] if isinstance(a, list) and a else a for n, a in fake_kwargs.items()}
-            self._recorder.__torch_dispatch__(func, (), tuple(args), kwargs)
+            each = [[a[i]] if isinstance(a, list | tuple) and a else a for a in args]
+            named = {n: [a[i]] if isinstance(a, list | tuple) and a else a for n, a in kwargs.items()}
+            self._recorder.__torch_dispatch__(func, (), tuple(each), named)
         return None
 
     def _steals(self, target: Tensor, source: Tensor) -> bool:
