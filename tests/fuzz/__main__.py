@@ -1,0 +1,159 @@
+"""`python -m fuzz`: many programs on given seeds, or for a given time on new ones; failures are shrunk and printed.
+
+    make fuzz                            2,000 programs, 50 of them also compiled with Inductor
+    make fuzz SEED=70000 COUNT=300       others
+    make fuzz SECONDS=3600               an hour, from a seed that the clock gives
+    python -m fuzz --show 17             the program of a seed, its outcome, and a smaller one if it fails
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fuzz.grammar import write_program
+from fuzz.isolated import run_alone, run_in_batch
+from fuzz.outcome import CALLS, GOOD, Outcome, run_program
+from fuzz.shrink import shrink
+from fuzz.switched_off import SWITCHED_OFF
+
+_BATCH = 25
+
+
+@dataclass
+class Campaign:
+    """Counts of what was seen."""
+
+    shrunk_per_kind: int
+    folder: Path | None
+    without: dict[str, str]
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    graphs: collections.Counter[int] = field(default_factory=collections.Counter)
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+    codes: collections.Counter[str] = field(default_factory=collections.Counter)
+    parts: collections.Counter[str] = field(default_factory=collections.Counter)
+    parts_failed: collections.Counter[str] = field(default_factory=collections.Counter)
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    every_call: list[int] = field(default_factory=list)
+
+    def run(self, seeds: list[int], lower: str) -> None:
+        programs = [write_program(seed, self.without) for seed in seeds]
+        limit = 60.0 if lower == "eager" else 400.0
+        run = lambda source: run_program(source, lower=lower, seconds=int(limit) - 10)  # noqa: E731
+        for index, outcome, _ in run_in_batch(run, [source for source, _ in programs], limit):
+            self.note(seeds[index], *programs[index], outcome, lower)
+
+    def note(self, seed: int, source: str, parts: list[str], outcome: Outcome, lower: str) -> None:
+        self.kinds[outcome.kind] += 1
+        self.parts.update(set(parts))
+        if outcome.kind == "refused":
+            self.codes[outcome.code] += 1
+        if not outcome.failed:
+            self.graphs[outcome.graphs] += 1
+            if outcome.kind == "equal" and outcome.graphs >= CALLS:
+                self.every_call.append(seed)
+                self.reasons.update({re.sub(r"\d+(\.\d+)?", "N", reason) for reason in outcome.recompiles[1:]})
+            return
+        self.parts_failed.update(set(parts))
+        key = str(outcome) if lower == "eager" else f"{lower}: {outcome}"
+        self.failures.setdefault(key, []).append(seed)
+        if len(self.failures[key]) > self.shrunk_per_kind:
+            return
+        print(f"\nFAILED seed {seed}: {key}\n{outcome.detail[-1500:]}", flush=True)
+        alone = run_alone(source, lower)
+        if not alone.like(outcome):
+            print(f"alone it is: {alone} (what earlier programs left in the process matters)", flush=True)
+            return
+        small = shrink(source, outcome, lambda text: run_alone(text, lower), 90.0) if lower == "eager" else source
+        print(small, flush=True)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"seed_{seed}.py").write_text(f"# {key}\n{small}\n# {alone.detail[-800:]!r}\n")
+
+    def summary(self, seconds: float) -> str:
+        total = sum(self.kinds.values())
+        bad = {kind: count for kind, count in self.kinds.items() if kind not in GOOD}
+        lines = [
+            f"{total} programs in {seconds:.0f} s: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common()),
+            "graphs per program: " + ", ".join(f"{n}: {count}" for n, count in sorted(self.graphs.items())),
+            "refused: " + ", ".join(f"{code} {count}" for code, count in self.codes.most_common()),
+            f"a graph at every call: {len(self.every_call)} programs, seeds {self.every_call[:10]}",
+            *(f"  {count} x {reason}" for reason, count in self.reasons.most_common(8)),
+        ]
+        if bad:
+            lines.append("failures:")
+            lines += [f"  {len(v)} x {key} (seeds {v[:6]})" for key, v in sorted(self.failures.items(), key=_many)]
+            lines.append("parts that fail most often:")
+            rates = [(self.parts_failed[part] / self.parts[part], part) for part in self.parts_failed]
+            lines += [
+                f"  {part}: {self.parts_failed[part]} of {self.parts[part]}" for _, part in sorted(rates, reverse=True)[:40]
+            ]
+        return "\n".join(lines)
+
+
+def _many(item: tuple[str, list[int]]) -> int:
+    return -len(item[1])
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=None, help="the first seed")
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=None, help="run for this long on new seeds instead")
+    parser.add_argument("--compiled", type=int, default=50, help="how many also run with Inductor")
+    parser.add_argument("--shrink", type=int, default=2, help="shrink so many failures of a kind")
+    parser.add_argument("--all", action="store_true", help="with the parts that are switched off")
+    parser.add_argument("--save", type=Path, default=None, help="a folder for shrunk programs")
+    parser.add_argument("--show", type=int, default=None, help="print the program of one seed and run it")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    without = {} if given.all else SWITCHED_OFF
+    if given.show is not None:
+        return _show(given.show, without)
+    seed = given.seed if given.seed is not None else (int(time.time()) % 10**7 * 1000 if given.seconds else 10_000)
+    campaign = Campaign(given.shrink, given.save, without)
+    started = time.monotonic()
+    print(f"seeds from {seed}", flush=True)
+    done = 0
+    while time.monotonic() - started < given.seconds if given.seconds is not None else done < given.count:
+        size = _BATCH if given.seconds is not None else min(_BATCH, given.count - done)
+        campaign.run(list(range(seed + done, seed + done + size)), "eager")
+        done += size
+        failed = sum(map(len, campaign.failures.values()))
+        print(f"\r{done} programs, {failed} failed, {time.monotonic() - started:.0f} s ", end="", flush=True)
+    print()
+    print(campaign.summary(time.monotonic() - started))
+    if given.compiled:
+        compiled = Campaign(given.shrink, given.save, without)
+        begun = time.monotonic()
+        for first in range(seed, seed + given.compiled, 10):
+            compiled.run(list(range(first, min(first + 10, seed + given.compiled))), "inductor")
+        print("with Inductor, within rounding:\n" + compiled.summary(time.monotonic() - begun))
+        campaign.failures |= compiled.failures
+    return int(bool(campaign.failures))
+
+
+def _show(seed: int, without: dict[str, str]) -> int:
+    source, _ = write_program(seed, without)
+    print(source)
+    outcome = run_alone(source)
+    print(f"# {outcome}, {outcome.graphs} graphs\n{outcome.detail}")
+    for reason in outcome.recompiles:
+        print(f"# captured again: {reason}")
+    if outcome.failed:
+        print(shrink(source, outcome, run_alone))
+    return int(outcome.failed)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Programs in processes of their own: one that crashes or hangs is named, and none disturbs the next."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fuzz.outcome import Outcome, run_program
+
+_fork = multiprocessing.get_context("fork")
+
+
+def _work(pipe: Connection, run: Callable[[Any], Outcome], items: Sequence[Any]) -> None:
+    for index, item in enumerate(items):
+        pipe.send(("started", index))
+        try:
+            outcome = run(item)
+        except Exception as error:  # of the fuzzer itself: named, never taken for a success
+            outcome = Outcome("fuzzer error", f"{type(error).__name__}: {error}", traceback.format_exc()[-2000:])
+        pipe.send(("done", outcome))
+    pipe.send(("finished", len(items)))
+
+
+def run_in_batch(
+    run: Callable[[Any], Outcome], items: Sequence[Any], seconds: float
+) -> Iterator[tuple[int, Outcome, float]]:
+    """Run all items in one forked process, and start another after a crash or a hang. Yields index, outcome, seconds."""
+    done = 0
+    while done < len(items):
+        reader, writer = _fork.Pipe(duplex=False)
+        process = _fork.Process(target=_work, args=(writer, run, items[done:]), daemon=True)
+        process.start()
+        writer.close()
+        base, started = done, time.monotonic()
+        while done < len(items):
+            if not reader.poll(seconds):
+                process.kill()
+                yield done, Outcome("hang", f"more than {seconds:g} s"), time.monotonic() - started
+                done += 1
+                break
+            try:
+                word, value = reader.recv()
+            except EOFError:
+                process.join()
+                yield done, Outcome("crash", f"exit code {process.exitcode}"), time.monotonic() - started
+                done += 1
+                break
+            if word == "started":
+                started = time.monotonic()
+                assert base + value == done
+            elif word == "done":
+                yield done, value, time.monotonic() - started
+                done += 1
+        reader.close()
+        process.kill()
+        process.join()
+
+
+def run_alone(source: str, lower: str = "eager", seconds: float = 40.0) -> Outcome:
+    """One program in a fresh process."""
+    return next(outcome for _, outcome, _ in run_in_batch(lambda item: run_program(item, lower=lower), [source], seconds))
