@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from fuzz.grammar import write_program
-from fuzz.isolated import run_alone, run_in_batch
+from fuzz.isolated import run_alone, run_in_batch, shrink_alone, warm_up
 from fuzz.outcome import CALLS, GOOD, Outcome, run_program
-from fuzz.shrink import shrink
 from fuzz.switched_off import SWITCHED_OFF
 
 _BATCH = 25
@@ -65,14 +64,15 @@ class Campaign:
         self.parts_failed.update(set(parts))
         key = str(outcome) if lower == "eager" else f"{lower}: {outcome}"
         self.failures.setdefault(key, []).append(seed)
+        print(f"\nFAILED seed {seed}: {key}", flush=True)
         if len(self.failures[key]) > self.shrunk_per_kind:
             return
-        print(f"\nFAILED seed {seed}: {key}\n{outcome.detail[-1500:]}", flush=True)
+        print(outcome.detail[-1500:], flush=True)
         alone = run_alone(source, lower)
         if not alone.like(outcome):
             print(f"alone it is: {alone} (what earlier programs left in the process matters)", flush=True)
             return
-        small = shrink(source, outcome, lambda text: run_alone(text, lower), 90.0) if lower == "eager" else source
+        small = shrink_alone(source, alone) if lower == "eager" else source
         print(small, flush=True)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +123,7 @@ def main() -> int:
     campaign = Campaign(given.shrink, given.save, without)
     started = time.monotonic()
     print(f"seeds from {seed}", flush=True)
+    warm_up()
     done = 0
     while time.monotonic() - started < given.seconds if given.seconds is not None else done < given.count:
         size = _BATCH if given.seconds is not None else min(_BATCH, given.count - done)
@@ -150,7 +151,7 @@ def _show(seed: int, without: dict[str, str]) -> int:
     for reason in outcome.recompiles:
         print(f"# captured again: {reason}")
     if outcome.failed:
-        print(shrink(source, outcome, run_alone))
+        print(shrink_alone(source, outcome))
     return int(outcome.failed)
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fuzz.grammar import write_program
 from fuzz.outcome import Outcome, run_program
+from fuzz.shrink import shrink
 
 _fork = multiprocessing.get_context("fork")
 
@@ -63,3 +65,21 @@ def run_in_batch(
 def run_alone(source: str, lower: str = "eager", seconds: float = 40.0) -> Outcome:
     """One program in a fresh process."""
     return next(outcome for _, outcome, _ in run_in_batch(lambda item: run_program(item, lower=lower), [source], seconds))
+
+
+def shrink_alone(source: str, wanted: Outcome, seconds: float = 120.0) -> str:
+    """Shrink in a process of its own; a failure that ends the process is tried in a new one each time."""
+    if wanted.kind in ("hang", "crash"):
+        return shrink(source, wanted, run_alone, seconds)
+
+    def run(text: str) -> Outcome:
+        return Outcome("shrunk", shrink(text, wanted, run_program, seconds))
+
+    outcome = next(each for _, each, _ in run_in_batch(run, [source], seconds + 60))
+    return outcome.key if outcome.kind == "shrunk" else source
+
+
+def warm_up() -> None:
+    """Let the parent do once what every forked process would do again at its first capture."""
+    for seed in (1, 2):
+        run_program(write_program(seed)[0])
