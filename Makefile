@@ -8,11 +8,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format unit bench clean
+.PHONY: help env demo test test-all fuzz lint format unit bench clean
 
 help:
 	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
 	@echo "make test    lint, type-check and test everything"
+	@echo "make fuzz    random training steps against eager (SEED=, COUNT=; SECONDS=3600: new seeds for an hour)"
+	@echo "make test-all    make test, make fuzz, and the whole capture suite under Inductor (two hours or more)"
 	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
 	@echo "make bench   per-call overhead, capture time and memory, against eager"
@@ -49,6 +51,13 @@ format: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or every_lowered_case)" $(ARGS) || test $$? -eq 5
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not every_lowered_case" $(ARGS) || test $$? -eq 5
+
+# 2,000 random programs, 50 of them also compiled; SHOW=17 prints and runs the program of one seed.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
+
+test-all: test fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m every_lowered_case $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

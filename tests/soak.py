@@ -21,7 +21,15 @@ from torch import nn
 
 import wholestep
 
-_CONTAINERS = (dict, list, set, collections.deque, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_CONTAINERS = (
+    dict,
+    list,
+    set,
+    collections.deque,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
 _Cache = type(functools.lru_cache(lambda: None))
 
 

@@ -1,9 +1,9 @@
 """`python -m fuzz`: many programs on given seeds, or for a given time on new ones; failures are shrunk and printed.
 
-    make fuzz                            2,000 programs, 50 of them also compiled with Inductor
-    make fuzz SEED=70000 COUNT=300       others
-    make fuzz SECONDS=3600               an hour, from a seed that the clock gives
-    python -m fuzz --show 17             the program of a seed, its outcome, and a smaller one if it fails
+make fuzz                            2,000 programs, 50 of them also compiled with Inductor
+make fuzz SEED=70000 COUNT=300       others
+make fuzz SECONDS=3600               an hour, from a seed that the clock gives
+python -m fuzz --show 17             the program of a seed, its outcome, and a smaller one if it fails
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from fuzz.outcome import CALLS, GOOD, Outcome, run_program
 from fuzz.switched_off import SWITCHED_OFF
 
 _BATCH = 25
+Ran = tuple[int, str, list[str], Outcome]
+"""Seed, source, names of its parts, and how it went."""
 
 
 @dataclass
@@ -43,12 +46,18 @@ class Campaign:
     failures: dict[str, list[int]] = field(default_factory=dict)
     every_call: list[int] = field(default_factory=list)
 
-    def run(self, seeds: list[int], lower: str) -> None:
+    def run(self, seeds: list[int], lower: str) -> list[Ran]:
+        """Run programs in a forked process."""
         programs = [write_program(seed, self.without) for seed in seeds]
         limit = 60.0 if lower == "eager" else 400.0
         run = lambda source: run_program(source, lower=lower, seconds=int(limit) - 10)  # noqa: E731
-        for index, outcome, _ in run_in_batch(run, [source for source, _ in programs], limit):
-            self.note(seeds[index], *programs[index], outcome, lower)
+        ran = run_in_batch(run, [source for source, _ in programs], limit)
+        return [(seeds[index], *programs[index], outcome) for index, outcome, _ in ran]
+
+    def note_all(self, ran: list[Ran], lower: str) -> None:
+        """Count what was seen, and shrink what failed."""
+        for each in ran:
+            self.note(*each, lower)
 
     def note(self, seed: int, source: str, parts: list[str], outcome: Outcome, lower: str) -> None:
         self.kinds[outcome.kind] += 1
@@ -94,7 +103,8 @@ class Campaign:
             lines.append("parts that fail most often:")
             rates = [(self.parts_failed[part] / self.parts[part], part) for part in self.parts_failed]
             lines += [
-                f"  {part}: {self.parts_failed[part]} of {self.parts[part]}" for _, part in sorted(rates, reverse=True)[:40]
+                f"  {part}: {self.parts_failed[part]} of {self.parts[part]}"
+                for _, part in sorted(rates, reverse=True)[:40]
             ]
         return "\n".join(lines)
 
@@ -110,6 +120,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=None, help="run for this long on new seeds instead")
     parser.add_argument("--compiled", type=int, default=50, help="how many also run with Inductor")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--shrink", type=int, default=2, help="shrink so many failures of a kind")
     parser.add_argument("--all", action="store_true", help="with the parts that are switched off")
     parser.add_argument("--save", type=Path, default=None, help="a folder for shrunk programs")
@@ -125,19 +136,27 @@ def main() -> int:
     print(f"seeds from {seed}", flush=True)
     warm_up()
     done = 0
-    while time.monotonic() - started < given.seconds if given.seconds is not None else done < given.count:
-        size = _BATCH if given.seconds is not None else min(_BATCH, given.count - done)
-        campaign.run(list(range(seed + done, seed + done + size)), "eager")
-        done += size
-        failed = sum(map(len, campaign.failures.values()))
-        print(f"\r{done} programs, {failed} failed, {time.monotonic() - started:.0f} s ", end="", flush=True)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        while time.monotonic() - started < given.seconds if given.seconds is not None else done < given.count:
+            sizes = [_BATCH] * given.jobs
+            if given.seconds is None:
+                sizes = [max(0, min(_BATCH, given.count - done - _BATCH * job)) for job in range(given.jobs)]
+            firsts = [seed + done + sum(sizes[:job]) for job in range(given.jobs)]
+            batches = [list(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True) if size]
+            for each in pool.map(lambda seeds: campaign.run(seeds, "eager"), batches):
+                campaign.note_all(each, "eager")
+            done += sum(sizes)
+            failed = sum(map(len, campaign.failures.values()))
+            print(f"\r{done} programs, {failed} failed, {time.monotonic() - started:.0f} s ", end="", flush=True)
     print()
     print(campaign.summary(time.monotonic() - started))
     if given.compiled:
         compiled = Campaign(given.shrink, given.save, without)
         begun = time.monotonic()
-        for first in range(seed, seed + given.compiled, 10):
-            compiled.run(list(range(first, min(first + 10, seed + given.compiled))), "inductor")
+        batches = [list(range(seed, seed + given.compiled))[job :: given.jobs] for job in range(given.jobs)]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for each in pool.map(lambda seeds: compiled.run(seeds, "inductor"), batches):
+                compiled.note_all(each, "inductor")
         print("with Inductor, within rounding:\n" + compiled.summary(time.monotonic() - begun))
         campaign.failures |= compiled.failures
     return int(bool(campaign.failures))

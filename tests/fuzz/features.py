@@ -30,7 +30,9 @@ def none_at_first(b: Builder) -> None:
 
 def none_attribute_at_first(b: Builder) -> None:
     b.net_init.append("self.latest = None")
-    b.net_forward.append("self.latest = h.detach().mean() if self.latest is None else self.latest * 0.5 + h.detach().mean()")
+    b.net_forward.append(
+        "self.latest = h.detach().mean() if self.latest is None else self.latest * 0.5 + h.detach().mean()"
+    )
     b.step("loss", "loss = loss + 0.1 * model.latest")
 
 
@@ -274,7 +276,9 @@ def clock_used(b: Builder) -> None:
 
 
 def random_number(b: Builder) -> None:
-    b.step("loss", f"loss = loss * {b.rng.choice(('random.random()', 'np.random.rand()', 'random.choice((0.5, 2.0))'))}")
+    b.step(
+        "loss", f"loss = loss * {b.rng.choice(('random.random()', 'np.random.rand()', 'random.choice((0.5, 2.0))'))}"
+    )
 
 
 def iterator(b: Builder) -> None:
@@ -368,11 +372,15 @@ def fork_of_randomness(b: Builder) -> None:
 
 
 def result_number(b: Builder) -> None:
-    b.returns.append(("text", b.rng.choice(("'done'", "3", "0.5", "None", "h.shape[0]", "len(list(model.parameters()))"))))
+    b.returns.append(
+        ("text", b.rng.choice(("'done'", "3", "0.5", "None", "h.shape[0]", "len(list(model.parameters()))")))
+    )
 
 
 def result_state(b: Builder) -> None:
-    b.returns.append(("weight", b.rng.choice(("model.first.weight", "h", "h.detach()", "x", "model.first.bias.detach()"))))
+    b.returns.append(
+        ("weight", b.rng.choice(("model.first.weight", "h", "h.detach()", "x", "model.first.bias.detach()")))
+    )
 
 
 def autocast(b: Builder) -> None:
@@ -481,7 +489,12 @@ def grad_mode_setting(b: Builder) -> None:
 
 
 def nan_loss(b: Builder) -> None:
-    b.step("loss", "loss = loss + (h.detach() * 0).sum().log()" if b.chance(0.3) else "loss = loss + h.abs().log().clamp(-3).mean()")
+    b.step(
+        "loss",
+        "loss = loss + (h.detach() * 0).sum().log()"
+        if b.chance(0.3)
+        else "loss = loss + h.abs().log().clamp(-3).mean()",
+    )
 
 
 def parameter_list(b: Builder) -> None:

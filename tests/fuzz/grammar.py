@@ -47,7 +47,10 @@ def write_program(seed: int, without: Mapping[str, str] | None = None) -> tuple[
         b.features.append("training:two optimizers")
         make_optimizer(b, "second", "model.last", wanted)
     b.step("forward", "h = model(x)")
-    b.step("loss", b.rng.choice(("loss = h.square().mean()", "loss = F.cross_entropy(h, x.argmax(1))", "loss = h.abs().sum()")))
+    b.step(
+        "loss",
+        b.rng.choice(("loss = h.square().mean()", "loss = F.cross_entropy(h, x.argmax(1))", "loss = h.abs().sum()")),
+    )
     b.returns.append(("loss", b.rng.choice(("loss", "loss", "loss.detach()"))))
     for _ in range(b.rng.choice((0, 1, 1, 2, 2, 3))):
         _number(b, wanted)
@@ -59,7 +62,9 @@ def write_program(seed: int, without: Mapping[str, str] | None = None) -> tuple[
 
 def _network(b: Builder) -> None:
     b.net_init += ["self.first = nn.Linear(3, 4)", "self.last = nn.Linear(4, 4)"]
-    b.net_forward.append(b.rng.choice(("h = torch.tanh(self.first(h))", "h = F.gelu(self.first(h))", "h = self.first(h).relu()")))
+    b.net_forward.append(
+        b.rng.choice(("h = torch.tanh(self.first(h))", "h = F.gelu(self.first(h))", "h = self.first(h).relu()"))
+    )
     b.net_forward.append("h = self.last(h)")
 
 
@@ -83,7 +88,9 @@ def _number(b: Builder, wanted: Callable[[str], bool]) -> None:
         _use(b, home.read, whole, wanted)
     b.features.append(f"change:{change(b, home, whole=whole)}")
     if b.chance(0.15):
-        b.returns.append((b.name("number"), b.rng.choice(("{k}", "{k} * 2", "{k} + 1", 'f"{{{k}}}"')).format(k=home.read)))
+        b.returns.append(
+            (b.name("number"), b.rng.choice(("{k}", "{k} * 2", "{k} + 1", 'f"{{{k}}}"')).format(k=home.read))
+        )
         b.features.append("returned number")
 
 

@@ -64,7 +64,9 @@ def run_in_batch(
 
 def run_alone(source: str, lower: str = "eager", seconds: float = 40.0) -> Outcome:
     """One program in a fresh process."""
-    return next(outcome for _, outcome, _ in run_in_batch(lambda item: run_program(item, lower=lower), [source], seconds))
+    return next(
+        outcome for _, outcome, _ in run_in_batch(lambda item: run_program(item, lower=lower), [source], seconds)
+    )
 
 
 def shrink_alone(source: str, wanted: Outcome, seconds: float = 120.0) -> str:

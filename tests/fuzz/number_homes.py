@@ -337,7 +337,11 @@ def change(b: Builder, home: Home, *, whole: bool) -> str:
         b.step("end" if way == "in the step" else "start", home.write.format(new))
     elif way == "between":
         assert home.write_between is not None
-        value = new.replace("self.", "trainer.") if b.chance(0.6) else ("(1, 1, 2, 3, 0, 2, 1)[i]" if whole else "0.25 + 0.125 * i")
+        value = (
+            new.replace("self.", "trainer.")
+            if b.chance(0.6)
+            else ("(1, 1, 2, 3, 0, 2, 1)[i]" if whole else "0.25 + 0.125 * i")
+        )
         b.after(home.write_between.format(value))
     elif way == "once":
         assert home.write_between is not None

@@ -306,10 +306,10 @@ WRITES = {
 # Statements with their own flow.
 WHOLE_STATEMENTS = {
     "if": "if {k} % 2 == 0:\n    loss = loss * 2",
-    "if elif": "if {k} == 0:\n    loss = loss * 2\nelif {k} == 1:\n    loss = loss + h.mean()\nelse:\n    loss = loss * 0.5",
+    "if elif": "if {k} == 0:\n    loss = loss * 2\nelif {k} == 1:\n    loss = loss + 1\nelse:\n    loss = loss / 2",
     "while": "n = {k}\nwhile n > 0:\n    loss = loss * 1.5\n    n -= 1",
     "for": "for j in range({k}):\n    loss = loss + h[:, j].mean()",
-    "match": "match {k}:\n    case 0:\n        loss = loss * 2\n    case 1 | 2:\n        loss = loss + 1\n    case _:\n        loss = loss * 0.5",
+    "match": "match {k}:\n    case 0:\n        loss = loss * 2\n    case 1 | 2:\n        loss = loss + 1",
     "assert": "assert {k} >= 0, 'negative'\nloss = loss * ({k} + 1)",
     "try": "try:\n    loss = loss * (1 / {k})\nexcept ZeroDivisionError:\n    loss = loss * 3",
     "layer by index": "loss = loss + nn.ModuleList([model])[{k} % 1](x).mean()",

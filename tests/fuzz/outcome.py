@@ -231,7 +231,9 @@ class _Compiled:
         own = self.eager.error
         if expected is None and own is not None and type(own) is type(error) and str(own) == str(error):
             return self.outcome("raised", _key_of(own))
-        return self.outcome("error without a code", f"{_key_of(error)} {where}".strip(), f"call {i + 1}\n{_traceback(error)}")
+        return self.outcome(
+            "error without a code", f"{_key_of(error)} {where}".strip(), f"call {i + 1}\n{_traceback(error)}"
+        )
 
 
 def _close_at(line: str, expected: Frame, actual: Frame) -> bool:

@@ -26,7 +26,13 @@ from harness import bits_of
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.EllipsisType)
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-_SKIPPED = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called"}
+_SKIPPED = {
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_opt_called",
+}
 _Cache = type(functools.lru_cache(lambda: None))
 
 
@@ -99,7 +105,7 @@ class _Walk:
         if value.is_leaf and value.grad is not None:
             self.tensor(value.grad, f"{path}.grad")
         if vars(value):
-            self.mapping({k: v for k, v in vars(value).items()}, f"{path}.__dict__")
+            self.mapping(dict(vars(value)), f"{path}.__dict__")
 
     def contents(self, value: Any, kind: type, path: str) -> None:
         if isinstance(value, torch.Generator):
@@ -162,7 +168,9 @@ class _Walk:
 
     def class_(self, value: type, path: str) -> None:
         for name, item in sorted(vars(value).items()):
-            if not name.startswith("__") and not isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
+            if not name.startswith("__") and not isinstance(
+                item, types.MemberDescriptorType | types.GetSetDescriptorType
+            ):
                 self.value(item, f"{path}.{name}")
 
     def attributes(self, value: Any, kind: type, path: str) -> None:
