@@ -1,4 +1,4 @@
-"""What else a training step has: buffers, queues, averages, caches, hooks into autograd, things Python reads elsewhere."""
+"""What else a training step has: buffers, queues, averages, caches, autograd functions, values read elsewhere."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _work(pipe: Connection, run: Callable[[Any], Outcome], items: Sequence[Any])
 def run_in_batch(
     run: Callable[[Any], Outcome], items: Sequence[Any], seconds: float
 ) -> Iterator[tuple[int, Outcome, float]]:
-    """Run all items in one forked process, and start another after a crash or a hang. Yields index, outcome, seconds."""
+    """Run all items in a forked process, in a new one after a crash or a hang. Yields index, outcome, seconds."""
     done = 0
     while done < len(items):
         reader, writer = _fork.Pipe(duplex=False)
