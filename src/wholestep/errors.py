@@ -141,6 +141,12 @@ class RandomStateError(CaptureError):
     code = "WS-RNG"
 
 
+class ClockError(CaptureError):
+    """The step computes with the time of day, or keeps it."""
+
+    code = "WS-CLOCK"
+
+
 class UnsupportedError(CaptureError):
     """An operator, tensor type or mode that wholestep does not capture."""
 

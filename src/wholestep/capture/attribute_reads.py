@@ -23,8 +23,8 @@ from wholestep.ir.signature import InputKind
 
 _HEAP_TYPE = 1 << 9
 
-Found = Callable[[Any, str, Slot | None], None]
-"""Takes a value that a read gave, its path and the slot that holds it."""
+Found = Callable[[Any, str, Slot | None], Any]
+"""Takes a value that a read gave, its path and the slot that holds it; gives what the step gets instead."""
 
 
 class ReadTracker:
@@ -95,8 +95,7 @@ class AttributeReads:
                 if fallback is None:
                     raise
                 value = fallback(this, name)
-            note(tracker, name, value)
-            return value
+            return note(tracker, name, value)
 
         try:
             before = vars(cls).get("__getattribute__", ABSENT)
@@ -107,18 +106,20 @@ class AttributeReads:
         self._objects[cls] = trackers
         return True
 
-    def _note(self, tracker: ReadTracker, name: str, value: Any) -> None:
+    def _note(self, tracker: ReadTracker, name: str, value: Any) -> Any:
         if threading.get_ident() != self._thread:
-            return
+            return value
         if name in tracker.attributes:
             tracker.names[name] = None
             if not isinstance(value, PLAIN) and tracker.before.get(name) is value:
                 where = f"{tracker.path}.{name}"
-                self._found(value, where, MappingSlot(InputKind.CAPTURED, where, None, tracker.attributes, name))
+                slot = MappingSlot(InputKind.CAPTURED, where, None, tracker.attributes, name)
+                return self._found(value, where, slot)
         elif name.startswith("__") or self._is_class_value(type(tracker.obj), name):
-            return
+            return value
         elif isinstance(value, PLAIN) and scalar_of(value) is None:
             tracker.class_values[name] = value
+        return value
 
     def _is_class_value(self, cls: type, name: str) -> bool:
         """Whether a name is a value in the dict of a class, which has a guard of its own."""
@@ -134,12 +135,15 @@ class AttributeReads:
             type.__setattr__(cls, name, recorder)
             self._recorders.append(recorder)
 
-    def found_in_class(self, recorder: _ClassValue) -> None:
+    def found_in_class(self, recorder: _ClassValue) -> Any:
+        """Note that a value of a class is read; gives what the step gets."""
+        value = recorder.value
         if threading.get_ident() == self._thread:
             recorder.read[recorder.name] = None
-            if not isinstance(recorder.value, PLAIN):
+            if not isinstance(value, PLAIN):
                 slot = ClassSlot(InputKind.CAPTURED, recorder.path, None, recorder.owner, recorder.name)
-                self._found(recorder.value, recorder.path, slot)
+                return self._found(value, recorder.path, slot)
+        return value
 
     # Python modules.
 
@@ -158,7 +162,7 @@ class AttributeReads:
             value = get(this, name)
             if not isinstance(value, PLAIN) and before.get(name) is value:
                 where = f"{path}.{name}"
-                found(value, where, MappingSlot(InputKind.CAPTURED, where, None, vars(this), name))
+                return found(value, where, MappingSlot(InputKind.CAPTURED, where, None, vars(this), name))
             return value
 
         try:
@@ -198,8 +202,7 @@ class _ClassValue:
         self.owner = owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        self._reads.found_in_class(self)
-        return self.value
+        return self._reads.found_in_class(self)
 
     def remove(self) -> None:
         if vars(self.owner).get(self.name) is self:

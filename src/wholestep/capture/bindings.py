@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
 from wholestep.capture.captured import Change
+from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.scalars import scalar_of
 from wholestep.capture.slots import ABSENT, LocalSlot, Slot
 from wholestep.errors import SideEffectError, UnsupportedError
@@ -46,6 +47,7 @@ class Bindings:
 
     def bind(self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None) -> None:
         """After the graph ran, the slot holds `new`."""
+        refuse_clocks(new, slot.path)
         unless = self.skipped(flag)
         kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
         if new is ABSENT:

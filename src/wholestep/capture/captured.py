@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.known import Recipe
+from wholestep.capture.outside_reads import OutsideReads
 from wholestep.capture.reachable import Link
 from wholestep.capture.scalars import ScalarGuard
 from wholestep.capture.shapes import Shapes
@@ -91,6 +92,8 @@ class Captured:
     """Where those numbers lie, and of which type they are."""
     compare_numbers: bool = False
     """Whether code that is not torch's may have told graph numbers from plain ones."""
+    outside: OutsideReads = field(default_factory=OutsideReads)
+    """Environment variables and files that the step read."""
     seconds: float = 0.0
 
     def release_batch(self) -> None:

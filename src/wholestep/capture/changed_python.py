@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wholestep.capture.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.captured import Change
+from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.plain import kind_of, own_dict, same_contents, same_plain
 from wholestep.capture.python_state import Attributes, holds_tensor
 from wholestep.capture.scalars import scalar_of
@@ -84,6 +85,7 @@ class ChangedPython:
 
     def _keep_object(self, obj: Any, where: str, key: str, after: Any) -> None:
         """A module caches an object without tensors: set the same object on each replay."""
+        refuse_clocks(after, where)
         slot = MappingSlot(InputKind.BUFFER, where, None, own_dict(obj), key)
         self._bindings.changes.append(Change(ChangeKind.CONSTANT, slot, constant=after))
         self.volatile.setdefault(id(obj), set()).add(key)

@@ -68,6 +68,7 @@ def collect(capture: Capture, result: Any) -> Captured:
         containers=[(c, path, contents) for c, path, contents in capture.contents if _may_read(capture, path)],
         links=capture.world.links_to(capture.called),
         modules=list(capture.world.modules.items()),
+        outside=capture.sources.outside,
         lifted=frozenset(slot.path for slot, _ in capture.lifted),
         number_types=capture.lifted,
         compare_numbers=capture.may_tell_numbers_apart(),

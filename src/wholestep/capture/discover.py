@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep._torch_compat import generator_key
-from wholestep.capture.discover_sources import OtherSources, SourceWalk, is_foreign
+from wholestep.capture.discover_sources import OtherSources, SourceWalk
+from wholestep.capture.libraries import is_foreign
 from wholestep.capture.plain import CONTAINERS, own_dict
 from wholestep.capture.plain import PLAIN as _PLAIN
 from wholestep.capture.reachable import Chain, Link, has_own_dict, search
@@ -146,6 +147,8 @@ class _Walk:
             return
         if isinstance(value, Tensor) and slot is not None and value.requires_grad:
             self.world.other_slots.append((value, slot))
+        if self._sources.stands_in(value, path, slot):
+            return
         if id(value) in self._seen:
             return
         if self._within and slot is not None and id(value) not in self.world.links:
@@ -280,6 +283,7 @@ class _Walk:
             if isinstance(value, ModuleType | type):
                 self.world.frontier[id(value)] = (value, name)
             if isinstance(value, ModuleType | type) and is_foreign(value):
+                self._sources.stands_in(value, name, slot)
                 continue
             self.world.variables.append((name, slot, value))
             self.visit(value, name, depth + 1, slot)

@@ -11,7 +11,6 @@ Part of `discover`: the walk hands over what is no module, optimizer, tensor or 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -26,25 +25,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.attribute_reads import class_values
+from wholestep.capture.clocks import CLOCKS
+from wholestep.capture.libraries import is_foreign
+from wholestep.capture.outside_reads import UNREPEATABLE
 from wholestep.capture.slots import MappingSlot, Slot
 from wholestep.capture.source_slots import ClassSlot, ContextVarSlot, MemberSlot, ThreadLocalSlot
+from wholestep.capture.stand_ins import is_consumed
 from wholestep.ir.signature import InputKind
-
-STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
-LIBRARIES = frozenset({"torch", "wholestep", "numpy", "transformers", "rich"})
-"""Packages whose Python is not looked into."""
 
 _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes, Python modules and `__slots__` may hold more of these than the step uses."""
 
+REPLACED = CLOCKS | UNREPEATABLE
+"""Functions that give another value each time, by identity."""
+
 Visit = Callable[[Any, str, int, Slot | None], None]
-
-
-def is_foreign(member: Any) -> bool:
-    """Whether a function, class or module belongs to Python or to a library that is not looked into."""
-    name = member.__name__ if isinstance(member, ModuleType) else getattr(member, "__module__", None)
-    root = name.split(".")[0] if isinstance(name, str) else ""
-    return root in LIBRARIES or root in STANDARD
 
 
 @dataclass
@@ -57,6 +52,8 @@ class OtherSources:
     thread_locals: list[tuple[threading.local, str]] = field(default_factory=list)
     stand_ins: list[tuple[Slot, Any]] = field(default_factory=list)
     """Slots that hold something whose reading has an effect or differs each time (an iterator, a clock)."""
+    fixed: list[tuple[Any, str]] = field(default_factory=list)
+    """The same where there is no slot."""
 
 
 class SourceWalk:
@@ -69,6 +66,16 @@ class SourceWalk:
         self._variables = variables
         self._visit = visit
         self._walk_methods = walk_methods
+
+    def stands_in(self, value: Any, path: str, slot: Slot | None) -> bool:
+        """Whether a stand-in must lie in the place of a value while the step is traced."""
+        if id(value) not in REPLACED and not is_consumed(value):
+            return False
+        if slot is None:
+            self._sources.fixed.append((value, path))
+        else:
+            self._sources.stand_ins.append((slot, value))
+        return True
 
     def look_at(self, value: Any, path: str, depth: int) -> bool:
         """Whether a value is one of these places; what it holds is then found, too."""

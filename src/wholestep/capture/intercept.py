@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from wholestep._torch_compat import FakeTensor, local_of
+from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.location import user_location
 from wholestep.capture.scalar_operands import moving_view
@@ -48,6 +49,7 @@ class InterceptHost(Protocol):
 
     api: str
     session: Any
+    sources: Any
 
     def stand_in(self, real: Tensor) -> Tensor: ...
 
@@ -64,6 +66,8 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         if any(isinstance(a, Tensor) and a.__class__ is not FakeTensor for a in args) and func not in _OF_THE_MEMORY:
             args = tuple(self._traced(a) for a in args)
+        if self._host.sources.clocks.was_read:
+            refuse_clocks((args, kwargs), "a tensor")
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
 from wholestep.capture.bindings import Bindings
+from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.known import ItemLeaf
 from wholestep.capture.python_state import holds_tensor
 from wholestep.capture.scalars import ScalarNode, scalar_of
+from wholestep.capture.stand_ins import real_of
 from wholestep.capture.tree import Flat
 from wholestep.errors import ItemError, UnsupportedError
 from wholestep.ir.result_tree import describe, describe_leaf
@@ -39,6 +41,8 @@ def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[s
     def output(node: Any) -> int:
         return bindings.output(OutputKind.RESULT, f"result{path}", node)
 
+    refuse_clocks(leaf, f"result{path}")
+    leaf = real_of(leaf)
     if is_dtensor(leaf):
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
     if isinstance(leaf, Tensor):

@@ -219,7 +219,7 @@ class Capture:
                 slot = BatchSlot(InputKind.HYPER_PARAMETER, self.leaf_paths[i], None, i)
                 self.fake_leaves.append(self.lift_number(slot, leaf))
             else:
-                self.fake_leaves.append(leaf)
+                self.fake_leaves.append(self.sources.stand_ins.of(leaf, self.leaf_paths[i]))
 
     def _batch_leaf(self, leaf: Tensor, i: int) -> Tracked:
         path = self.leaf_paths[i]

@@ -17,9 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.attribute_reads import AttributeReads, class_values
+from wholestep.capture.clocks import Clocks
+from wholestep.capture.outside_reads import OutsideReads
 from wholestep.capture.plain import copy_of, same_plain, skeleton
 from wholestep.capture.slots import ABSENT, MappingSlot, Slot
 from wholestep.capture.source_slots import ClassSlot, ThreadLocalSlot
+from wholestep.capture.stand_ins import StandIns
 from wholestep.ir.signature import InputKind
 
 if TYPE_CHECKING:
@@ -39,6 +42,9 @@ class ValueSources:
         self._classes: dict[type, tuple[str, dict[str, Any], dict[str, None]]] = {}
         """Of each class: its path, what it held, what was read."""
         self._modules: dict[ModuleType, tuple[str, dict[str, Any], dict[str, None]]] = {}
+        self.outside = OutsideReads()
+        self.clocks = Clocks()
+        self.stand_ins = StandIns(self.clocks.readers | self.outside.replacements)
         self._counts = (0, 0, 0)
         self._active = False
 
@@ -48,25 +54,43 @@ class ValueSources:
         self._counts = (len(self._world.holders), len(self._world.containers), len(self._world.variables))
         self._active = True
         try:
+            self._put_stand_ins()
+            for value, path in self._world.sources.fixed:
+                self.stand_ins.watch(value, path)
             self._follow_classes()
             self._follow_modules()
             for tracker, _ in [t for t in self._capture.readers if not t[0].sees_reads]:
                 self.reads.note_all(tracker)
-            yield
+            with self.clocks.watched(), self.outside.watched():
+                yield
         finally:
             self._active = False
             self.reads.stop()
+            self.stand_ins.restore()
             self._add_variables()
             self._world.find = lambda value, path, slot: None  # the walk holds on to the arguments of this call
+        self.stand_ins.refuse_moved()
+
+    def _put_stand_ins(self) -> None:
+        places = self._world.sources.stand_ins
+        while places:
+            self.stand_ins.put(*places.pop())
 
     # What the step finds on its way.
 
-    def found(self, value: Any, path: str, slot: Slot | None = None) -> None:
-        """A read gave something: if discovery did not see it, follow it from now on."""
+    def found(self, value: Any, path: str, slot: Slot | None = None) -> Any:
+        """A read gave something: if discovery did not see it, follow it from now on. Gives what the step gets."""
         if not self._active or isinstance(value, _FOUND_AT_FIRST):
-            return
+            return value
+        if slot is not None and self.stand_ins.of(value, path) is not value:
+            return self.stand_ins.put(slot, value)
+        self._follow(value, path, slot)
+        return value
+
+    def _follow(self, value: Any, path: str, slot: Slot | None) -> None:
         world = self._world
         world.find(value, path, slot)
+        self._put_stand_ins()
         if (len(world.holders), len(world.containers), len(world.variables)) == self._counts and (
             len(world.sources.classes) == len(self._classes) and len(world.sources.python_modules) == len(self._modules)
         ):

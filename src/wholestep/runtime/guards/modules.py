@@ -8,7 +8,7 @@ from typing import Any
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.discover import MODULE_INTERNALS
-from wholestep.capture.plain import same_plain, skeleton
+from wholestep.capture.plain import same_plain
 from wholestep.capture.slots import ABSENT
 from wholestep.ir.signature import InputKind
 from wholestep.runtime.guards.guard import Call, Guard, Listed, Watched
@@ -25,22 +25,22 @@ class SameAttributes(Guard):
         # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
         self._before = [{k: v for k, v in d.items() if k not in MODULE_INTERNALS} for d in self.dicts]
         self._readers = [(_reader(list(before)), d) for d, before in zip(self.dicts, self._before, strict=True)]
-        self._values = [read(d) for read, d in self._readers]
-        self._numbers = [
-            each for d, before in zip(self.dicts, self._before, strict=True) for each in _numbers(d, before)
-        ]
+        self._values = [list(before.values()) for before in self._before]
         self._sizes = list(map(len, self.dicts))
 
     def holds(self, call: Call) -> bool:
-        if list(map(len, self.dicts)) != self._sizes or [read(d) for read, d in self._readers] != self._values:
+        if list(map(len, self.dicts)) != self._sizes:
             return False
-        return all(skeleton(d[key]) == known for d, key, known in self._numbers)
+        for (read, d), values in zip(self._readers, self._values, strict=True):
+            if not all(map(is_, read(d), values)) and not all(map(same_value, read(d), values)):
+                return False
+        return True
 
     def reasons(self, call: Call) -> Iterator[str]:
         for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-                if key not in MODULE_INTERNALS and not same_plain(old, new):
+                if key not in MODULE_INTERNALS and not same_value(new, old):
                     yield was_and_is(f"{path}.{key}", old, new)
 
     def changed_numbers(self, call: Call) -> Iterator[str]:
@@ -58,7 +58,7 @@ class SameSubmodules(Guard):
         self._before = [dict(d) for d in self.dicts]
 
     def holds(self, call: Call) -> bool:
-        return self.dicts == self._before
+        return all(map(_same_entries, self.dicts, self._before))
 
     def reasons(self, call: Call) -> Iterator[str]:
         if not self.holds(call):
@@ -107,17 +107,19 @@ class OtherAttributes(Listed):
         for module, path in captured.modules:
             if id(module) in volatile:
                 before = {k: v for k, v in vars(module).items() if k not in volatile[id(module)]}
-                self._modules.append((module, path, volatile[id(module)], before, list(_numbers(vars(module), before))))
+                self._modules.append((module, path, volatile[id(module)], before))
         super().__init__(self._modules)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for module, path, volatile, before, numbers in self._modules:
-            now = {k: v for k, v in vars(module).items() if k not in volatile}
-            if now != before or any(skeleton(d[key]) != known for d, key, known in numbers):
-                yield f"an attribute of {path} changed"
+        for module, path, volatile, before in self._modules:
+            now = vars(module)
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if new is not old and key not in volatile and not same_value(new, old):
+                    yield was_and_is(f"{path}.{key}", old, new)
 
     def changed_numbers(self, call: Call) -> Iterator[str]:
-        for module, path, _, before, _ in self._modules:
+        for module, path, _, before in self._modules:
             for key, value in before.items():
                 if is_other_number(vars(module).get(key, ABSENT), value):
                     yield f"{path}.{key}"
@@ -155,12 +157,21 @@ def watched_parameters(captured: Captured) -> Watched:
 
 
 def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
-    """Reads some attributes at once."""
-    return itemgetter(*keys) if keys else len
+    """Reads some attributes at once; a name that is gone is a KeyError."""
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda attributes: (attributes[key],)
+    return itemgetter(*keys) if keys else lambda attributes: ()
 
 
-def _numbers(attributes: dict[str, Any], before: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes that can be equal and yet another number: 1 and 1.0 and True, 0.0 and -0.0, and tuples of them."""
-    for key, value in before.items():
-        if key not in MODULE_INTERNALS and isinstance(value, int | float | complex | tuple):
-            yield attributes, key, skeleton(value)
+def same_value(now: Any, before: Any) -> bool:
+    """Whether an attribute holds the same object, the same plain value, or a tuple of them."""
+    if same_plain(now, before):
+        return True
+    if type(now) is tuple and type(before) is tuple:
+        return len(now) == len(before) and all(map(same_value, now, before))
+    return False
+
+
+def _same_entries(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))

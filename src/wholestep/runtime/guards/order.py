@@ -38,7 +38,7 @@ from wholestep.runtime.guards.objects import (
 )
 from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
 from wholestep.runtime.guards.process import SameModes
-from wholestep.runtime.guards.sources import SameClasses, SameThreadLocals
+from wholestep.runtime.guards.sources import SameClasses, SameEnvironment, SameFiles, SameThreadLocals
 from wholestep.runtime.guards.tensors import AllThere, SameForm
 
 
@@ -66,6 +66,8 @@ class Guards:
             EmptyBuffers(captured),
             SameClasses(captured),
             SameThreadLocals(captured),
+            SameEnvironment(captured),
+            SameFiles(captured),
             SameVariables(captured),
             SameReads(captured),
             SameClassReads(captured),

@@ -1,8 +1,9 @@
-"""Guards on places outside of instances: the code of classes, which attributes classes and thread locals have."""
+"""Guards on places outside of instances: the code of classes, thread locals, environment variables and files."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from operator import is_
 from typing import Any
@@ -86,3 +87,44 @@ class SameThreadLocals(Listed):
         for local, path, names in self._locals:
             for name in sorted(vars(local).keys() ^ names):
                 yield f"{path}.{name} is {'gone' if name in names else 'new'}"
+
+
+class SameEnvironment(Guard):
+    """Environment variables that the step read have the values that they had."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._values = captured.outside.environment
+        self._whole = captured.outside.whole_environment
+        self._data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+        self._watch: DictWatch | None = None
+
+    def is_needed(self) -> bool:
+        return bool(self._values) or self._whole is not None
+
+    def holds(self, call: Call) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return True
+        if next(self.reasons(call), None) is not None:
+            return False
+        self._watch = DictWatch([self._data])
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for name, value in self._values.items():
+            if os.environ.get(name) != value:
+                yield f"the environment variable {name} was {value!r} and is {os.environ.get(name)!r}"
+        if self._whole is not None and self._data != self._whole:
+            yield "the environment variables changed"
+
+
+class SameFiles(Listed):
+    """Files that the step read were not written since."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._files = list(captured.outside.files.values())
+        super().__init__(self._files)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for file in self._files:
+            if not file.is_same():
+                yield f"the file {file.path} changed"
