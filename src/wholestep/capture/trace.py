@@ -69,6 +69,17 @@ _one_capture_at_a_time = threading.RLock()
 _tracing = threading.local()
 
 
+@contextmanager
+def steps_as_functions() -> Iterator[None]:
+    """Compiled steps that are called meanwhile run as the functions that they were made from."""
+    before = is_tracing()
+    _tracing.active = True
+    try:
+        yield
+    finally:
+        _tracing.active = before
+
+
 def is_tracing() -> bool:
     """Whether this thread is capturing a step right now."""
     return getattr(_tracing, "active", False)

@@ -6,15 +6,19 @@ made of its outputs is not), the signature says which node computes the value th
 
 from __future__ import annotations
 
+import linecache
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from wholestep.capture.tree import leaves_of
 from wholestep.debug.bisect import bisect
 from wholestep.debug.check.findings import Finding
+from wholestep.debug.compare import compare_versions
 from wholestep.debug.found import Found
+from wholestep.debug.versions import Version, capture_call, with_passes
 from wholestep.errors import Location, WholestepError
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
@@ -58,6 +62,8 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
             found = bisect(step, args, kwargs, folder=folder, timeout=_SECONDS, minimise=False, quiet=True)
         except WholestepError as error:
             found = Found("nothing", what=error.what)
+    if found.stage == "guard" and not found.node:
+        found = _stale_node(step, args, kwargs) or found
     if found:
         node = _node(graph.gm.graph, found.node)
         where = _location(node) or _location(_maker(graph, finding.path))
@@ -69,6 +75,22 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
     return FirstDifference("run", what, "" if node is None else node.name, text, _location(node))
 
 
+def _stale_node(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+    """The first node of the graph that ran which differs from one that is captured for this call."""
+    entry = step._last
+    inputs = entry.gather.read(leaves_of((args, kwargs))[0])
+    if inputs is None:
+        return None
+    call = capture_call(step._fn, args, kwargs, step.options)
+    fresh = with_passes(call.step_graph, step.options.passes, 0)
+    versions = Version("new", fresh.gm, call.inputs), Version("kept", entry.step_graph.gm, tuple(inputs))
+    first = compare_versions(*versions, "reassociates").first
+    if first is None:
+        return None
+    what = f"a graph of an earlier call ran, whose guards hold and which is wrong for this one: {first.gap}"
+    return Found("guard", what=what, node=first.node, text=first.text)
+
+
 def _node(graph: fx.Graph, name: str) -> fx.Node | None:
     return next((node for node in graph.nodes if node.name == name), None)
 
@@ -76,6 +98,7 @@ def _node(graph: fx.Graph, name: str) -> fx.Node | None:
 def _maker(graph: StepGraph, path: str) -> fx.Node | None:
     """The node whose value becomes what a path leads to, or the input that it is."""
     signature = graph.signature
+    path = path.removesuffix(".requires_grad")
     by_path = {signature.input(write.target).path: write.value for write in signature.write_backs}
     if path in by_path:
         return _node(graph.gm.graph, by_path[path])
@@ -101,7 +124,7 @@ def _location(node: fx.Node | None) -> Location | None:
         each = queue.pop(0)
         where = node_meta(each).location
         if where is not None:
-            return where
+            return replace(where, text=where.text or linecache.getline(where.file, where.line).strip())
         seen.add(each)
         queue += [source for source in each.all_input_nodes if source not in seen]
     return None

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from wholestep.capture.trace import steps_as_functions
 from wholestep.debug.check.findings import Finding, Status, Tolerance, counts, findings
 from wholestep.debug.check.observation import Observation, observe
 from wholestep.debug.check.reachable import Part, roots_of
@@ -125,7 +126,8 @@ def run_compiled(step: Any, call: StepCall) -> Any:
 
 def run_eager(call: StepCall) -> Any:
     """The function itself, in a context of its own: what it sets in context variables does not stay."""
-    return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
+    with steps_as_functions():
+        return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
 
 
 def _numerics(options: Any) -> Numerics:
