@@ -8,15 +8,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz lint format unit bench clean
+.PHONY: help env demo test test-all fuzz optimizers lint format unit bench clean
 
 help:
 	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
 	@echo "make test    lint, type-check and test everything"
 	@echo "make fuzz    random training steps against eager (SEED=, COUNT=; SECONDS=3600: new seeds for an hour)"
-	@echo "make test-all    make test, make fuzz, and the whole capture suite under Inductor (two hours or more)"
+	@echo "make test-all    make test, fuzz and optimizers, and the whole capture suite under Inductor (two hours or more)"
 	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
+	@echo "make optimizers   all optimizers of other packages against eager"
 	@echo "make bench   per-call overhead, capture time and memory, against eager"
 	@echo "make clean   remove the environment and every cache"
 
@@ -49,14 +50,17 @@ format: $(STAMP)
 # behind in their process (a fake process group, Inductor) run in processes from which no rank is forked (5: ARGS
 # selected none of them). Each worker takes one half of the tests, in order, and then some of what the other has left.
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or every_lowered_case)" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not every_lowered_case" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or every_lowered_case or every_optimizer)" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not (every_lowered_case or every_optimizer)" $(ARGS) || test $$? -eq 5
+
+optimizers: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/packages $(ARGS)
 
 # 2,000 random programs, 50 of them also compiled; SHOW=17 prints and runs the program of one seed.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
 
-test-all: test fuzz
+test-all: test fuzz optimizers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m every_lowered_case $(ARGS)
 
 bench: $(STAMP)
