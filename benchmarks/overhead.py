@@ -1,11 +1,14 @@
 """What capture and replay cost beside eager and a bare make_fx, in one run.
 
-    python benchmarks/overhead.py [--device cuda] [--json FILE]
+    python benchmarks/overhead.py [--device cuda] [--json FILE] [--before SRC]
 
 1. Per call: a compiled step against calling its graph module with the inputs already in hand. Target: at most 200 us
    for 200 parameters.
 2. Capture of a 12-layer transformer step against one bare `make_fx` of the same function. Target: at most 1.5x.
 3. Peak memory of a replayed step against eager. Target: at most 1.05x.
+
+`--before SRC`: only the time of a call, against the package in another source tree (`git worktree add ../before REV`,
+then `--before ../before/src`), each in a process of its own, in turns.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -236,12 +243,45 @@ def _peak_bytes(fn: Callable[[], Any], device: str) -> int:
     return peak
 
 
+def before_and_after(before: str, device: str, turns: int) -> dict[str, float]:
+    """The time of a call with the package of another source tree and with this one, in turns of fresh processes."""
+    here = str(pathlib.Path(ws.__file__).parents[1])
+    times: dict[str, dict[str, list[float]]] = {tree: {"linear": [], "mixed": []} for tree in (before, here)}
+    for _ in range(turns):
+        for tree, found in times.items():
+            command = [sys.executable, __file__, "--device", device, "--only-calls"]
+            ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": tree}, capture_output=True, check=True)
+            measured = json.loads(ran.stdout)
+            for name, values in found.items():
+                values.append(measured[f"{name}_step_us"])
+    results: dict[str, float] = {}
+    for name in ("linear", "mixed"):
+        ratios = [after / first for first, after in zip(times[before][name], times[here][name], strict=True)]
+        results[f"{name}_before_us"] = statistics.median(times[before][name])
+        results[f"{name}_after_us"] = statistics.median(times[here][name])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        results |= {f"{name}_ratio": middle, f"{name}_ratio_low": low, f"{name}_ratio_high": high}
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", default="")
+    parser.add_argument("--before", default="", help="another source tree of the package to compare a call with")
+    parser.add_argument("--turns", type=int, default=10, help="with --before: how often each is measured")
+    parser.add_argument("--only-calls", action="store_true", help="print the times of a call as JSON, nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.only_calls:
+        print(json.dumps(per_call(options.device)))
+        return
+    if options.before:
+        compared = before_and_after(options.before, options.device, options.turns)
+        print(json.dumps(compared, indent=2))
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps({"torch": torch.__version__, **compared}, indent=2))
+        return
     results: dict[str, Any] = {"device": options.device, "torch": torch.__version__}
     for name, measure in (("per_call", per_call), ("capture", capture_time), ("memory", peak_memory)):
         results[name] = measure(options.device)
