@@ -243,6 +243,16 @@ def _peak_bytes(fn: Callable[[], Any], device: str) -> int:
     return peak
 
 
+def _call_us(model: nn.Module, device: str) -> float:
+    """The median time of a call of a step without anything between two calls."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    x = torch.randn(4, 8, device=device)
+    step = ws.compile(train_step, lower="eager")
+    for _ in range(20):
+        step(model, optimizer, x)
+    return median_seconds(lambda: step(model, optimizer, x), 300)[0] * 1e6
+
+
 def before_and_after(before: str, device: str, turns: int) -> dict[str, float]:
     """The time of a call with the package of another source tree and with this one, in turns of fresh processes."""
     here = str(pathlib.Path(ws.__file__).parents[1])
@@ -274,7 +284,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.only_calls:
-        print(json.dumps(per_call(options.device)))
+        models = {"linear": Narrow(100), "mixed": Mixed(50)}
+        print(json.dumps({f"{n}_step_us": _call_us(m.to(options.device), options.device) for n, m in models.items()}))
         return
     if options.before:
         compared = before_and_after(options.before, options.device, options.turns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ class Mode:
     get: Callable[[], Any]
     set: Callable[[Any], Any] | None = None
     """None where it is entered and left only by a context manager."""
+    set_by_torch: bool = False
+    """Whether torch itself changes it when it is first used (the order of SDPA backends, on Hopper)."""
     by_kernels: str = ""
     """The kind of device whose kernels read it when they run ("any" for all); "" where tracing has resolved it."""
 
@@ -38,14 +40,14 @@ class Mode:
 def _c_mode(name: str, getter: str, setter: str = "", by_kernels: str = "") -> list[Mode]:
     get = getattr(_C, getter, None)
     set_ = getattr(_C, setter or getter.replace("_get_", "_set_"), None)
-    return [] if get is None else [Mode(name, get, set_, by_kernels)]
+    return [] if get is None else [Mode(name, get, set_, by_kernels=by_kernels)]
 
 
 def _fp32(name: str, backend: str, op: str, device: str) -> list[Mode]:
     if not hasattr(_C, "_get_fp32_precision_getter"):
         return []
     get = partial(_C._get_fp32_precision_getter, backend, op)
-    return [Mode(name, get, partial(_C._set_fp32_precision_setter, backend, op), device)]
+    return [Mode(name, get, partial(_C._set_fp32_precision_setter, backend, op), by_kernels=device)]
 
 
 def _set_deterministic(value: bool) -> None:
@@ -205,7 +207,10 @@ MODES: tuple[Mode, ...] = (
     *_c_mode("torch.backends.cuda.enable_cudnn_sdp", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
     *_c_mode("the overrideable SDPA backend", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
     *_c_mode("torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp", "_get_math_sdp_allow_fp16_bf16_reduction"),
-    *_c_mode("the priority of SDPA backends (sdpa_kernel(set_priority=True))", "_get_sdp_priority_order"),
+    *(
+        replace(mode, set_by_torch=True)
+        for mode in _c_mode("the priority of SDPA backends (sdpa_kernel(set_priority=True))", "_get_sdp_priority_order")
+    ),
     Mode("torch.backends.mha.set_fastpath_enabled", *_in_module(torch.backends.mha, "_is_fastpath_enabled")),
     *_opt_einsum(),
     Mode("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal, by_kernels="any"),

@@ -42,7 +42,7 @@ class ProcessSettings:
     def refuse_left_changed(self) -> None:
         """Refuse a step that ends under other settings than it began with."""
         for mode, before, now in zip(MODES, self._before, read_modes(), strict=True):
-            if not same_mode(before, now):
+            if not same_mode(before, now) and not mode.set_by_torch:
                 raise SideEffectError(
                     f"the step leaves {mode.name} at {now} (it was {before}), which a replay would not repeat.",
                     fix="set it outside of the step, or set it back at the end.",
