@@ -45,6 +45,7 @@ class Campaign:
     parts_failed: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: dict[str, list[int]] = field(default_factory=dict)
     every_call: list[int] = field(default_factory=list)
+    to_shrink: list[tuple[int, str, Outcome, str]] = field(default_factory=list)
 
     def run(self, seeds: list[int], lower: str) -> list[Ran]:
         """Run programs in a forked process."""
@@ -74,18 +75,24 @@ class Campaign:
         key = str(outcome) if lower == "eager" else f"{lower}: {outcome}"
         self.failures.setdefault(key, []).append(seed)
         print(f"\nFAILED seed {seed}: {key}", flush=True)
-        if len(self.failures[key]) > self.shrunk_per_kind:
-            return
-        print(outcome.detail[-1500:], flush=True)
+        if len(self.failures[key]) <= self.shrunk_per_kind:
+            self.to_shrink.append((seed, source, outcome, lower))
+
+    def shrink(self, failure: tuple[int, str, Outcome, str]) -> None:
+        """Print the smallest program that fails like this one."""
+        seed, source, outcome, lower = failure
         alone = run_alone(source, lower)
         if not alone.like(outcome):
-            print(f"alone it is: {alone} (what earlier programs left in the process matters)", flush=True)
+            print(
+                f"\n# seed {seed}: {outcome}\n# alone it is: {alone} (earlier programs left something)\n{source}",
+                flush=True,
+            )
             return
         small = shrink_alone(source, alone) if lower == "eager" else source
-        print(small, flush=True)
+        print(f"\n# seed {seed}: {outcome}\n{small}\n# {outcome.detail[-900:]}", flush=True)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"seed_{seed}.py").write_text(f"# {key}\n{small}\n# {alone.detail[-800:]!r}\n")
+            (self.folder / f"seed_{seed}.py").write_text(f"# {outcome}\n{small}")
 
     def summary(self, seconds: float) -> str:
         total = sum(self.kinds.values())
@@ -148,6 +155,7 @@ def main() -> int:
             done += sum(sizes)
             failed = sum(map(len, campaign.failures.values()))
             print(f"\r{done} programs, {failed} failed, {time.monotonic() - started:.0f} s ", end="", flush=True)
+        list(pool.map(campaign.shrink, campaign.to_shrink))
     print()
     print(campaign.summary(time.monotonic() - started))
     if given.compiled:
@@ -157,6 +165,7 @@ def main() -> int:
         with ThreadPoolExecutor(given.jobs) as pool:
             for each in pool.map(lambda seeds: compiled.run(seeds, "inductor"), batches):
                 compiled.note_all(each, "inductor")
+            list(pool.map(compiled.shrink, compiled.to_shrink))
         print("with Inductor, within rounding:\n" + compiled.summary(time.monotonic() - begun))
         campaign.failures |= compiled.failures
     return int(bool(campaign.failures))
