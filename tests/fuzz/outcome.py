@@ -141,6 +141,8 @@ class _Played:
 def _play_eager(module: types.ModuleType, calls: int) -> _Played:
     played = _Played([])
     step = module.step
+    if not callable(step):
+        raise TypeError("no step")
     for i in range(calls + 1):
         args, kwargs = module.arguments(i), module.keywords(i)
         try:
