@@ -52,6 +52,8 @@ def _word(value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(map(_word, value))
+    if isinstance(value, range):
+        return repr(value)  # an iterator over one makes another each time that it is asked
     return _position(value) if hasattr(value, "__next__") else id(value)
 
 
