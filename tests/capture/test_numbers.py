@@ -374,6 +374,18 @@ def test_an_annealed_float_and_a_step_number_need_few_graphs_in_many_calls() -> 
     assert len(step.graphs) <= 5, step.recompiles
 
 
+def test_a_tensor_of_numbers_that_change_needs_one_graph() -> None:
+    def make(where: torch.device) -> Run:
+        def step(x: torch.Tensor, k: int, r: float) -> Any:
+            weights = torch.tensor([r, 0.5, k * r], dtype=torch.float64)
+            x = x.index_copy(0, torch.tensor([k]), x[:1] * torch.tensor([[r], [k]]).sum())
+            return x, weights, torch.tensor((k, 2)), torch.as_tensor([r])
+
+        return Run(step, lambda i: (batch_of(where, i, 5, 4), VALUES[i], RATES[i]), {})
+
+    assert_parity(case(make, steps=len(VALUES), graphs=2), device())
+
+
 def test_variables_of_one_name_in_two_functions_are_two_numbers() -> None:
     def make(where: torch.device) -> Run:
         def first() -> tuple[Callable[[Any], Any], Callable[[Any], None]]:

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, schema_of, without_modes
 from wholestep.capture.captured import Captured
 from wholestep.errors import UnsupportedError, WholestepError
+from wholestep.ir.number_tensor import number_tensor
 from wholestep.ir.signature import ChangeKind
 
 aten = torch.ops.aten
@@ -161,12 +162,11 @@ class _Program:
     def _call(self, node: fx.Node) -> Any:
         if node.target is aten.lift_fresh_copy.default and (source := node.args[0]).op == "get_attr":  # type: ignore[union-attr]
             constant: Tensor = source.meta["constant"]  # type: ignore[union-attr]
-            if constant.dim() == 0:
-                return "a tensor of a number", constant.dtype, self._form(constant.item())
-        if node.target is aten.full.default and node.args[0] == []:
-            val: Tensor = node.meta["val"]
-            number = node.args[1]
-            return "a tensor of a number", val.dtype, self._form(_as_dtype(number, val.dtype))
+            return "a tensor of numbers", constant.dtype, self._form(constant.tolist())
+        if node.target is number_tensor or (node.target is aten.full.default and node.args[0] == []):
+            numbers = node.args[0] if node.target is number_tensor else node.args[1]
+            dtype = node.meta["val"].dtype
+            return "a tensor of numbers", dtype, self._form(_as_dtype(numbers, dtype))
         if not isinstance(node.target, OpOverload):
             return node.target, self._form(node.args), self._form(node.kwargs)
         arguments = schema_of(node.target).arguments  # arguments that have their default are left out by dispatch
@@ -213,11 +213,13 @@ class _Program:
         return node.target, self._form(node.args)
 
 
-def _as_dtype(number: Any, dtype: torch.dtype) -> Any:
-    """The number that a tensor of a dtype holds, where it is known."""
-    value = number.meta.get("val") if isinstance(number, fx.Node) else number
+def _as_dtype(numbers: Any, dtype: torch.dtype) -> Any:
+    """The numbers that a tensor of a dtype holds, where they are known."""
+    if isinstance(numbers, list | tuple):
+        return [_as_dtype(item, dtype) for item in numbers]
+    value = numbers.meta.get("val") if isinstance(numbers, fx.Node) else numbers
     with without_modes():
-        return torch.tensor(value, dtype=dtype).item() if isinstance(value, int | float) else number
+        return torch.tensor(value, dtype=dtype).item() if isinstance(value, int | float) else numbers
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

@@ -56,6 +56,7 @@ from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
 from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError, UnsupportedError
 from wholestep.ir import rng
+from wholestep.ir.number_tensor import number_tensor
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 
@@ -117,8 +118,8 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(torch.jit.ScriptFunction, "__call__", _as_written)
         patch(torch, "set_anomaly_enabled", _refuse_anomaly)
         patch(torch, "from_numpy", _refuse_array)
-        patch(torch, "tensor", _tensor_of_number)
-        patch(torch, "as_tensor", _tensor_of_number)
+        patch(torch, "tensor", partial(_tensor_of_numbers, host))
+        patch(torch, "as_tensor", partial(_tensor_of_numbers, host))
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and hasattr(masking, "is_tracing"):
             patch(masking, "is_tracing", _causal_mask_is_traced)
@@ -255,13 +256,51 @@ def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(operands[0], _MATH[name])(*operands[1:]).as_python()
 
 
-def _tensor_of_number(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.tensor(lr)`: a tensor filled with a graph number instead of a constant."""
-    scalar = scalar_of(data)
-    if scalar is None or args or set(kwargs) - {"dtype", "device", "requires_grad"}:
+def _tensor_of_numbers(host: PatchHost, original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.tensor(lr)`, `torch.tensor([lr, 1.0])`: a tensor of graph numbers instead of a constant."""
+    kinds = _kinds_of_numbers(data)
+    if not kinds or args or set(kwargs) - {"dtype", "device", "requires_grad"}:
         return original(data, *args, **kwargs)
-    kwargs.setdefault("dtype", torch.get_default_dtype() if scalar.kind is float else torch.int64)
-    return torch.full((), data, **kwargs)
+    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if float in kinds else torch.int64)
+    if scalar_of(data) is not None:
+        return torch.full((), data, **{**kwargs, "dtype": dtype})
+    made = torch.empty(_shape_of(data), dtype=dtype, device=kwargs.get("device"))
+    node = host.recorder.emit_function(number_tensor, (_as_arguments(data), dtype, made.device), made)
+    host.recorder.values.register_result(made, node)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _kinds_of_numbers(data: Any) -> set[type]:
+    """The types of nested lists of numbers, one of which at least is a graph number; else nothing."""
+    kinds: set[type] = set()
+    symbolic = False
+    stack = [data]
+    while stack:
+        item = stack.pop()
+        scalar = scalar_of(item)
+        if scalar is not None:
+            if scalar.hint is None:
+                return set()
+            symbolic = True
+            kinds.add(scalar.kind)
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+        elif type(item) in (int, float):
+            kinds.add(type(item))
+        else:
+            return set()
+    return kinds if symbolic else set()
+
+
+def _shape_of(data: Any) -> tuple[int, ...]:
+    return (len(data), *_shape_of(data[0])) if type(data) in (list, tuple) else ()
+
+
+def _as_arguments(data: Any) -> Any:
+    if type(data) in (list, tuple):
+        return [_as_arguments(item) for item in data]
+    scalar = scalar_of(data)
+    return data if scalar is None else scalar.fx_arg()
 
 
 def _causal_mask_is_traced(original: Any, tensor: Any = None) -> bool:

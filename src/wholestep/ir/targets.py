@@ -21,7 +21,7 @@ import torch
 
 from wholestep._torch_compat import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 from wholestep.errors import GraphFormatError
-from wholestep.ir import mutable, rng, rnn, shards
+from wholestep.ir import mutable, number_tensor, rng, rnn, shards
 
 Target = Callable[..., Any]
 
@@ -72,6 +72,7 @@ def _python_functions() -> dict[str, Target]:
         mutable.call_on_copies,
         rnn.packed_weights,
         shards.own_chunk,
+        number_tensor.number_tensor,
     )
     for function in ours:
         found[f"{function.__module__}.{function.__name__}"] = function
