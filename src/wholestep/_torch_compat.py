@@ -126,6 +126,12 @@ def process_group_size(name: str) -> int:
         return 0
 
 
+def has_autograd_kernel(op: OpOverload) -> bool:
+    """Whether an operator of torch.library has a backward of its own (or is a custom_op, whose results never are its
+    inputs for autograd). 2.11, 2.13."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "Autograd"))
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, without_modes
-from wholestep.ir.effects import is_collective
+from wholestep.ir.effects import is_collective, is_custom_operator
 from wholestep.ir.signature import InputKind
 
 KNOWN_KINDS = frozenset(
@@ -136,6 +136,8 @@ def _constant(node: fx.Node) -> Any:
 def _is_pure(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return False
+        if is_custom_operator(node.target):  # its kernel runs as often as in eager
             return False
         if is_collective(node.target):  # neither capture nor a guard may enter a collective alone
             return False

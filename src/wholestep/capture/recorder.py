@@ -31,6 +31,7 @@ from wholestep._torch_compat import (
     UnsupportedOperatorException,
     shapes_by_python,
 )
+from wholestep.capture.custom_operators import CustomOperators
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
 from wholestep.capture.operands import Operands
@@ -50,6 +51,7 @@ from wholestep.errors import (
     SparseError,
     UnsupportedError,
 )
+from wholestep.ir.effects import is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
 
@@ -119,6 +121,7 @@ class Recorder(DispatchMode):
         self._has_symbols = fake_mode.shape_env is not None
         self._operands = Operands(self.values, host)
         self._writes = Writes(self)
+        self._custom = CustomOperators(self)
         self._special: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.lift_fresh.default: self._lift_fresh,
@@ -197,6 +200,8 @@ class Recorder(DispatchMode):
             raise unsupported(func, error) from error
         if facts.is_random:
             self.note_random(out, fake_args)
+        if is_custom_operator(func):
+            return self._custom.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs, out)
         if facts.is_view:
             return self._record_view(func, view_args, fake_kwargs, node_args, node_kwargs, out)
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wholestep._torch_compat import storage_key
 from wholestep.capture.location import user_location
-from wholestep.errors import DataShapeError, OverlapError, UnsupportedError
+from wholestep.errors import AliasError, DataShapeError, OverlapError, UnsupportedError
 
 _BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})
 
@@ -29,6 +29,16 @@ def higher_order(func: Any) -> UnsupportedError:
     return UnsupportedError(
         f"the higher-order operator {func} is not captured.",
         fix="call the plain implementation instead (for flex_attention: scaled_dot_product_attention).",
+        location=user_location(),
+    )
+
+
+def opaque_view(does: str, tensor: Tensor) -> AliasError:
+    """Only the kernel of the operator knows which elements of its input the view shows."""
+    return AliasError(
+        f"the step {does} a tensor of shape {tuple(tensor.shape)} that a custom operator returned, and that shares "
+        "memory with an input of the operator.",
+        fix="clone() what the operator returns, or let the operator return a new tensor.",
         location=user_location(),
     )
 

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from wholestep._torch_compat import OpOverload, find_overloads, op_name, overload_name, schema_of
-from wholestep.ir.effects import write_condition, written_positions
+from wholestep.ir.effects import is_custom_operator, write_condition, written_positions
 
 aten = torch.ops.aten
 
@@ -91,6 +91,8 @@ def _functional_variant(op: OpOverload) -> OpOverload | None:
     """The overload that returns what `op` writes: same arguments, nothing mutated."""
     qualified, _, overload = op_name(op).partition(".")
     namespace, base = qualified.split("::")
+    if is_custom_operator(op):
+        return None  # another kernel, whatever its name says
     if qualified in _FUNCTIONAL_BY_HAND:
         name, overload = _FUNCTIONAL_BY_HAND[qualified]
         return next((o for o in find_overloads("aten", name) if overload_name(o) == overload), None)

@@ -18,11 +18,15 @@ from torch import Tensor, fx
 from wholestep._torch_compat import FakeTensorMode, storage_key
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
+from wholestep.capture.refusals import opaque_view
 from wholestep.capture.scalars import ScalarNode
 from wholestep.capture.views import GETITEM, invert_view
 from wholestep.errors import UnsupportedError
 
 aten = torch.ops.aten
+
+OPAQUE = "a view that a custom operator made"
+"""In the place of a view's operator: it is not known how the view is seen from what it is a view of."""
 
 SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
 """Views that change nothing: they get no node."""
@@ -121,6 +125,8 @@ class Values:
                 break
             if child.op in SAME_VALUE:
                 node = child.node
+            elif child.op is OPAQUE:
+                raise opaque_view("writes to", child.fake)
             else:
                 before = self._read_before_write(parent)
                 args = tuple(_as_argument(a) for a in (*child.args, *child.kwargs.values()))
@@ -164,6 +170,8 @@ class Values:
         if value.version == value.base.version:
             return value.node
         assert value.parent is not None, "a base is always up to date"
+        if value.op is OPAQUE:
+            raise opaque_view("reads, after a write to the memory that it shares,", value.fake)
         parent = self.read(value.parent)
         if value.op in SAME_VALUE:
             value.node = parent

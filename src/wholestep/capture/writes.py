@@ -23,6 +23,7 @@ from wholestep.capture.location import user_location
 from wholestep.capture.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.schema import OpFacts, bind
 from wholestep.errors import OverlapError, UnsupportedError
+from wholestep.ir.effects import is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
 
@@ -114,7 +115,7 @@ class Writes:
         """
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
         count = max(len(a) for a in lists)
-        if any(len(a) != count for a in lists):
+        if any(len(a) != count for a in lists) or is_custom_operator(func):
             raise OverlapError(
                 f"{func} writes twice to the same memory.",
                 fix="pass each tensor once.",

@@ -10,8 +10,15 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload, op_name, schema_of
+from wholestep.ir.mutable import call_on_copies
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
+
+_TORCH_NAMESPACES = COLLECTIVE_NAMESPACES | frozenset(
+    "aten prims prim rngprims debugprims quantized quantized_decomposed inductor profiler c10d c10d_prims symm_mem "
+    "_c10d_functional_autograd _dtensor bucketing mkl mkldnn onednn mkldnn_prims sparse static_runtime".split()
+)
+"""Operators of torch itself, which do nothing but what their schema says."""
 
 _HIDDEN_WRITES = {
     # Update running statistics (arguments 3 and 4) when `training` (argument 5) is true; the schema does not say so.
@@ -64,6 +71,18 @@ def is_arithmetic(target: Any) -> bool:
     return module == "math" or (module == "_operator" and name not in _IN_PLACE_OPERATORS)
 
 
+def is_custom_operator(target: Any) -> bool:
+    """Whether a target is an operator of `torch.library`: its kernel may have effects that its schema does not tell, so
+    it runs as often as in eager and in the same order."""
+    return isinstance(target, OpOverload) and target.namespace not in _TORCH_NAMESPACES
+
+
+def calls_custom_operator(node: fx.Node) -> bool:
+    """Whether a node runs the kernel of a custom operator, perhaps on copies."""
+    target = node.args[0] if node.target is call_on_copies else node.target
+    return is_custom_operator(target)
+
+
 def may_write(target: Any) -> bool:
     """Whether a node with this target can change the contents of an argument."""
     return isinstance(target, OpOverload) and (_schema_writes(target) or op_name(target) in _HIDDEN_WRITES)
@@ -72,6 +91,11 @@ def may_write(target: Any) -> bool:
 def may_share(target: Any) -> bool:
     """Whether the result of a node with this target can share memory with an argument."""
     return target is operator.getitem or (isinstance(target, OpOverload) and bool(_shared_positions(target)))
+
+
+def is_view_of_first(op: OpOverload) -> bool:
+    """Whether a schema says that results share memory with the first argument, and with no other."""
+    return not _schema_writes(op) and [position for position, _ in _shared_positions(op)] == [0]
 
 
 def shared_inputs(node: fx.Node) -> list[fx.Node]:
@@ -135,6 +159,8 @@ def is_needed(node: fx.Node) -> bool:
         return True
     target = node.target
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    if calls_custom_operator(node):
         return True
     return node.is_impure() or (not isinstance(target, OpOverload) and _writes_by_name(node))
 

@@ -5,7 +5,8 @@
              p1 = new[0]                                      what p would have become; p itself is untouched
 
 The result is one flat tuple: what the operator returns (without the results that are the written arguments
-themselves), then the new value of each written argument, lists flattened, None left out.
+themselves), then the new value of each written argument, lists flattened, None left out. What it returns shares memory
+with no argument: an operator that returns its input, or a view of it, is called like this with nothing mutated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import OpOverload, schema_of
+from wholestep._torch_compat import OpOverload, schema_of, storage_key
 
 
 def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -33,7 +34,9 @@ def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs:
         elif (name := _names(op)[position]) in named:
             named[name] = copied
     returned = op(*positional, **named)
-    return (*_own_results(op, tuple(mutated), returned), *new)
+    own = _own_results(op, tuple(mutated), returned)
+    taken = {storage_key(t) for t in _all_tensors([positional, list(named.values())])}
+    return (*(_copied_if_in(taken, result) for result in own), *new)
 
 
 @lru_cache(maxsize=1024)
@@ -90,6 +93,16 @@ def _own_results(op: OpOverload, mutated: tuple[int, ...], returned: Any) -> lis
         else:
             own.append(result)
     return own
+
+
+def _copied_if_in(taken: set[int], result: Any) -> Any:
+    return copy_with_strides(result) if isinstance(result, Tensor) and storage_key(result) in taken else result
+
+
+def _all_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _all_tensors(item)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _copy(value: Any, copies: dict[int, Tensor]) -> Any:

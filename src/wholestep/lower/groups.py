@@ -22,7 +22,7 @@ from torch import fx
 
 from wholestep._torch_compat import OpOverload
 from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_communication, may_write, writes
+from wholestep.ir.effects import is_communication, is_custom_operator, may_write, writes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
@@ -157,5 +157,5 @@ def is_ordered(node: fx.Node) -> bool:
         # Of operators of other libraries nothing is known.
         return torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten"
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
+        return torch.Tag.nondeterministic_seeded in target.tags or is_custom_operator(target)
     return node.op == "call_function" and node.is_impure()

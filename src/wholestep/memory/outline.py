@@ -16,7 +16,15 @@ import torch
 from torch import fx
 
 from wholestep._torch_compat import OpOverload
-from wholestep.ir.effects import draws, is_arithmetic, is_communication, is_data_dependent, may_write, writes
+from wholestep.ir.effects import (
+    draws,
+    is_arithmetic,
+    is_communication,
+    is_custom_operator,
+    is_data_dependent,
+    may_write,
+    writes,
+)
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.memory.costs import is_fused, time_of
@@ -145,6 +153,8 @@ class Outline:
         if target is operator.getitem:
             return False
         if is_communication(target):
+            return self.asked.get(i) != "recompute"
+        if is_custom_operator(target):
             return self.asked.get(i) != "recompute"
         if not isinstance(target, OpOverload):
             return not is_arithmetic(target)  # an operator inside (`call_on_copies`) may draw

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, below_autograd
-from wholestep.ir.effects import draws, is_communication, is_data_dependent, may_write, shared_inputs, writes
+from wholestep.ir.effects import (
+    draws,
+    is_communication,
+    is_custom_operator,
+    is_data_dependent,
+    may_write,
+    shared_inputs,
+    writes,
+)
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.values import is_packed, tensor_bytes
 from wholestep.memory.costs import is_elementwise
@@ -50,7 +58,7 @@ class OperatorMemory:
             return False
         if is_data_dependent(target) or shared_inputs(node) or (is_elementwise(target) and not _is_odd(node)):
             return False
-        if (may_write(target) and writes(node)) or draws(node):
+        if (may_write(target) and writes(node)) or draws(node) or is_custom_operator(target):
             return False
         made = [t for t in tensors_in(node.meta.get("val")) if t.device == self._device]
         return bool(made) and any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
