@@ -132,6 +132,22 @@ def has_autograd_kernel(op: OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "Autograd"))
 
 
+def gradient_leaves(functions: Sequence[Any]) -> list[Tensor]:
+    """The tensors into which a backward from some functions of autograd accumulates (`AccumulateGrad.variable`).
+    2.11, 2.13."""
+    found: list[Tensor] = []
+    stack, seen = [f for f in functions if f is not None], set()
+    while stack:
+        function = stack.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            found.append(function.variable)
+        stack += [after for after, _ in function.next_functions if after is not None]
+    return found
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)

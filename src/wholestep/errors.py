@@ -135,6 +135,12 @@ class SideEffectError(CaptureError):
     code = "WS-SIDE-EFFECT"
 
 
+class LostError(CaptureError):
+    """Something that the step did while it was traced is not in its graph."""
+
+    code = "WS-LOST"
+
+
 class RandomStateError(CaptureError):
     """The step uses randomness that the graph cannot replay."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from wholestep._torch_compat import FakeTensor, local_of
+from wholestep.capture.accounting import Account
 from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.location import user_location
@@ -40,6 +41,7 @@ _GRAD: Any = Tensor.grad
 _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 
+_BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OF_THE_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__reduce_ex__})
 """Asked of a real tensor, these are answered by the real tensor."""
 
@@ -50,6 +52,7 @@ class InterceptHost(Protocol):
     api: str
     session: Any
     sources: Any
+    account: Account
 
     def stand_in(self, real: Tensor) -> Tensor: ...
 
@@ -64,10 +67,15 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(a, Tensor) and a.__class__ is not FakeTensor for a in args) and func not in _OF_THE_MEMORY:
+        if any(a.__class__ is not FakeTensor and isinstance(a, Tensor | list | tuple) for a in args) and (
+            func not in _OF_THE_MEMORY
+        ):
             args = tuple(self._traced(a) for a in args)
         if self._host.sources.clocks.was_read:
             refuse_clocks((args, kwargs), "a tensor")
+        if func in _BACKWARDS:
+            with self._host.account.backward(args[0] if args else (kwargs or {})["tensors"]):
+                return func(*args, **(kwargs or {}))
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",
@@ -109,6 +117,8 @@ class FunctionMode(TorchFunctionMode):
         """A parameter that some object hid from `discover` is the fake that stands for it, with the fake's gradient."""
         if isinstance(value, Tensor) and not _is_traced(value) and value.requires_grad and value.is_leaf:
             return self._host.stand_in(value)
+        if type(value) in (list, tuple) and any(isinstance(item, Tensor) and not _is_traced(item) for item in value):
+            return type(value)(self._traced(item) for item in value)
         return value
 
 

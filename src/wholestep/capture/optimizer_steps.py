@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import SCALER_STEP, SCALER_UNSCALE
+from wholestep.capture.accounting import Account, StepCall
 from wholestep.capture.amp import select_instead_of_branch
 from wholestep.capture.captured import HostCall
 from wholestep.capture.host_numbers import HostNumber, LastRateSlot
@@ -29,6 +30,7 @@ class StepHost(Protocol):
     phase: str
     recorder: Recorder
     session: Session | None
+    account: Account
     host_calls: list[HostCall]
     steps_seen: list[Optimizer]
     step_lines: dict[Optimizer, Location | None]
@@ -51,9 +53,10 @@ def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
         host.step_lines[optimizer] = user_location()
         running, host.running_step = host.running_step, optimizer
         try:
-            if host.session is not None:
-                return host.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
-            return original(*args, **kwargs)
+            with host.account.step(optimizer):
+                if host.session is not None:
+                    return host.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
+                return original(*args, **kwargs)
         finally:
             host.phase, host.running_step = before, running
 
@@ -65,7 +68,7 @@ class BoundSteps:
 
     def __init__(self, host: StepHost) -> None:
         self._host = host
-        self._phases: list[tuple[Optimizer, str]] = []
+        self._running: list[tuple[StepCall, str]] = []
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Torch is about to run the `step` of an optimizer."""
@@ -81,13 +84,14 @@ class BoundSteps:
             )
         host.steps_seen.append(optimizer)
         host.step_lines[optimizer] = user_location()
-        self._phases.append((optimizer, host.phase))
+        self._running.append((host.account.begin_step(optimizer), host.phase))
         host.phase = "optimizer"
 
     def end(self, optimizer: Optimizer) -> None:
         """It ran."""
-        if self._phases and self._phases[-1][0] is optimizer:
-            self._host.phase = self._phases.pop()[1]
+        if self._running and self._running[-1][0].optimizer is optimizer:
+            call, self._host.phase = self._running.pop()
+            self._host.account.end_step(call)
 
 
 def _refuse_step(host: StepHost, closure: Any) -> None:

@@ -31,6 +31,7 @@ from wholestep._torch_compat import (
     UnsupportedOperatorException,
     shapes_by_python,
 )
+from wholestep.capture.accounting import Account
 from wholestep.capture.custom_operators import CustomOperators
 from wholestep.capture.location import user_location
 from wholestep.capture.nodes import Nodes
@@ -51,7 +52,6 @@ from wholestep.errors import (
     SparseError,
     UnsupportedError,
 )
-from wholestep.ir.effects import is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
 
@@ -87,6 +87,7 @@ class Host(Protocol):
 
     phase: str
     module_path: str
+    account: Account
 
     def before_operator(self) -> None: ...
 
@@ -170,6 +171,8 @@ class Recorder(DispatchMode):
             )
         refuse_branching_backward(func, args)
         facts = op_facts(func)
+        if facts.is_custom:
+            self.host.account.custom_call(func)
         fake_args, node_args = self._operands.convert_all(args)
         fake_kwargs, node_kwargs = self._operands.convert_kwargs(kwargs)
         view_args: Sequence[Any] = fake_args
@@ -200,7 +203,7 @@ class Recorder(DispatchMode):
             raise unsupported(func, error) from error
         if facts.is_random:
             self.note_random(out, fake_args)
-        if is_custom_operator(func):
+        if facts.is_custom:
             return self._custom.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs, out)
         if facts.is_view:
             return self._record_view(func, view_args, fake_kwargs, node_args, node_kwargs, out)

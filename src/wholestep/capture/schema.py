@@ -49,6 +49,8 @@ class OpFacts:
     replaces_storage: bool
     """`set_`, `resize_`: the tensor gets other memory."""
     is_random: bool
+    is_custom: bool
+    """An operator of `torch.library`."""
     functional: OpOverload | None
     """Computes the written values out of place, as extra results after its own."""
     lost_defaults: tuple[tuple[str, object], ...]
@@ -80,6 +82,7 @@ def op_facts(op: OpOverload) -> OpFacts:
         is_inplace_view=inplace_view and base not in _METADATA_WRITES,
         replaces_storage=base in _METADATA_WRITES,
         is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_custom=is_custom_operator(op),
         functional=functional,
         lost_defaults=_lost_defaults(op, functional) if functional is not None else (),
         out_names=tuple(a.name for a in schema.arguments if a.is_out),

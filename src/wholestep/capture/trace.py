@@ -22,6 +22,7 @@ from wholestep._torch_compat import (
     is_dtensor,
     new_fake_mode,
 )
+from wholestep.capture.accounting import Account
 from wholestep.capture.arguments import dynamic_dims, name_leaves
 from wholestep.capture.attribute_reads import ReadTracker
 from wholestep.capture.called import Behind, CalledObjects, FoundByCall
@@ -161,8 +162,10 @@ class Capture:
             self.shapes.declare()
         self.fake_mode: FakeTensorMode = new_fake_mode(self.shapes.env)
         self.graph = fx.Graph()
-        self.recorder = Recorder(self.graph, self.fake_mode, self)
-        self.table = StateTable(self.world, self.fake_mode, self.make_scalar, self.lift_number, numbers.lifts)
+        self.recorder: Recorder = Recorder(self.graph, self.fake_mode, self)
+        self.table: StateTable = StateTable(
+            self.world, self.fake_mode, self.make_scalar, self.lift_number, numbers.lifts
+        )
         self.inputs = Inputs(self.recorder, self.world, self.table)
         self._items = Items(self)
         self.guards: dict[str, ScalarGuard] = {}
@@ -177,6 +180,7 @@ class Capture:
         """The line that called the `step()` of each optimizer last."""
         self.running_step: Optimizer | None = None
         self._bound_steps = BoundSteps(self)
+        self.account = Account(self)
         self.api = ""
         self.session: Session | None = None
         """What the plan does while tracing."""
@@ -197,6 +201,7 @@ class Capture:
                 result = self._trace(rng)
                 self.shapes.refuse_fixed()
                 captured = collect(self, result)
+                self.account.check(captured.step_graph.gm.graph)
         except WholestepError as error:
             if error.location is not None:
                 raise
@@ -250,12 +255,14 @@ class Capture:
             if self.options.hooks == "trace":
                 trace_parameter_hooks(self.table.parameters)
             self._swap_python_objects()
+            self.account.begin()
             yield
         finally:
             self.sources.reads.stop()
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
+            self.account.restore()
             self._behind.restore()
             for _, slot, value in self.world.variables:
                 if value is ABSENT:
