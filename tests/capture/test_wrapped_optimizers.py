@@ -148,6 +148,24 @@ def test_counters_of_a_wrapper_count_as_in_eager() -> None:
     assert_parity(Case("accelerated", accelerated, graphs=None), device())
 
 
+def test_counters_in_slots_of_a_wrapper_count_as_in_eager() -> None:
+    class Counting(InSlots):
+        __slots__ = ("calls",)
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer)
+            self.calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+            super().step()
+
+    def make(where: torch.device) -> Run:
+        return wrapped_run(where, Counting, calls=lambda w: w.calls)
+
+    assert_parity(Case("slots", make, graphs=None), device())
+
+
 def test_a_sharpness_aware_wrapper_trains() -> None:
     def step(model: nn.Module, sam: SharpnessAware, x: torch.Tensor) -> torch.Tensor:
         model(x).square().mean().backward()
