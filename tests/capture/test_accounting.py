@@ -133,20 +133,29 @@ def test_a_custom_operator_that_is_eliminated_as_dead_code_is_found(monkeypatch:
         ws.compile(run.step)(*run.arguments(0))
 
 
+class DeepList:
+    """Holds parameters deeper than discovery goes."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.nest: Any = parameters
+        for _ in range(9):
+            self.nest = {"next": self.nest}
+
+    def parameters(self) -> Any:
+        found = self.nest
+        while isinstance(found, dict):
+            found = found["next"]
+        return found
+
+
 def test_gradients_that_arrive_at_real_parameters_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hiding:
-        __slots__ = ("parameters",)
-
-        def __init__(self, parameters: list[nn.Parameter]) -> None:
-            self.parameters = parameters
-
-    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: Hiding, x: Tensor) -> Tensor:
-        torch.cat(hiding.parameters).square().sum().backward()
+    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: DeepList, x: Tensor) -> Tensor:
+        torch.cat(hiding.parameters()).square().sum().backward()
         return train_step(model, optimizer, x)
 
     run = plain_run()
     model, optimizer, x = run.arguments(0)
-    hiding = Hiding([model[0].bias, model[3].bias])
+    hiding = DeepList([model[0].bias, model[3].bias])
     run = Run(step_with_penalty, lambda i: (model, optimizer, hiding, x), run.watch)
     monkeypatch.setattr(intercept.FunctionMode, "_traced", lambda self, value: value)
     assert_lost(run, "did not arrive|was written for real")
@@ -154,20 +163,14 @@ def test_gradients_that_arrive_at_real_parameters_are_found(monkeypatch: pytest.
 
 
 def test_gradients_of_hidden_parameters_arrive() -> None:
-    class Hiding:
-        __slots__ = ("parameters",)
-
-        def __init__(self, parameters: list[nn.Parameter]) -> None:
-            self.parameters = parameters
-
-    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: Hiding, x: Tensor) -> Tensor:
-        torch.cat(hiding.parameters).square().sum().backward()
+    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: DeepList, x: Tensor) -> Tensor:
+        torch.cat(hiding.parameters()).square().sum().backward()
         return train_step(model, optimizer, x)
 
     def make(where: torch.device) -> Run:
         model = mlp(where)
         optimizer = adamw(model)
-        hiding = Hiding([model[0].bias, model[3].bias])
+        hiding = DeepList([model[0].bias, model[3].bias])
         return Run(step_with_penalty, lambda i: (model, optimizer, hiding, batch_of(where, i, 6, 6)), {"model": model})
 
     assert_parity(Case("penalty", make), device())
