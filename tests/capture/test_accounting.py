@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from capture.test_custom_operators import doubled, effect
+from capture.operators import doubled, effect
 from cases.parts import adamw, mlp, train_step
 from harness import Case, Run, assert_frames_equal, assert_parity, batch_of, device, frame, marked_line
 from wholestep.capture import called, collect, custom_operators, intercept, recorder, values
