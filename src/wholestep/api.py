@@ -418,6 +418,12 @@ def check(
         raise OptionError(
             f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
         )
+    unclear = sorted(key for key in chosen if _has_parameter(function, key))
+    if unclear:
+        raise OptionError(
+            f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
+            fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
+        )
     found = replace(given or Options.of(**chosen), check_first=0)
     if found.parallel is not None:
         raise OptionError(

@@ -271,3 +271,37 @@ def test_a_compiled_step_is_checked_with_its_options_and_keeps_its_graphs() -> N
     assert step.graphs == []
     with pytest.raises(ws.errors.OptionError, match="compiled already"):
         ws.check(step, model, optimizer, x, lower="eager")
+
+
+def test_a_keyword_that_is_an_option_and_a_parameter_is_refused_and_kwargs_is_clear() -> None:
+    def step(x: Tensor, name: str = "") -> Tensor:
+        return x * (2 if name == "two" else 1)
+
+    with pytest.raises(ws.errors.OptionError, match="name: an option"):
+        ws.check(step, torch.ones(2), name="two")
+    assert ws.check(step, torch.ones(2), kwargs={"name": "two"}).ok
+
+
+def test_what_eager_computes_differently_from_run_to_run_is_not_held_against_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from wholestep.debug.check import side_by_side
+
+    original, runs = side_by_side.run_eager, 0
+
+    def unstable(call: StepCall) -> Any:
+        nonlocal runs
+        runs += 1
+        result = original(call)
+        with torch.no_grad():
+            call.args[0][0].weight.mul_(1 + 1e-6 * runs)
+        return result
+
+    monkeypatch.setattr(side_by_side, "run_eager", unstable)
+    model = mlp(device())
+    report = ws.check(train_step, model, adamw(model), batch_of(device(), 0, 5, 6))
+    assert report.ok, str(report)
+    assert report["parameters"].status is ws.debug.Status.ROUNDING
+    assert report["parameters"].worst is not None
+    assert "eager differs from itself" in report["parameters"].worst.text
+    assert report["optimizer state"].status is ws.debug.Status.EQUAL

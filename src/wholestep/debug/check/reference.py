@@ -39,7 +39,7 @@ def move_by_rounding(reached: Reached) -> None:
         counts = seen.part is Part.SCHEDULE or (seen.part is Part.OPTIMIZER and tensor.dim() == 0)
         if counts or not has_plain_memory(tensor) or not _is_rounded(tensor) or _overlaps(tensor):
             continue
-        [moved] = nudged([tensor.detach()])
+        [moved] = nudged([tensor.detach().cpu()])
         tensor.data.copy_(moved)
 
 
