@@ -89,7 +89,7 @@ class CompiledStep(Generic[P, R]):
         self._warned = False
         self._modes_warned: set[str] = set()
         plan = options.parallel
-        self._ranks = None if plan is None else Ranks(self._name, plan.deadline)
+        self._ranks = None if plan is None else Ranks(self._name, plan)
         compiles = options.lower == "inductor"
         planned = options.memory_budget is not None
         self._lowering = Lowering(
@@ -202,11 +202,11 @@ class CompiledStep(Generic[P, R]):
             with self._ranks.compiling(self._calls):
                 placing.run()
                 found = self._capture(fn, args, kwargs, leaves, structure)
-            self._ranks.agree(self._calls, found[0])
+            self._ranks.agree(self._calls, *found)
         else:
             self._ranks.agree_on_choice(self._calls, found[0])
         entry, state = found
-        with self._ranks.running(self._calls, entry):
+        with self._ranks.running(self._calls, entry, state):
             return self._run_entry(entry, state, leaves)
 
     def _run_entry(self, entry: Entry, state: list[Any], leaves: list[Any]) -> Any:

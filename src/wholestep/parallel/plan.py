@@ -43,6 +43,9 @@ class Plan:
     `torch.distributed.tensor.parallel`."""
     deadline: float = 15.0
     """Seconds without a sign of life after which a rank that should agree on a graph counts as missing."""
+    per_rank: Sequence[str] = ()
+    """Paths (patterns with * are allowed) of Python numbers that may differ between ranks although they change state:
+    `trainer.noise_scale`. All others that do must be the same on all ranks (WS-DESYNC)."""
     reduces: bool = field(default=True)
     """False: gradients stay each rank's own (see `no_sync`)."""
 
@@ -59,6 +62,8 @@ class Plan:
             raise PlanError(f"{name}(buffers={self.buffers!r})", fix='use "local" or "broadcast".')
         if not self.deadline > 0:
             raise PlanError(f"{name}(deadline={self.deadline!r})", fix="use a number of seconds above 0.")
+        if isinstance(self.per_rank, str):
+            raise PlanError(f"per_rank={self.per_rank!r} is a string.", fix=f"use per_rank=[{self.per_rank!r}].")
         self._check_tensor_parallel()
 
     def _check_tensor_parallel(self) -> None:

@@ -4,7 +4,8 @@ Every rank writes a record of its graph for (step, call) and waits for the recor
 their graph before (a cache hit there, a capture here) are answered for by their watchdog. Then all ranks have the same
 records in hand, and each comes to the same conclusion by itself:
 
-    all collectives the same, and graphs for the same shapes the same   every rank runs
+    all collectives the same, graphs for the same shapes the same,
+    and scalars that ranks must share (`shared_scalars`) the same       every rank runs
     otherwise                                                           every rank raises, with the first difference
 
 A rank that does not come is given up after `deadline` seconds without a sign that it compiles. The first rank that
@@ -22,15 +23,17 @@ from wholestep.errors import DesyncError, PeerFailedError
 from wholestep.runtime.board import Board, StoreGoneError
 from wholestep.runtime.channel import DEADLINE, Channel
 from wholestep.runtime.digest import GraphDigest, Line, LinesDigest, digest_of, first_difference
-from wholestep.runtime.failure import DESYNC_FIX, Failure, Kind, as_error
+from wholestep.runtime.failure import DESYNC_FIX, SCALARS_FIX, Failure, Kind, as_error
 from wholestep.runtime.peers import Position, State
-from wholestep.runtime.rounds import RoundKeys, record_of
+from wholestep.runtime.rounds import RoundKeys, detail_of, record_of
+from wholestep.runtime.shared_scalars import differing
 from wholestep.runtime.watchdog import BEAT, Job
 
 __all__ = ["Agreement", "GraphDigest", "digest_of"]
 
 _ASK_AFTER = 0.2
 _LOOK_EVERY = 0.5
+_MOST_VALUES = 8
 _FOREVER = 10 * 365 * 86400.0
 
 
@@ -84,6 +87,8 @@ class _Round:
         self._look_due = 0.0
         self._records: dict[int, dict[str, Any]] = {}
         self._pair: tuple[list[int], list[int]] | None = None
+        self._about = "graph"
+        """What the two sides differ in: values of scalars, whole graphs, or the constants of their updates."""
         self._detail_until = 0.0
         self._events: list[str] = []
         """What this rank asked; nobody else needs it once the round is over."""
@@ -160,20 +165,20 @@ class _Round:
     def _compare(self, board: Board, now: float) -> bool:
         found = board.read_all([self._keys.record(rank) for rank in self._ranks])
         self._records = dict(zip(self._ranks, found, strict=True))
-        self._pair = difference(self._records)
+        for about, find in (("scalars", scalar_difference), ("graph", difference), ("update", update_difference)):
+            self._about, self._pair = about, find(self._records)
+            if self._pair is not None:
+                break
         if self._pair is None:
             self._finish(board)
             return True
         self._detail_until = now + self._deadline
         for side in self._pair:
             if side[0] == self._channel.rank:
-                board.write(self._keys.detail(side[0]), self._lines())
+                board.write(self._keys.detail(side[0]), detail_of(self._digest, self._by_nodes()))
             elif "answered" in self._records[side[0]] and self._is_first():
                 self._post({"kind": "detail", "rank": side[0], "nodes": self._by_nodes()})
         return False
-
-    def _lines(self) -> list[Line]:
-        return self._digest.nodes() if self._by_nodes() else self._digest.communications()
 
     def _by_nodes(self) -> bool:
         """Whether whole graphs are compared: both are for the same shapes, and none was answered for."""
@@ -190,20 +195,43 @@ class _Round:
         left, right = (board.read(self._keys.detail(side[0])) for side in self._pair)
         if (left is None or right is None) and now < self._detail_until:
             return False
+        text, fix = self._difference(left, right)
+        if not text:
+            self._finish(board)
+            return True
+        if any("answered" in record for record in self._records.values()):
+            # Those ranks are in a collective that the others will not come to: no group can be used any more.
+            where = (self._pair[1][0], self._keys.step, self._keys.call)
+            failure = Failure(Kind.DESYNC, *where, text, running=True, fix=fix)
+            if self._is_first():
+                self._watchdog.post(failure)
+            self._watchdog.break_groups(failure)
+        self.outcome = DesyncError(text, fix=fix)
+        self._finish(board)
+        return True
+
+    def _difference(self, left: dict[str, Any] | None, right: dict[str, Any] | None) -> tuple[str, str]:
+        """What differs between the two sides, in words, and what to do about it; no words where that is no failure."""
+        assert self._pair is not None
+        place = f"call {self._keys.call} of {self._keys.step}"
+        if self._about == "scalars" and left is not None and right is not None:
+            shown = _values(self._pair, left["shared"], right["shared"])
+            return f"Ranks have other values of scalars that must be the same in {place}:\n{shown}", SCALARS_FIX
+        if self._about == "update":
+            # Constants may come from sizes. Where no value that the step reads differs, they do.
+            shown = "" if left is None or right is None else _values(self._pair, left["read"], right["read"])
+            if left is None or right is None or not shown:
+                return "", ""
+            text = _describe(self._keys, self._pair, left["update"], right["update"], "update", "constant")
+            return f"{text}\nValues that the step reads and that differ:\n{shown}", SCALARS_FIX
         if isinstance(self._digest, LinesDigest):
             subject, unit = self._digest.subject, "line"
         else:
             subject, unit = "graph", "node" if self._by_nodes() else "collective"
-        text = _describe(self._keys, self._pair, left, right, subject, unit)
-        if any("answered" in record for record in self._records.values()):
-            # Those ranks are in a collective that the others will not come to: no group can be used any more.
-            failure = Failure(Kind.DESYNC, self._pair[1][0], self._keys.step, self._keys.call, text, running=True)
-            if self._is_first():
-                self._watchdog.post(failure)
-            self._watchdog.break_groups(failure)
-        self.outcome = DesyncError(text, fix=DESYNC_FIX)
-        self._finish(board)
-        return True
+        lines = [None if side is None else side["lines"] for side in (left, right)]
+        text = _describe(self._keys, self._pair, lines[0], lines[1], subject, unit)
+        shown = "" if left is None or right is None else _values(self._pair, left["read"], right["read"])
+        return f"{text}\nValues that the step reads and that differ:\n{shown}" if shown else text, DESYNC_FIX
 
     def _finish(self, board: Board) -> None:
         """The last rank that has read everything takes it away."""
@@ -226,6 +254,60 @@ def difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[i
             first, second, *_ = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
             return first, second
     return None
+
+
+def scalar_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
+    """The ranks of one plan with the most common values of the scalars they share, and those with the next."""
+    for ranks in _teams(records, "values"):
+        by_names: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank in ranks:
+            by_names[records[rank]["names"]][records[rank]["values"]].append(rank)
+        for sides in by_names.values():
+            if len(sides) > 1:
+                first, second, *_ = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+                return first, second
+    return None
+
+
+def update_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
+    """The ranks of one plan whose graphs change state by the most common constants, and those with the next."""
+    for ranks in _teams(records, "update"):
+        sides: dict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            sides[records[rank]["update"]].append(rank)
+        if len(sides) > 1:
+            first, second, *_ = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+            return first, second
+    return None
+
+
+def _teams(records: Mapping[int, dict[str, Any]], key: str) -> list[list[int]]:
+    """Ranks that a mesh axis of their plan connects, directly or through others; of those whose record has a key."""
+    found: list[tuple[set[str], list[int]]] = []
+    for rank, record in sorted(records.items()):
+        if key not in record:
+            continue
+        words, ranks = set(record["teams"]), [rank]
+        apart = []
+        for known in found:
+            if known[0] & words:
+                words |= known[0]
+                ranks += known[1]
+            else:
+                apart.append(known)
+        found = [*apart, (words, ranks)]
+    return [sorted(ranks) for _, ranks in found]
+
+
+def _values(pair: tuple[list[int], list[int]], left: dict[str, str], right: dict[str, str]) -> str:
+    """A line for each value that differs, of the first ones."""
+    one, other = (_ranks(side) for side in pair)
+    verbs = ["has" if len(side) == 1 else "have" for side in pair]
+    paths = differing(left, right)
+    lines = [
+        f"    {path}: {one} {verbs[0]} {left[path]}, {other} {verbs[1]} {right[path]}" for path in paths[:_MOST_VALUES]
+    ]
+    return "\n".join(lines + [f"    .. and {len(paths) - _MOST_VALUES} more"] * (len(paths) > _MOST_VALUES))
 
 
 def _is_strict(record: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -159,11 +160,30 @@ class Channel:
     def failure_at(self, step: str, call: int) -> DesyncError | PeerFailedError | None:
         """Why this rank would be alone in a call, if it would."""
         for failure in self.watchdog.failures:
-            if failure.concerns(step, call) and (failure.running or failure.rank != self.rank):
+            of_others = failure.running or failure.rank != self.rank or failure.stops
+            if failure.concerns(step, call) and of_others:
+                if failure.is_undecided:
+                    failure = self._decided(failure)
+                    if not failure.running and not failure.concerns(step, call):
+                        continue
                 if failure.running:
                     self._break(failure)
                 return self._error(failure)
         return None
+
+    def _decided(self, failure: Failure) -> Failure:
+        """Wait until ranks know before which call they stop; the groups are given up where they cannot know."""
+        found: list[Failure] = []
+
+        def poll(board: Board) -> bool:
+            found[:] = [each for each in self.watchdog.failures if each.step == failure.step and each.stops_at]
+            return bool(found)
+
+        try:
+            self.perform(Job(poll), self.watchdog.deadline)
+        except StoreGoneError:
+            found.clear()
+        return found[0] if found else replace(failure, running=True)
 
     def perform(self, job: Job, limit: float) -> bool:
         """Have the watchdog do something with the store; whether it did within `limit` seconds. Raises its error."""

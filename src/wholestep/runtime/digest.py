@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from wholestep.ir.fingerprint import fingerprint, node_digests
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import InputKind, Signature
+from wholestep.runtime.shared_scalars import normal
 
 _SHORT = 16
 _TEXT = 400
@@ -21,10 +22,35 @@ Line = tuple[str, str]
 """A digest and what it stands for."""
 
 
+@dataclass(frozen=True)
+class RankScalars:
+    """Python values of one rank at the call for which it agrees on a graph, as text by path."""
+
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Those that must be the same on all ranks of the plan."""
+    teams: Sequence[str] = ()
+    """A word for each mesh axis of the plan: ranks that have one in common share scalars."""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """Those that the capture took for constants: they may tell why graphs differ."""
+    update: Sequence[str] = ()
+    """The constants by which the graph changes state behind the reduction of gradients (`update_constants`)."""
+
+    def hashes(self) -> tuple[str, str]:
+        """Of the paths, and of the values of what is shared."""
+        values = [(path, normal(text)) for path, text in sorted(self.shared.items())]
+        return _hash(repr([path for path, _ in values]))[:_SHORT], _hash(repr(values))[:_SHORT]
+
+    def update_hash(self) -> str:
+        """Of the constants."""
+        return _hash(repr(list(self.update)))[:_SHORT]
+
+
 class GraphDigest:
     """The hashes of one graph. The graph must not change afterwards."""
 
-    def __init__(self, gm: fx.GraphModule, signature: Signature, ragged: bool | str) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, signature: Signature, ragged: bool | str, scalars: RankScalars | None = None
+    ) -> None:
         self._gm = gm
         self._signature = signature
         self._communication = communication(gm, signature)
@@ -37,6 +63,7 @@ class GraphDigest:
         self.ragged = ragged
         """Which graphs must be the same as a whole: all (False), none (True), or those with the same word here. Of
         the others only the communication has to be the same."""
+        self.scalars = scalars or RankScalars()
 
     def communications(self) -> list[Line]:
         """One line per collective."""
@@ -58,6 +85,7 @@ class LinesDigest:
         self._lines: list[Line] = [(_hash(line)[:_SHORT], line[:_TEXT]) for line in lines]
         self.fingerprint = self.communication = _hash("\n".join(lines))
         self.ragged: bool | str = False
+        self.scalars = RankScalars()
 
     def communications(self) -> list[Line]:
         """All lines."""
@@ -75,9 +103,11 @@ def local_shapes(signature: Signature) -> str:
     return _hash(repr(shapes))[:_SHORT]
 
 
-def digest_of(gm: fx.GraphModule, signature: Signature, ragged: bool | str) -> GraphDigest:
+def digest_of(
+    gm: fx.GraphModule, signature: Signature, ragged: bool | str, scalars: RankScalars | None = None
+) -> GraphDigest:
     """What this rank shows of a graph. Costs three walks."""
-    return GraphDigest(gm, signature, ragged)
+    return GraphDigest(gm, signature, ragged, scalars)
 
 
 def first_difference(left: list[Line], right: list[Line]) -> tuple[int, str, str] | None:

@@ -38,6 +38,17 @@ class Failure:
     """The first lines of the error, or what is known of a rank that says nothing."""
     running: bool = True
     """Whether collectives may be under way: then no process group can be used any more."""
+    fix: str = ""
+    """What to do, where the usual advice for this kind does not fit."""
+    stops: bool = False
+    """Communication works and training is wrong: all ranks stop before the same call (`runtime.stopping`)."""
+    stops_at: int = 0
+    """That call; 0 while it is not decided."""
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether ranks hold until they know before which call they stop."""
+        return self.stops and not self.stops_at
 
     def write(self) -> dict[str, Any]:
         """As JSON."""
@@ -50,6 +61,8 @@ class Failure:
 
     def concerns(self, step: str, call: int) -> bool:
         """Whether a rank that comes to this call of this step would be alone there."""
+        if self.stops:
+            return self.step == step and call >= self.stops_at
         return self.running or (self.step, self.call) == (step, call)
 
 
@@ -58,7 +71,7 @@ def as_error(
 ) -> DesyncError | PeerFailedError:
     """The error that rank `here` raises."""
     if failure.kind is Kind.DESYNC:
-        return DesyncError(failure.text, fix=DESYNC_FIX, node=node)
+        return DesyncError(failure.text, fix=failure.fix or DESYNC_FIX, node=node)
     what = _what(failure, here)
     if aborted:
         what += "\nThe process groups of this rank were aborted; no collective can run in them any more."
@@ -73,6 +86,11 @@ def as_error(
 DESYNC_FIX = (
     "make all ranks run the same code on models, optimizers and batches of the same structure; "
     "a branch on the rank around or in the step is the usual cause."
+)
+
+SCALARS_FIX = (
+    "give all ranks the same values: read them from one file, or broadcast them; a number that rightly belongs to one "
+    'rank goes into the plan by its path, such as ws.Replicate(mesh, per_rank=["trainer.noise"]).'
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +48,8 @@ class Beat:
     calls: int = 0
     """How many graphs it has run, and the hash of them (`Trail`)."""
     trail: int = 0
+    scalars: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By step, the last call and the hash of the scalars that ranks must share (`ScalarTrail`)."""
 
     def write(self) -> dict[str, Any]:
         """As JSON."""
@@ -145,6 +147,15 @@ _DOING = {
 }
 
 
-def following(beat: Beat, position: Position, reason: str, trail: tuple[int, int] = (0, 0)) -> Beat:
+def following(
+    beat: Beat,
+    position: Position,
+    reason: str,
+    trail: tuple[int, int] = (0, 0),
+    scalars: dict[str, tuple[int, int]] | None = None,
+) -> Beat:
     """The next beat of a rank."""
-    return replace(beat, number=beat.number + 1, position=position, reason=reason, calls=trail[0], trail=trail[1])
+    number, (calls, value) = beat.number + 1, trail
+    return replace(
+        beat, number=number, position=position, reason=reason, calls=calls, trail=value, scalars=scalars or {}
+    )

@@ -6,13 +6,24 @@ Without other ranks (a world of one, a fake process group) every method does not
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
+from wholestep.capture.captured import Captured
 from wholestep.runtime.agreement import Agreement
 from wholestep.runtime.channel import Channel
-from wholestep.runtime.digest import GraphDigest, LinesDigest, digest_of, local_shapes
+from wholestep.runtime.digest import GraphDigest, LinesDigest, RankScalars, digest_of, local_shapes
 from wholestep.runtime.executor import Entry
+from wholestep.runtime.scalar_watch import ScalarTrail
+from wholestep.runtime.shared_scalars import Named, SharedScalars, update_constants
+
+if TYPE_CHECKING:
+    from wholestep.parallel.plan import Plan
 
 _steps: dict[str, itertools.count[int]] = {}
 _nothing = nullcontext()
@@ -20,16 +31,29 @@ _PATIENCE = 20
 """Deadlines that a rank may be late for a call whose graphs are all known: it may load data, evaluate, save."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What was worked out of a graph when ranks agreed on it."""
+
+    digest: GraphDigest
+    scalars: SharedScalars
+
+
 class Ranks:
     """The side of one compiled step that talks to other ranks."""
 
-    def __init__(self, name: str, deadline: float) -> None:
+    def __init__(self, name: str, plan: Plan) -> None:
         number = next(_steps.setdefault(name, itertools.count()))
         self._step = f"{name}#{number}" if number else name
         """The same on all ranks, which make their steps in the same order."""
-        self._deadline = deadline
+        self._plan = plan
+        self._deadline = plan.deadline
         self._last: Entry | None = None
-        self._digests: WeakKeyDictionary[Entry, GraphDigest] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Entry, _Known] = WeakKeyDictionary()
+        self._samples: dict[str, float] = {}
+        """Of scalars on an accelerator, the last value that was read."""
+        self._trail: ScalarTrail | None = None
+        self._trail_of: Channel | None = None
 
     def compiling(self, call: int) -> AbstractContextManager[None]:
         """While the body captures, this rank counts as alive."""
@@ -44,14 +68,20 @@ class Ranks:
             place = f"{self._step}, placing its models"
             Agreement(channel, place, self._deadline).agree(call, LinesDigest(lines))
 
-    def agree(self, call: int, entry: Entry) -> None:
+    def agree(self, call: int, entry: Entry, state: list[Any]) -> None:
         """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same."""
         channel = Channel.current()
         if channel is None:
             return
         graph = entry.step_graph
-        digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature))
-        self._digests[entry] = digest
+        pending = () if entry.iterations is None else entry.iterations.state
+        groups = [axis.group for axis in self._plan.axes]
+        constants = _constants(entry.captured)
+        scalars = SharedScalars(entry.captured, groups, self._plan.per_rank, self._samples, pending, constants)
+        values = scalars.named(scalars.read(state, call))
+        here = RankScalars(values, _teams(self._plan), constants, update_constants(graph, groups))
+        digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
+        self._known[entry] = _Known(digest, scalars)
         channel.deadline = self._deadline
         Agreement(channel, self._step, self._deadline).agree(call, digest)
 
@@ -61,18 +91,61 @@ class Ranks:
         A rank that goes on with the same graph asks nobody; its watchdog answers for it.
         """
         channel = Channel.current()
-        digest = self._digests.get(entry)
-        if entry is self._last or channel is None or digest is None:
+        known = self._known.get(entry)
+        if entry is self._last or channel is None or known is None:
             return
-        Agreement(channel, self._step, _PATIENCE * self._deadline).agree(call, digest)
+        Agreement(channel, self._step, _PATIENCE * self._deadline).agree(call, known.digest)
 
-    def running(self, call: int, entry: Entry) -> AbstractContextManager[None]:
-        """While the body runs a graph, failures of other ranks end its waits."""
+    def running(self, call: int, entry: Entry, state: list[Any]) -> AbstractContextManager[None]:
+        """While the body runs a graph, failures of other ranks end its waits. `state`: the inputs of the graph."""
         self._last = entry
         channel = Channel.current()
-        return _nothing if channel is None else channel.running(self._step, call, self._digests.get(entry))
+        if channel is None:
+            return _nothing
+        known = self._known.get(entry)
+        if known is None:
+            return channel.running(self._step, call)
+        trail = self._trail
+        if trail is None or self._trail_of is not channel:
+            trail = self._trail = channel.watchdog.scalars.trail(self._step, _neighbours(self._plan))
+            self._trail_of = channel
+        trail.note(call, known.scalars, known.scalars.read(state, call))
+        return channel.running(self._step, call, known.digest)
 
     def completing(self, call: int) -> AbstractContextManager[None]:
         """While the body completes what a call left: it waits for what is under way, and sends nothing."""
         channel = Channel.current()
         return _nothing if channel is None else channel.completing(self._step, call)
+
+
+def _axis_ranks(plan: Plan) -> Iterator[tuple[str, list[int]]]:
+    """Each mesh axis of a plan, and the ranks of this one's group along it."""
+    meshes = [plan.mesh] if plan.tensor_parallel is None else [plan.mesh, plan.tensor_parallel[0]]
+    for mesh in meshes:
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        for i, name in enumerate(names):
+            yield name, dist.get_process_group_ranks(mesh.get_group(i))
+
+
+def _teams(plan: Plan) -> list[str]:
+    return [f"{name} {min(ranks)}" for name, ranks in _axis_ranks(plan)]
+
+
+def _neighbours(plan: Plan) -> list[int]:
+    """The next rank along each axis: where two ranks of a plan differ, two neighbours do."""
+    here = dist.get_rank()
+    found = [ranks[(ranks.index(here) + 1) % len(ranks)] for _, ranks in _axis_ranks(plan)]
+    return sorted({rank for rank in found if rank != here})
+
+
+def _constants(captured: Captured) -> Named:
+    """Python numbers, flags and strings that the capture took for constants, by path."""
+    plain = (bool, int, float, str)
+    found: Named = {}
+    for path, leaf in zip(captured.leaf_paths, captured.leaves, strict=True):
+        found |= {path: repr(leaf)} if isinstance(leaf, plain) else {}
+    for path, _, value in captured.world.variables:
+        found |= {path: repr(value)} if isinstance(value, plain) else {}
+    for _, path, values in (*captured.reads, *captured.class_reads):
+        found |= {f"{path}.{name}": repr(value) for name, value in values.items() if isinstance(value, plain)}
+    return found

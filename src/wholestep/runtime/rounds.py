@@ -54,12 +54,37 @@ class RoundKeys:
 
 def record_of(digest: GraphDigest | LinesDigest) -> dict[str, Any]:
     """The record of a rank that runs a graph for the first time."""
-    return {"fingerprint": digest.fingerprint, "communication": digest.communication, "ragged": digest.ragged}
+    record: dict[str, Any] = {
+        "fingerprint": digest.fingerprint,
+        "communication": digest.communication,
+        "ragged": digest.ragged,
+    }
+    scalars = digest.scalars
+    if scalars.shared:
+        names, values = scalars.hashes()
+        record |= {"names": names, "values": values}
+    if scalars.teams:
+        record |= {"update": scalars.update_hash(), "teams": list(scalars.teams)}
+    return record
+
+
+def detail_of(digest: GraphDigest | LinesDigest, by_nodes: bool) -> dict[str, Any]:
+    """What a rank runs, in full: its graph (or only what that communicates) line by line, and its scalars."""
+    lines = digest.nodes() if by_nodes else digest.communications()
+    scalars = digest.scalars
+    return {
+        "lines": lines,
+        "shared": dict(scalars.shared),
+        "read": dict(scalars.read),
+        "update": [(line, line) for line in scalars.update],
+    }
 
 
 def answer_of(digest: GraphDigest) -> dict[str, Any]:
     """The record of a rank that has run its graph before, and may be waiting in its first collective."""
-    return {**record_of(digest), "answered": True}
+    record = record_of(digest)
+    # Its scalars are those of the call for which it agreed; of later calls the running hash tells (`ScalarTrail`).
+    return {key: value for key, value in record.items() if key not in ("names", "values")} | {"answered": True}
 
 
 class Answers:
@@ -100,8 +125,7 @@ class Answers:
             by_nodes = self._details.pop(call)
             digest = ran[call]
             if digest is not None:
-                lines = digest.nodes() if by_nodes else digest.communications()
-                board.write(RoundKeys(*call).detail(self._rank), lines)
+                board.write(RoundKeys(*call).detail(self._rank), detail_of(digest, by_nodes))
 
 
 def _remember(questions: dict[Call, Any], call: Call, what: Any) -> None:

@@ -24,6 +24,8 @@ from wholestep.runtime.board import Board, StoreGoneError
 from wholestep.runtime.failure import Failure, Kind
 from wholestep.runtime.peers import Beat, Peers, Position, State, beat_key, following
 from wholestep.runtime.rounds import Answers
+from wholestep.runtime.scalar_watch import ScalarWatch
+from wholestep.runtime.stopping import Stopping
 from wholestep.runtime.trail import Trail
 
 log = logging.getLogger("wholestep")
@@ -54,6 +56,8 @@ class Watchdog(threading.Thread):
         self.position = Position()
         self.answers = Answers(rank)
         self.trail = Trail()
+        self.scalars = ScalarWatch(rank)
+        self._stopping_all = Stopping(rank, size, self.scalars.reached)
         self.failures: list[Failure] = []
         """What other ranks (and this one) posted; the thread that runs steps looks only at whether there is any."""
         self.broken: Failure | None = None
@@ -197,10 +201,14 @@ class Watchdog(threading.Thread):
             self._beat_due = now + BEAT * self._slower
             self._write_beat()
             self._compare_trails()
+            self._compare_scalars(now)
         self._read_events(now)
+        self._stop_all(self.scalars.poll(self._board, now))
         self.answers.give(self._board)
         self._learn_groups()
-        self._check_failures(position)
+        if any(failure.is_undecided for failure in self.failures):
+            self.failures = self._stopping_all.poll(self._board, self.failures)
+        self._check_failures(position, now)
         self._watch(position, now)
 
     def _write_beat(self) -> None:
@@ -208,7 +216,7 @@ class Watchdog(threading.Thread):
         reason = ""
         if self.broken is not None and position.state is not State.LEFT:
             position, reason = Position(State.ABORTED, position.step, position.call), self.broken.text.split("\n")[0]
-        self._beat = following(self._beat, position, reason, self.trail.last)
+        self._beat = following(self._beat, position, reason, self.trail.last, self.scalars.shown())
         self._board.write(beat_key(self.rank), self._beat.write())
 
     def _read_events(self, now: float) -> None:
@@ -226,11 +234,14 @@ class Watchdog(threading.Thread):
     def _handle(self, event: dict[str, Any]) -> None:
         if event["kind"] == "failure":
             self._learn(Failure.read(event["failure"]))
+        elif event["kind"] == "scalars":
+            self.scalars.answer(self._board, event)
         else:
             self.answers.ask(event)
 
     def _learn(self, failure: Failure) -> None:
-        if failure not in self.failures:
+        known = failure.stops and any(each.stops and each.step == failure.step for each in self.failures)
+        if failure not in self.failures and not known:
             keep = [each for each in self.failures if each.running]
             rest = [each for each in self.failures if not each.running][-_MOST_FAILURES:]
             self.failures = [*keep, *rest, failure]
@@ -242,11 +253,13 @@ class Watchdog(threading.Thread):
             self._asynchronous = any(uses_accelerator(group) for group in groups)
             self._groups = len(groups)
 
-    def _check_failures(self, position: Position) -> None:
+    def _check_failures(self, position: Position, now: float) -> None:
         if self.broken is None:
+            stays = now - self._seen_since > BEAT
             for failure in self.failures:
                 alone = position.state is State.RUNNING and failure.concerns(position.step, position.call)
-                if failure.running or alone:
+                # A rank that has passed the call before which all stop is alone only if it does not get any further.
+                if failure.running or (alone and not failure.is_undecided and (stays or not failure.stops)):
                     self.break_groups(failure)
                     return
 
@@ -293,6 +306,21 @@ class Watchdog(threading.Thread):
         failure = Failure(Kind.DESYNC, other, place.step, place.call, text)
         self.post(failure)
         self.break_groups(failure)
+
+    def _compare_scalars(self, now: float) -> None:
+        """With the next rank along each axis; where hashes differ, its values are asked for."""
+        if self.broken is not None:
+            return
+        for step, other, since in self.scalars.compare(self._board, self.peers):
+            if self.scalars.is_due(step, other, now):
+                event = self.post_event({"kind": "scalars", "step": step, "rank": other, "since": since})
+                self.scalars.asked(step, other, since, now, event)
+
+    def _stop_all(self, failure: Failure | None) -> None:
+        """Tell all ranks of a failure before whose call all of them stop. No group is aborted: they work."""
+        if failure is not None and self.broken is None:
+            log.error("%s", failure.text)
+            self.post(failure)
 
     def _look_without_store(self) -> None:
         """Without a store nobody can say anything any more; a rank that sits in a call for long is taken out."""
