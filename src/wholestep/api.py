@@ -40,7 +40,7 @@ from wholestep.runtime.executor import Entry, late_outputs_of, runs_once
 from wholestep.runtime.iterations import Pending
 from wholestep.runtime.pending import PendingWork, finally_flush
 from wholestep.runtime.program import program
-from wholestep.runtime.ranks import Ranks
+from wholestep.runtime.ranks import Ranks, RankTerms
 
 if TYPE_CHECKING:
     from wholestep.debug.check.report import CheckReport
@@ -89,7 +89,10 @@ class CompiledStep(Generic[P, R]):
         self._warned = False
         self._modes_warned: set[str] = set()
         plan = options.parallel
-        self._ranks = None if plan is None else Ranks(self._name, plan)
+        self._ranks = None
+        if plan is not None:
+            groups = [axis.group for axis in plan.axes]
+            self._ranks = Ranks(self._name, RankTerms(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
         compiles = options.lower == "inductor"
         planned = options.memory_budget is not None
         self._lowering = Lowering(

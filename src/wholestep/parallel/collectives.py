@@ -25,6 +25,30 @@ def rows_per_rank(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(stride[::-1])
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie in memory without gaps and none twice, in whatever order of dimensions."""
+    step = 1
+    for dim in reversed(_outermost_first(shape, stride)):
+        if stride[dim] != step:
+            return False
+        step *= shape[dim]
+    return 0 not in shape
+
+
+def _outermost_first(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dimensions of more than one element, as they lie in memory."""
+    return sorted((d for d, size in enumerate(shape) if size != 1), key=lambda d: -stride[d])
+
+
 class Collectives:
     """Writes collectives of one trace."""
 
@@ -63,6 +87,24 @@ class Collectives:
         start = emit(_comm.broadcast.default, (source, 0, axis.group), val)
         return emit(_comm.wait_tensor.default, (start,), val)
 
+    def with_stride(self, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """A contiguous tensor laid out in memory with other strides, which are dense.
+
+        transposed = permute(tensor, order); lying = clone(transposed); as_strided(lying, shape, stride)
+        """
+        shape = tuple(tensor.shape)
+        if stride == contiguous_stride(shape):
+            return tensor
+        order = _outermost_first(shape, stride)
+        if order != sorted(order):
+            order += [d for d in range(len(shape)) if shape[d] == 1]
+            turned = tuple(shape[d] for d in order)
+            base = contiguous_stride(shape)
+            tensor = self._emit(aten.permute.default, tensor, (order,), turned, tuple(base[d] for d in order))
+            tensor = self._emit(aten.clone.default, tensor, (), turned, memory_format=torch.contiguous_format)
+        # Exact also where a dimension has one element: torch tells channels last by those strides too.
+        return self._emit(aten.as_strided.default, tensor, (list(shape), list(stride), 0), shape, stride)
+
     def _call(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
         recorder = self._recorder
         start = recorder.emit_function(op, (recorder.node_of(tensor), *arguments), self._fake(tensor, shape))
@@ -75,26 +117,35 @@ class Collectives:
         missing = rows - tensor.shape[0]
         if not missing:
             return tensor if tensor.is_contiguous() else tensor.contiguous()
+        if isinstance(tensor, FakeTensor) and tensor.stride() != contiguous_stride(tensor.shape):
+            # Padding keeps the layout of its input: channels last, also where only strides of size one tell it.
+            tensor = self._emit(aten.clone.default, tensor, (), tensor.shape, memory_format=torch.contiguous_format)
         padding = [*[0, 0] * (tensor.dim() - 1), 0, missing]
         return self._emit(aten.constant_pad_nd.default, tensor, (padding, 0.0), (rows, *tensor.shape[1:]))
 
-    def _emit(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
-        """An operator whose result is contiguous and that nobody writes into."""
-        made = self._fake(tensor, shape)
-        node = self._recorder.emit_function(op, (self._recorder.node_of(tensor), *arguments), made)
+    def _emit(
+        self,
+        op: Any,
+        tensor: Tensor,
+        arguments: tuple[Any, ...],
+        shape: Sequence[int],
+        stride: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """An operator whose result nobody writes into; contiguous unless `stride` says otherwise."""
+        made = self._fake(tensor, shape, stride)
+        node = self._recorder.nodes.create(op, (self._recorder.node_of(tensor), *arguments), options, made)
         self._recorder.values.register_result(made, node)
         return made
 
-    def _fake(self, tensor: Tensor, shape: Sequence[Any]) -> Tensor:
+    def _fake(self, tensor: Tensor, shape: Sequence[Any], stride: tuple[int, ...] | None = None) -> Tensor:
         if not isinstance(tensor, FakeTensor) or any(type(size) is not int for size in shape):
             values = self._recorder.values
             before, values.paused = values.paused, True
             try:
-                return tensor.new_empty(shape)
+                return tensor.new_empty(shape) if stride is None else tensor.new_empty_strided(shape, stride)
             finally:
                 values.paused = before
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        return fake_tensor(tensor.fake_mode, shape, stride[::-1], tensor.dtype, tensor.device)
+        return fake_tensor(
+            tensor.fake_mode, shape, list(stride or contiguous_stride(shape)), tensor.dtype, tensor.device
+        )

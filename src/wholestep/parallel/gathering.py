@@ -105,6 +105,8 @@ class Gathering:
             local = local.to(self._dtype)
         first = self._recorder.nodes.last()
         whole = self._collectives.gather_rows(local, self._axis, param.form.shape[0])
+        if param.form.stride is not None:
+            whole = self._collectives.with_stride(whole, param.form.stride)
         for node in self._recorder.nodes.since(first):
             update_node_meta(
                 node, parameter=param.path, recompute=graph_task() >= 0, generation=self._generation(graph_task())

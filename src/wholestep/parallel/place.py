@@ -33,6 +33,7 @@ from wholestep._torch_compat import (
 )
 from wholestep.errors import PlanError, WrappedError
 from wholestep.parallel.axes import check_device
+from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Form:
     """Of what this rank has after gathering: the whole, or its tensor-parallel part."""
     spec: Any = None
     """Of the tensor-parallel DTensor that it then is; None for a plain tensor."""
+    stride: tuple[int, ...] | None = None
+    """Of the gathered tensor, where the parameter was not contiguous; `fully_shard` wants shards that are."""
 
 
 @dataclass
@@ -260,14 +263,14 @@ def _broadcast(plan: Plan, tensors: list[Tensor]) -> None:
 
 def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Placement) -> None:
     scalars = {p for p in model.parameters() if p.dim() == 0}
-    for param in model.parameters():
-        if not param.is_contiguous():
-            param.data = param.data.contiguous()
     gathered = {
-        id(p): Form(local_of(p).shape, spec_of(p) if is_dtensor(p) else None)
+        id(p): Form(local_of(p).shape, spec_of(p) if is_dtensor(p) else None, _stride_to_keep(p))
         for p in model.parameters()
         if p not in scalars
     }
+    for param in model.parameters():
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
     names = {(m, n): id(p) for m in model.modules() for n, p in m._parameters.items() if p is not None}
     options: dict[str, Any] = {"mesh": plan.mesh, "reshard_after_forward": plan.reshard_after_forward}
     for unit in units:
@@ -284,6 +287,14 @@ def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Plac
         now = module._parameters[name]
         if now is not None and id(now) != key and key in gathered:
             placement.forms.setdefault(module, {})[name] = gathered[key]
+
+
+def _stride_to_keep(param: Tensor) -> tuple[int, ...] | None:
+    """The strides of a parameter that is dense and not contiguous: channels last, transposed. They choose kernels."""
+    stride = param.stride()
+    if is_dtensor(param) or stride == contiguous_stride(param.shape) or not is_dense(param.shape, stride):
+        return None
+    return stride
 
 
 def _repoint(world: World) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -94,6 +95,15 @@ class Plan:
     def axes(self) -> tuple[Axis, ...]:
         """The data-parallel axes, outermost first."""
         return axes_of(self.mesh)
+
+    @property
+    def axis_ranks(self) -> list[tuple[str, list[int]]]:
+        """Each axis of the plan, the tensor-parallel one too, and the ranks of this one's group along it."""
+        meshes = [self.mesh] if self.tensor_parallel is None else [self.mesh, self.tensor_parallel[0]]
+        groups = [mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)]
+        return [
+            (axis.name, dist.get_process_group_ranks(group)) for axis, group in zip(self.all_axes, groups, strict=True)
+        ]
 
     @property
     def all_axes(self) -> tuple[Axis, ...]:

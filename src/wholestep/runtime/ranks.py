@@ -6,13 +6,11 @@ Without other ranks (a world of one, a fake process group) every method does not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
 
 from wholestep.capture.captured import Captured
 from wholestep.runtime.agreement import Agreement
@@ -22,13 +20,24 @@ from wholestep.runtime.executor import Entry
 from wholestep.runtime.scalar_watch import ScalarTrail
 from wholestep.runtime.shared_scalars import Named, SharedScalars, update_constants
 
-if TYPE_CHECKING:
-    from wholestep.parallel.plan import Plan
-
 _steps: dict[str, itertools.count[int]] = {}
 _nothing = nullcontext()
 _PATIENCE = 20
 """Deadlines that a rank may be late for a call whose graphs are all known: it may load data, evaluate, save."""
+
+
+@dataclass(frozen=True)
+class RankTerms:
+    """What a plan says of ranks."""
+
+    deadline: float
+    """Seconds without a sign of life after which a rank that should come counts as missing."""
+    axes: Sequence[tuple[str, Sequence[int]]] = ()
+    """Each mesh axis of the plan, and the ranks of this one's group along it."""
+    data_groups: Sequence[str] = ()
+    """Names of the process groups over which data is spread."""
+    per_rank: Sequence[str] = ()
+    """Paths of scalars that may differ between ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,12 @@ class _Known:
 class Ranks:
     """The side of one compiled step that talks to other ranks."""
 
-    def __init__(self, name: str, plan: Plan) -> None:
+    def __init__(self, name: str, terms: RankTerms) -> None:
         number = next(_steps.setdefault(name, itertools.count()))
         self._step = f"{name}#{number}" if number else name
         """The same on all ranks, which make their steps in the same order."""
-        self._plan = plan
-        self._deadline = plan.deadline
+        self._terms = terms
+        self._deadline = terms.deadline
         self._last: Entry | None = None
         self._known: WeakKeyDictionary[Entry, _Known] = WeakKeyDictionary()
         self._samples: dict[str, float] = {}
@@ -75,11 +84,11 @@ class Ranks:
             return
         graph = entry.step_graph
         pending = () if entry.iterations is None else entry.iterations.state
-        groups = [axis.group for axis in self._plan.axes]
         constants = _constants(entry.captured)
-        scalars = SharedScalars(entry.captured, groups, self._plan.per_rank, self._samples, pending, constants)
+        groups, excluded = self._terms.data_groups, self._terms.per_rank
+        scalars = SharedScalars(entry.captured, groups, excluded, self._samples, pending, constants)
         values = scalars.named(scalars.read(state, call))
-        here = RankScalars(values, _teams(self._plan), constants, update_constants(graph, groups))
+        here = RankScalars(values, _teams(self._terms.axes), constants, update_constants(graph, groups))
         digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
         self._known[entry] = _Known(digest, scalars)
         channel.deadline = self._deadline
@@ -107,7 +116,9 @@ class Ranks:
             return channel.running(self._step, call)
         trail = self._trail
         if trail is None or self._trail_of is not channel:
-            trail = self._trail = channel.watchdog.scalars.trail(self._step, _neighbours(self._plan))
+            trail = self._trail = channel.watchdog.scalars.trail(
+                self._step, _neighbours(channel.rank, self._terms.axes)
+            )
             self._trail_of = channel
         trail.note(call, known.scalars, known.scalars.read(state, call))
         return channel.running(self._step, call, known.digest)
@@ -118,23 +129,13 @@ class Ranks:
         return _nothing if channel is None else channel.completing(self._step, call)
 
 
-def _axis_ranks(plan: Plan) -> Iterator[tuple[str, list[int]]]:
-    """Each mesh axis of a plan, and the ranks of this one's group along it."""
-    meshes = [plan.mesh] if plan.tensor_parallel is None else [plan.mesh, plan.tensor_parallel[0]]
-    for mesh in meshes:
-        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-        for i, name in enumerate(names):
-            yield name, dist.get_process_group_ranks(mesh.get_group(i))
+def _teams(axes: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
+    return [f"{name} {min(ranks)}" for name, ranks in axes]
 
 
-def _teams(plan: Plan) -> list[str]:
-    return [f"{name} {min(ranks)}" for name, ranks in _axis_ranks(plan)]
-
-
-def _neighbours(plan: Plan) -> list[int]:
+def _neighbours(here: int, axes: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     """The next rank along each axis: where two ranks of a plan differ, two neighbours do."""
-    here = dist.get_rank()
-    found = [ranks[(ranks.index(here) + 1) % len(ranks)] for _, ranks in _axis_ranks(plan)]
+    found = [ranks[(list(ranks).index(here) + 1) % len(ranks)] for _, ranks in axes]
     return sorted({rank for rank in found if rank != here})
 
 
