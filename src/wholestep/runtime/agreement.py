@@ -108,7 +108,8 @@ class _Round:
         return self._wait(board, now)
 
     def _wait(self, board: Board, now: float) -> bool:
-        failed = next((f for f in self._watchdog.failures if f.concerns(self._keys.step, self._keys.call)), None)
+        known = (f for f in self._watchdog.failures if f.concerns(self._keys.step, self._keys.call))
+        failed = next((f for f in known if not f.is_undecided), None)
         if failed is None and now - self._begun > _ASK_AFTER and not self._asked:
             self._ask(board)
         if failed is None and now >= self._look_due:
