@@ -258,3 +258,15 @@ def test_a_shared_object_is_listed_in_the_report() -> None:
     assert report.ok
     assert report.shared == {"log": "Logger"}
     assert "log (Logger)" in str(report)
+
+
+def test_tables_of_operators_are_left_alone_and_used_ones_stay() -> None:
+    aten = torch.ops.aten
+
+    def step(x: Tensor) -> Tensor:
+        found: Tensor = aten.logaddexp2.default(x, x)
+        return found
+
+    assert ws.check(step, torch.ones(2), steps=1).exact
+    assert reach([("", step)]).holders == []
+    assert "logaddexp2" in vars(aten)

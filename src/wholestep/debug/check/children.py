@@ -239,10 +239,10 @@ def _saved_mapping(mapping: Any, clear: Callable[[Any], None], put: Callable[[An
 
 
 def _saved_class(cls: type) -> Restore:
-    before = dict(vars(cls))
+    before = _own_names(cls)
 
     def put_back() -> None:
-        now = dict(vars(cls))
+        now = _own_names(cls)
         for name in now.keys() - before.keys():
             type.__delattr__(cls, name)
         for name, value in before.items():
@@ -250,6 +250,11 @@ def _saved_class(cls: type) -> Restore:
                 type.__setattr__(cls, name, value)
 
     return put_back
+
+
+def _own_names(cls: type) -> dict[str, Any]:
+    """What a class holds, apart from what Python keeps there itself."""
+    return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
 
 
 def _both(first: Restore | None, second: Restore | None) -> Restore | None:

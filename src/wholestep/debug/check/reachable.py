@@ -86,6 +86,8 @@ _CLOSED = (
     "torch.cuda",
 )
 """Packages whose objects talk to the world outside of the step: they are shared."""
+_TABLES = ("torch._ops", "torch._library", "typing")
+"""Modules whose objects are tables of functions and types, filled as they are used."""
 _WITHOUT_STATE = (
     BuiltinFunctionType,
     ModuleType,
@@ -179,7 +181,7 @@ class _Walk:
             if observed and isinstance(obj, Tensor):
                 self.found.aliases[path] = self._paths[id(obj)]
             return
-        if isinstance(obj, _WITHOUT_STATE):
+        if isinstance(obj, _WITHOUT_STATE) or _is_of(obj, _TABLES):
             return
         self._paths[id(obj)] = path
         self._alive.append(obj)  # no other object gets its identity meanwhile
@@ -307,7 +309,12 @@ class _Walk:
         name = type(obj).__module__ or ""
         if name == "_thread" and type(obj).__name__ == "_local":
             return False
-        return any(name == each or name.startswith(f"{each}.") for each in _CLOSED)
+        return _is_of(obj, _CLOSED)
+
+
+def _is_of(obj: Any, modules: tuple[str, ...]) -> bool:
+    name = type(obj).__module__ or ""
+    return any(name == each or name.startswith(f"{each}.") for each in modules)
 
 
 def _is_bookkeeping(obj: Any, part: Part) -> bool:
