@@ -57,6 +57,7 @@ class Ranks:
         """The same on all ranks, which make their steps in the same order."""
         self._terms = terms
         self._deadline = terms.deadline
+        self._members = sorted({rank for _, ranks in terms.axes for rank in ranks})
         self._last: Entry | None = None
         self._known: WeakKeyDictionary[Entry, _Known] = WeakKeyDictionary()
         self._samples: dict[str, float] = {}
@@ -121,7 +122,7 @@ class Ranks:
             )
             self._trail_of = channel
         trail.note(call, known.scalars, known.scalars.read(state, call))
-        return channel.running(self._step, call, known.digest)
+        return channel.running(self._step, call, known.digest, self._members)
 
     def completing(self, call: int) -> AbstractContextManager[None]:
         """While the body completes what a call left: it waits for what is under way, and sends nothing."""

@@ -79,6 +79,7 @@ class Watchdog(threading.Thread):
         self._seen: Position | None = None
         self._seen_since = 0.0
         self._look_due = 0.0
+        self._warned: Position | None = None
         self._ahead = (0, 0)
         self._same_until = 0
         self._events = 0
@@ -279,6 +280,12 @@ class Watchdog(threading.Thread):
                 self.post(failure)
                 self.break_groups(failure)
                 return
+        if now - self._seen_since > self.deadline and self._warned is not position:
+            # It may be late for a good reason (it evaluates, or saves): only the backend's time-out ends the wait.
+            absent = self.absent(self.peers.others, position)
+            if absent is not None:
+                self._warned = position
+                log.warning("rank %d: %s", self.rank, absent.text)
 
     def _compare_trails(self) -> None:
         """With the next rank: where two ranks differ, two neighbours do. A few reads a second, however many ranks."""
