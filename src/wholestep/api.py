@@ -427,7 +427,8 @@ def check(
             f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
             fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
         )
-    found = replace(given or Options.of(**chosen), check_first=0)
+    found = given or Options.of(**chosen)
+    found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
     if found.parallel is not None:
         raise OptionError(
             "ws.check with parallel=: the function in eager does not communicate, and is no reference.",

@@ -59,7 +59,8 @@ class Options:
     verify: int = 1
     """0: nothing; 1: structure, after capture and each pass; 2: metadata too; 3: also replay around each pass."""
     check_first: int = 0
-    """Run the first calls in eager as well, from the same state, and raise WS-CHECK if they differ."""
+    """Run the first calls in eager as well, from the same state, and raise WS-CHECK if they differ. Compiled regions
+    then draw eager's random numbers, also on a GPU."""
     max_recompiles: int = 8
     hooks: str = "refuse"
     """`refuse` hooks, or `trace` what they compute."""
@@ -96,6 +97,8 @@ class Options:
                 "check_first= with parallel=: the function in eager does not communicate, and is no reference.",
                 fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
             )
+        if self.check_first:
+            object.__setattr__(self, "lower_options", self.lower_options.with_eagers_random_numbers())
         if type(self.max_recompiles) is not int or self.max_recompiles < 0:
             raise OptionError(f"max_recompiles={self.max_recompiles!r}", fix="use a whole number, 0 or more.")
         if self.hooks not in ("refuse", "trace"):

@@ -174,3 +174,11 @@ def test_the_last_step_of_training_is_checked_and_flushed() -> None:
     step = ws.compile(train_step, check_first=2)
     step(model, adamw(model), batch_of(device(), 0, 5, 6), last_train_step=True)
     assert not step.has_pending
+
+
+def test_checked_regions_draw_the_random_numbers_of_eager_unless_told_otherwise() -> None:
+    config = ws.compile(train_step, check_first=1).options.lower_options.config
+    assert config == {"fallback_random": True}
+    own = {"config": {"fallback_random": False}}
+    assert ws.compile(train_step, check_first=1, lower_options=own).options.lower_options.config == own["config"]
+    assert ws.compile(train_step).options.lower_options.config == {}

@@ -156,3 +156,23 @@ def test_a_small_language_model_of_hugging_face_is_ok() -> None:
         )
         assert report.ok, str(report)
         assert report.exact or lower == "inductor"
+
+
+def test_a_reference_that_computed_something_else_excuses_nothing() -> None:
+    from wholestep.debug.check.findings import Status, Tolerance, findings
+    from wholestep.debug.check.observation import Observation
+    from wholestep.debug.check.reachable import Part
+
+    def seen(value: Tensor) -> Observation:
+        return Observation({"p": (Part.PARAMETERS, value)})
+
+    value = torch.randn(50)
+    eager, noise, wrong = seen(value), seen(value * (1 + 1e-7)), seen(value + 0.05)
+    elsewhere, nearby = seen(value.double() - 0.05), seen(value.double())
+    for reference in (elsewhere, nearby):
+        [found] = findings(eager, wrong, Tolerance("reassociates", 1e-7, noise, reference))
+        assert found.status is Status.DIFFERENT
+    flipped = seen(torch.where(torch.arange(50) == 3, -value, value))  # Adam on a gradient that is rounding alone
+    [found] = findings(eager, flipped, Tolerance("reassociates", 1e-7, flipped, seen(flipped.values["p"][1].double())))
+    assert found.status is Status.ROUNDING
+    assert found.distance is not None

@@ -44,7 +44,7 @@ def test_a_correct_step_is_ok_and_nothing_is_changed(options: dict[str, Any], fu
     assert report.eager.peak_bytes
 
 
-def test_bfloat16_autocast_with_a_scaler_is_ok() -> None:
+def test_float16_autocast_with_a_scaler_is_ok() -> None:
     model = network()
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cuda")
@@ -59,7 +59,7 @@ def test_bfloat16_autocast_with_a_scaler_is_ok() -> None:
         return loss
 
     for lower in ("eager", "inductor"):
-        report = ws.check(step, batch_of(CUDA, 0, 20, 6), lower=lower)
+        report = ws.check(step, batch_of(CUDA, 0, 20, 6), lower=lower, cuda_graph=False)
         assert report.ok, str(report)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from wholestep._torch_compat import unknown_inductor_settings
@@ -40,6 +40,10 @@ class LowerOptions:
         if given is not None and not (isinstance(given, Mapping) and set(given) <= set(known)):
             raise OptionError(f"{name}={given!r}", fix=f"use a dict with some of {', '.join(known)}.")
         return cls(**(given or {}))
+
+    def with_eagers_random_numbers(self) -> LowerOptions:
+        """Regions draw from eager's generators (on a GPU Inductor has its own), unless the user said otherwise."""
+        return replace(self, config={"fallback_random": True, **self.config})
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:

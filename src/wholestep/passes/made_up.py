@@ -75,9 +75,9 @@ def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     size = 2 * torch.finfo(tensor.dtype).eps
-    signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    signs = (torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(tensor.device)
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(wide * (1 + size * signs))
 
 

@@ -30,6 +30,8 @@ from wholestep.passes.contract import Numerics
 
 _AS_CLOSE = 4.0
 """How many times eager's own distance from float64 the compiled step may have."""
+_EXPLAINED = 16.0
+"""How many times what rounding moves eager by, eager may be from float64 for the two to be the same computation."""
 
 
 class Status(IntEnum):
@@ -123,7 +125,7 @@ def _of_tensors(part: Part, path: str, a: Tensor, b: Tensor, tolerance: Toleranc
     exact = tolerance.numerics == "exact" or part is Part.RNG or a.shape != b.shape or a.dtype != b.dtype
     if exact:
         return Finding(part, path, Status.DIFFERENT, str(gap), gap.ulps, relative)
-    distance = _distance(a, b, _at(tolerance.reference, path))
+    distance = _distance(a, b, path, tolerance)
     allowed = gap_between(a, b, _at(tolerance.noise, path), "reassociates", tolerance.eps) is None
     close = distance is not None and distance <= _AS_CLOSE
     status = Status.ROUNDING if allowed or close else Status.DIFFERENT
@@ -142,14 +144,27 @@ def _relative(a: Tensor, gap: Gap) -> float:
     return gap.largest / largest if largest else float(gap.largest > 0)
 
 
-def _distance(a: Tensor, b: Tensor, wide: Any) -> float | None:
+def _distance(a: Tensor, b: Tensor, path: str, tolerance: Tolerance) -> float | None:
+    """How far the compiled value is from float64, in multiples of eager's own distance.
+
+    None where eager itself is farther from float64 than rounding explains: that run computed something else.
+    """
+    wide, noisy = _at(tolerance.reference, path), _at(tolerance.noise, path)
     if not isinstance(wide, Tensor) or wide.shape != a.shape or not wide.is_floating_point():
         return None
     if not bool(a.isfinite().all() and b.isfinite().all() and wide.isfinite().all()):
         return None
     mine, theirs = (float((each.double() - wide.to(each.device)).abs().max()) for each in (a, b))
-    least = torch.finfo(a.dtype).eps * float(wide.abs().max()) / 2
-    return theirs / max(mine, least, 1e-300)
+    largest = float(wide.abs().max())
+    noise = float((a.double() - noisy.double()).abs().max()) if _is_like(noisy, a) else 0.0
+    eps = max(tolerance.eps, torch.finfo(a.dtype).eps)
+    if mine > _EXPLAINED * (noise + eps * largest):
+        return None
+    return theirs / max(mine, torch.finfo(a.dtype).eps * largest / 2, 1e-300)
+
+
+def _is_like(value: Any, a: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == a.shape and bool(value.isfinite().all())
 
 
 def _short(value: Any) -> str:

@@ -19,7 +19,7 @@ from wholestep.debug.check.findings import Finding
 from wholestep.debug.compare import compare_versions
 from wholestep.debug.found import Found
 from wholestep.debug.versions import Version, capture_call, with_passes
-from wholestep.errors import Location, WholestepError
+from wholestep.errors import Location
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
@@ -60,10 +60,10 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
     with tempfile.TemporaryDirectory(prefix="wholestep-check-") as folder:
         try:
             found = bisect(step, args, kwargs, folder=folder, timeout=_SECONDS, minimise=False, quiet=True)
-        except WholestepError as error:
-            found = Found("nothing", what=error.what)
-    if found.stage == "guard" and not found.node:
-        found = _stale_node(step, args, kwargs) or found
+            if found.stage == "guard" and not found.node:
+                found = _stale_node(step, args, kwargs) or found
+        except Exception as error:  # the difference is known; the search for its node must not hide it
+            found = Found("nothing", what=f"the search for the node raised {type(error).__name__}: {error}")
     if found:
         node = _node(graph.gm.graph, found.node)
         where = _location(node) or _location(_maker(graph, finding.path))
@@ -71,7 +71,7 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
         return FirstDifference(found.stage, found.what, found.node, text, where, found.pass_name, found.region)
     node = _maker(graph, finding.path)
     text = "" if node is None else format_node(node)
-    what = f"{finding.path}: {finding.text}"
+    what = f"{finding.path}: {finding.text}" + (f" ({found.what})" if found.what else "")
     return FirstDifference("run", what, "" if node is None else node.name, text, _location(node))
 
 

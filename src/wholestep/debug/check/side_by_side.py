@@ -94,8 +94,11 @@ def compare_call(
         raise
     if compared.different:
         before.restore()
-        if on_difference is not None:
-            on_difference(compared)
+        try:
+            if on_difference is not None:
+                on_difference(compared)
+        finally:
+            before.restore()
     return compared
 
 
