@@ -81,8 +81,10 @@ class Captured:
     """Plain objects, their paths, and the attributes that the step read with the values they had."""
     class_reads: list[tuple[Any, str, dict[str, Any]]] = field(default_factory=list)
     """The same for plain values that the step read from the classes of such objects."""
-    containers: list[tuple[Any, str, Any]] = field(default_factory=list)
-    """Lists and dicts that the step may have read: the container, its path, its plain contents at capture."""
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    """Lists and dicts that the step may have read."""
+    arrays: list[tuple[Any, str]] = field(default_factory=list)
+    """NumPy arrays and the like that the step may have read."""
     links: list[Link] = field(default_factory=list)
     """By which the objects that the step calls are reached."""
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)

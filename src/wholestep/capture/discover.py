@@ -36,6 +36,7 @@ from wholestep.ir.signature import InputKind
 
 _MAX_DEPTH = 6
 TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_NESTS = (list, tuple, dict, set, frozenset, deque)
 MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that torch keeps on every module."""
 OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))]))) | {
@@ -156,7 +157,8 @@ class _Walk:
             self.world.links[id(value)] = Link(self._within[-1], value, path, named)
         if depth > _MAX_DEPTH:
             self.world.frontier[id(value)] = (value, path)
-            return
+            if isinstance(value, TARGETS) or not (self._within and isinstance(self._within[-1], _NESTS)):
+                return  # what lies in containers is followed however deep: the step may read it without a trace
         if isinstance(value, CONTAINERS):
             self.world.containers.append((value, path))
         self._seen.add(id(value))
@@ -185,6 +187,8 @@ class _Walk:
             world.generators[generator_key(value)] = (value, path)
         elif isinstance(value, dict | UserDict):
             mapping = value.data if isinstance(value, UserDict) else value
+            if mapping is not value:
+                world.containers.append((mapping, path))
             for key, item in list(mapping.items()):
                 where = f"{path}[{key!r}]"
                 self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, mapping, key))

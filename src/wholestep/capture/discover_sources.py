@@ -11,12 +11,15 @@ Part of `discover`: the walk hands over what is no module, optimizer, tensor or 
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections import ChainMap, UserList
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.attribute_reads import class_values
 from wholestep.capture.clocks import CLOCKS
+from wholestep.capture.contents import is_array, is_large
 from wholestep.capture.libraries import is_foreign
 from wholestep.capture.outside_reads import UNREPEATABLE
 from wholestep.capture.slots import MappingSlot, Slot
@@ -52,6 +56,8 @@ class OtherSources:
     thread_locals: list[tuple[threading.local, str]] = field(default_factory=list)
     stand_ins: list[tuple[Slot, Any]] = field(default_factory=list)
     """Slots that hold something whose reading has an effect or differs each time (an iterator, a clock)."""
+    arrays: list[tuple[Any, str]] = field(default_factory=list)
+    """NumPy arrays and the like."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
     """The same where there is no slot."""
 
@@ -69,7 +75,7 @@ class SourceWalk:
 
     def stands_in(self, value: Any, path: str, slot: Slot | None) -> bool:
         """Whether a stand-in must lie in the place of a value while the step is traced."""
-        if id(value) not in REPLACED and not is_consumed(value):
+        if id(value) not in REPLACED and not is_consumed(value) and not is_large(value):
             return False
         if slot is None:
             self._sources.fixed.append((value, path))
@@ -84,6 +90,17 @@ class SourceWalk:
         elif isinstance(value, ModuleType):
             if not is_foreign(value):
                 self._sources.python_modules.setdefault(value, path)
+        elif isinstance(value, UserList):
+            self._visit(value.data, path, depth, None)
+        elif isinstance(value, ChainMap):
+            self._visit(value.maps, path, depth, None)
+        elif isinstance(value, MappingProxyType):
+            for behind in gc.get_referents(value):
+                self._visit(behind, path, depth, None)
+        elif isinstance(value, weakref.ref):
+            self._visit(value(), f"{path}()", depth, None)
+        elif is_array(value):
+            self._sources.arrays.append((value, path))
         elif isinstance(value, ContextVar):
             slot: Slot = ContextVarSlot(InputKind.CAPTURED, f"{path}.get()", None, value)
             self._place(slot, depth)

@@ -21,9 +21,7 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 CONTAINERS = (list, dict, set, deque)
 """Types that a step might change in place."""
 
-LARGE = 256
-_DEPTH = 5
-_LARGE_ARRAY = 1 << 20
+_DEEPEST = 50
 
 
 def own_dict(obj: Any) -> dict[str, Any]:
@@ -54,27 +52,22 @@ def kind_of(value: Any) -> Any:
 
 
 def skeleton(value: Any, depth: int = 0) -> Any:
-    """A value that is equal for equal contents; objects count by identity, large containers by identity and length."""
+    """A value that is equal for equal contents; objects count by identity."""
     if isinstance(value, float):
         return (float, value.hex())
     if isinstance(value, PLAIN):
         return (type(value), value)
     if isinstance(value, list | tuple | dict | deque):
-        if len(value) > LARGE or depth > _DEPTH:
+        if depth > _DEEPEST:
             return (id(value), len(value))
         if isinstance(value, dict):
             return (type(value), tuple((key, skeleton(item, depth + 1)) for key, item in value.items()))
         return (type(value), tuple(skeleton(item, depth + 1) for item in value))
     if isinstance(value, set | frozenset):
-        return (type(value), frozenset(value) if len(value) <= LARGE else (id(value), len(value)))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", 0) <= _LARGE_ARRAY:
+        return (type(value), frozenset(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return (str(value.dtype), value.shape, value.tobytes())
     return id(value)
-
-
-def is_mutable_value(value: Any) -> bool:
-    """Whether contents can change while the object stays the same, and `skeleton` sees it."""
-    return isinstance(value, CONTAINERS) or (type(value).__module__ == "numpy" and hasattr(value, "tobytes"))
 
 
 def copy_of(container: Any) -> Any:

@@ -20,10 +20,13 @@ from collections.abc import AsyncGenerator
 from types import GeneratorType
 from typing import Any, NoReturn
 
+import numpy
+
+from wholestep.capture.contents import is_large
 from wholestep.capture.libraries import is_foreign
 from wholestep.capture.location import user_location
 from wholestep.capture.slots import Slot
-from wholestep.errors import SideEffectError
+from wholestep.errors import CapturedTensorError, SideEffectError
 
 _QUEUES = (
     queue.Queue,
@@ -94,6 +97,30 @@ class StandIn:
         return self._refuse
 
 
+class LargeArray(numpy.ndarray):
+    """Stands for an array that is too large to be compared at each call."""
+
+    _wholestep_path = ""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise CapturedTensorError(
+            f"the step reads {self._wholestep_path}, a NumPy array of {self.nbytes >> 20} MB, which is too large to be "
+            "compared at each call.",
+            fix="make a tensor of it, or of the part that the step needs, outside of the step.",
+            location=user_location(),
+        )
+
+    __getitem__ = __setitem__ = __iter__ = __contains__ = __float__ = __int__ = __bool__ = _refuse
+    __array__ = __array_ufunc__ = __array_function__ = tolist = tobytes = item = copy = sum = mean = _refuse
+
+
+def large_array(real: Any, path: str) -> Any:
+    """The stand-in of a large array: it has its shape and type."""
+    view = real.view(LargeArray)
+    view._wholestep_path = path
+    return view
+
+
 def real_of(value: Any) -> Any:
     """What a stand-in stands for; any other value itself."""
     return value._wholestep_real if isinstance(value, StandIn) else value
@@ -113,6 +140,8 @@ class StandIns:
         """What stands for an object; the object itself where nothing does."""
         if id(real) in self._replacements:
             return self._replacements[id(real)]
+        if is_large(real):
+            return large_array(real, path)
         if not is_consumed(real):
             return real
         return self._made.setdefault(id(real), StandIn(real, path))

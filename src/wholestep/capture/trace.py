@@ -43,7 +43,7 @@ from wholestep.capture.optimizer_steps import (
     replace_scheduler_step,
 )
 from wholestep.capture.patches import patched
-from wholestep.capture.plain import assign_contents, copy_of, own_dict, same_contents, skeleton
+from wholestep.capture.plain import assign_contents, copy_of, own_dict, same_contents
 from wholestep.capture.process_settings import ProcessSettings
 from wholestep.capture.python_state import Attributes
 from wholestep.capture.random_state import RandomState
@@ -155,7 +155,6 @@ class Capture:
         self.met: Any = None
         self.called: set[int] = set()
         self._behind = Behind(self.world)
-        self.contents = [(c, path, skeleton(c)) for c, path in self.world.containers]
         self.shapes = Shapes()
         self.dynamic_dims = dynamic_dims(options, self.leaf_paths, self.flat.leaves)
         if self.dynamic_dims:

@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.attribute_reads import AttributeReads, class_values
 from wholestep.capture.clocks import Clocks
+from wholestep.capture.contents import ArrayCopy, is_large
 from wholestep.capture.outside_reads import OutsideReads
-from wholestep.capture.plain import copy_of, same_plain, skeleton
+from wholestep.capture.plain import copy_of, same_plain
 from wholestep.capture.slots import ABSENT, MappingSlot, Slot
 from wholestep.capture.source_slots import ClassSlot, ThreadLocalSlot
 from wholestep.capture.stand_ins import StandIns
+from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class ValueSources:
         self.outside = OutsideReads()
         self.clocks = Clocks()
         self.stand_ins = StandIns(self.clocks.readers | self.outside.replacements)
+        self._arrays: dict[int, ArrayCopy] = {}
+        self.changed_arrays: list[ArrayCopy] = []
         self._counts = (0, 0, 0)
         self._active = False
 
@@ -55,6 +59,7 @@ class ValueSources:
         self._active = True
         try:
             self._put_stand_ins()
+            self._copy_arrays()
             for value, path in self._world.sources.fixed:
                 self.stand_ins.watch(value, path)
             self._follow_classes()
@@ -67,9 +72,22 @@ class ValueSources:
             self._active = False
             self.reads.stop()
             self.stand_ins.restore()
+            self.changed_arrays = [copy for copy in self._arrays.values() if not copy.is_same()]
+            for copy in self.changed_arrays:
+                copy.restore()
             self._add_variables()
             self._world.find = lambda value, path, slot: None  # the walk holds on to the arguments of this call
         self.stand_ins.refuse_moved()
+        for copy in self.changed_arrays:
+            raise SideEffectError(
+                f"the step changes the contents of {copy.path}, an array, which a replay would not repeat.",
+                fix="make it a tensor, which is an input of the graph; or change it outside of the step.",
+            )
+
+    def _copy_arrays(self) -> None:
+        for array, path in self._world.sources.arrays:
+            if id(array) not in self._arrays and not is_large(array):
+                self._arrays[id(array)] = ArrayCopy(array, path)
 
     def _put_stand_ins(self) -> None:
         places = self._world.sources.stand_ins
@@ -91,6 +109,7 @@ class ValueSources:
         world = self._world
         world.find(value, path, slot)
         self._put_stand_ins()
+        self._copy_arrays()
         if (len(world.holders), len(world.containers), len(world.variables)) == self._counts and (
             len(world.sources.classes) == len(self._classes) and len(world.sources.python_modules) == len(self._modules)
         ):
@@ -99,7 +118,6 @@ class ValueSources:
         for holder, where in list(world.holders.values())[before[0] :]:
             self._capture.follow_holder(holder, where)
         for container, where in world.containers[before[1] :]:
-            self._capture.contents.append((container, where, skeleton(container)))
             self._capture.copies.append((container, where, copy_of(container)))
         for name, place, held in world.variables[before[2] :]:
             self._lift(place, held, name)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.plain import is_mutable_value, same_plain, skeleton
+from wholestep.capture.contents import ArrayCopy, Contents, is_array
+from wholestep.capture.plain import CONTAINERS, same_plain
 from wholestep.capture.slots import BatchSlot, Slot
 from wholestep.runtime.guards.guard import Call, Guard, Listed
 from wholestep.runtime.guards.wording import is_other_number
@@ -62,13 +63,18 @@ class SameContents(Listed):
 
     def __init__(self, captured: Captured) -> None:
         self._paths = captured.leaf_paths
-        self._contents = [(i, skeleton(leaf)) for i, leaf in enumerate(captured.leaves) if is_mutable_value(leaf)]
-        super().__init__(self._contents)
+        leaves = list(zip(captured.leaves, captured.leaf_paths, strict=True))
+        containers = [(leaf, path) for leaf, path in leaves if isinstance(leaf, CONTAINERS)]
+        self._contents = Contents(containers)
+        self._arrays = [ArrayCopy(leaf, path) for leaf, path in leaves if is_array(leaf)]
+        super().__init__([*containers, *self._arrays])
+
+    def holds(self, call: Call) -> bool:
+        return self._contents.are_same() and all(copy.is_same() for copy in self._arrays)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for i, contents in self._contents:
-            if skeleton(call.leaves[i]) != contents:
-                yield f"the contents of {self._paths[i]} changed"
+        changed = [*self._contents.changed(), *(copy.path for copy in self._arrays if not copy.is_same())]
+        return (f"the contents of {path} changed" for path in changed)
 
 
 class FoundElsewhere(Listed):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.plain import kind_of, own_dict, same_plain, skeleton
+from wholestep.capture.contents import ArrayCopy, Contents, is_large
+from wholestep.capture.plain import kind_of, own_dict, same_plain
 from wholestep.capture.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
 from wholestep.ir.signature import InputKind
 from wholestep.runtime.guards.guard import Call, Listed
@@ -91,13 +92,25 @@ class SameContainers(Listed):
     """Lists and dicts that the step may have read hold what they held."""
 
     def __init__(self, captured: Captured) -> None:
-        self._containers = captured.containers
-        super().__init__(self._containers)
+        self._contents = Contents(captured.containers)
+        super().__init__(captured.containers)
+
+    def holds(self, call: Call) -> bool:
+        return self._contents.are_same()
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for container, path, contents in self._containers:
-            if skeleton(container) != contents:
-                yield f"the contents of {path} changed"
+        return (f"the contents of {path} changed" for path in self._contents.changed())
+
+
+class SameArrays(Listed):
+    """NumPy arrays that the step may have read hold what they held."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._arrays = [ArrayCopy(held, path) for held, path in captured.arrays if not is_large(held)]
+        super().__init__(self._arrays)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        return (f"the contents of {copy.path} changed" for copy in self._arrays if not copy.is_same())
 
 
 class SameChains(Listed):

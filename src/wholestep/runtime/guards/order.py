@@ -28,6 +28,7 @@ from wholestep.runtime.guards.modules import (
 )
 from wholestep.runtime.guards.numbers import SameBranches, SameNumberTypes, SizesInRange
 from wholestep.runtime.guards.objects import (
+    SameArrays,
     SameChains,
     SameClassReads,
     SameContainers,
@@ -75,6 +76,7 @@ class Guards:
             SameKinds(captured),
             SameContents(captured),
             SameContainers(captured),
+            SameArrays(captured),
             SameTensors(captured),
             SameNests(captured),
             SameScalers(captured),
