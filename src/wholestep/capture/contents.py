@@ -23,6 +23,7 @@ from wholestep.capture.plain import same_plain
 _MOST_BYTES = 64 << 20
 """Larger arrays are not compared: reading them in a step is refused."""
 _DEEPEST = 200
+_NESTS = (list, dict, set, deque, tuple, frozenset)
 
 
 class _Held:
@@ -72,7 +73,7 @@ class Contents:
                 continue
             held = self._by_id[id(container)] = _Held(container, path)
             for key, item in zip(held.keys or range(held.length), held.held(), strict=True):
-                if isinstance(item, list | dict | set | deque | tuple | frozenset):
+                if issubclass(type(item), _NESTS):
                     stack.append((item, f"{path}[{key!r}]", depth + 1))
         every = self._by_id.values()
         self._listed = [

@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import random
+import weakref
 from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable
@@ -144,6 +145,9 @@ class _Walk:
         self._sources = SourceWalk(self.world.sources, self.world.variables, self.visit, self._methods)
 
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
+        if value.__class__ is not type(value):
+            self._impostor(value, path, depth)
+            return
         if isinstance(value, _PLAIN) or value is None:
             return
         if isinstance(value, Tensor) and slot is not None and value.requires_grad:
@@ -166,6 +170,18 @@ class _Walk:
         self._within.append(value)
         self._visit(value, path, depth, slot)
         self._within.pop()
+
+    def _impostor(self, value: Any, path: str, depth: int) -> None:
+        """An object that gives itself out as one of another class: a weak proxy, a mock, a proxy."""
+        if isinstance(value, weakref.ProxyTypes):
+            try:
+                self.visit(value.__init__.__self__, path, depth, None)
+            except ReferenceError:  # what it stood for is gone
+                return
+        elif id(value) not in self._seen and not is_foreign(type(value)):
+            self._seen.add(id(value))
+            self._keep.append(value)
+            self._plain_object(value, path, depth)
 
     def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         world = self.world
@@ -240,6 +256,7 @@ class _Walk:
                 self.visit(fn, path or type(fn).__name__, depth, None)
             return
         self._variables(fn, depth)
+        self._sources.function(fn, path or fn.__name__, depth)
         for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
             self.visit(default, name, depth + 1, None)
         wrapped = getattr(fn, "__wrapped__", None)
@@ -255,7 +272,7 @@ class _Walk:
             if not is_foreign(base):
                 self.world.frontier[id(base)] = (base, base.__name__)
             for member in list(vars(base).values()) if not is_foreign(base) else ():
-                found = getattr(member, "__func__", member)
+                found = member.__func__ if isinstance(member, classmethod | staticmethod) else member
                 found = found.fget if isinstance(found, property) else found
                 if isinstance(found, FunctionType) and id(found) not in self._seen:
                     self._seen.add(id(found))

@@ -56,6 +56,8 @@ class OtherSources:
     thread_locals: list[tuple[threading.local, str]] = field(default_factory=list)
     stand_ins: list[tuple[Slot, Any]] = field(default_factory=list)
     """Slots that hold something whose reading has an effect or differs each time (an iterator, a clock)."""
+    functions: list[tuple[FunctionType, str, frozenset[str]]] = field(default_factory=list)
+    """Functions of the user's, and the names of their attributes."""
     arrays: list[tuple[Any, str]] = field(default_factory=list)
     """NumPy arrays and the like."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
@@ -118,6 +120,13 @@ class SourceWalk:
         self._variables.append((slot.path, slot, value))
         if not isinstance(value, besides):
             self._visit(value, slot.path, depth + 1, slot)
+
+    def function(self, fn: FunctionType, path: str, depth: int) -> None:
+        """Attributes that a function has been given, and its defaults."""
+        self._sources.functions.append((fn, path, frozenset(vars(fn))))
+        for name in vars(fn):
+            if name != "__wrapped__":
+                self._place(MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(fn), name), depth)
 
     def members(self, value: Any, path: str, depth: int) -> bool:
         """Attributes in `__slots__`; whether there are any."""

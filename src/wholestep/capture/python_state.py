@@ -27,7 +27,7 @@ class Attributes:
         self._contents = {
             key: copy_of(value)
             for key, value in self.before.items()
-            if isinstance(value, CONTAINERS) and key not in skip
+            if issubclass(type(value), CONTAINERS) and key not in skip
         }
 
     def rebound(self) -> Iterator[tuple[str, Any, Any]]:

@@ -58,12 +58,12 @@ class ValueSources:
         self._counts = (len(self._world.holders), len(self._world.containers), len(self._world.variables))
         self._active = True
         try:
+            self._follow_classes()
+            self._follow_modules()
             self._put_stand_ins()
             self._copy_arrays()
             for value, path in self._world.sources.fixed:
                 self.stand_ins.watch(value, path)
-            self._follow_classes()
-            self._follow_modules()
             for tracker, _ in [t for t in self._capture.readers if not t[0].sees_reads]:
                 self.reads.note_all(tracker)
             with self.clocks.watched(), self.outside.watched():
@@ -165,6 +165,9 @@ class ValueSources:
                 if not name.startswith("__") and (id(vars(module)), name) not in known:
                     slot = MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(module), name)
                     self._add(slot, before, name, read)
+        for fn, path, names in self._world.sources.functions:
+            for name in vars(fn).keys() - names:
+                self._add(MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(fn), name), {}, name, {})
         places = {(id(s.local), s.name) for _, s, _ in self._world.variables if isinstance(s, ThreadLocalSlot)}
         for local, path in self._world.sources.thread_locals:
             for name in vars(local):

@@ -39,7 +39,7 @@ from wholestep.runtime.guards.objects import (
 )
 from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
 from wholestep.runtime.guards.process import SameModes
-from wholestep.runtime.guards.sources import SameClasses, SameEnvironment, SameFiles, SameThreadLocals
+from wholestep.runtime.guards.sources import SameClasses, SameEnvironment, SameFiles, SameFunctions, SameThreadLocals
 from wholestep.runtime.guards.tensors import AllThere, SameForm
 
 
@@ -67,6 +67,7 @@ class Guards:
             EmptyBuffers(captured),
             SameClasses(captured),
             SameThreadLocals(captured),
+            SameFunctions(captured),
             SameEnvironment(captured),
             SameFiles(captured),
             SameVariables(captured),

@@ -76,6 +76,24 @@ def _dict_of(cls: type) -> dict[Any, Any] | None:
     return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
 
 
+class SameFunctions(Listed):
+    """Functions of the user's have the defaults and the attributes that they had. Their values are variables."""
+
+    def __init__(self, captured: Captured) -> None:
+        functions = captured.world.sources.functions
+        self._defaults = [(fn, path, fn.__defaults__) for fn, path, _ in functions if fn.__defaults__]
+        self._names = [(fn, path, names) for fn, path, names in functions if names]
+        super().__init__([*self._defaults, *self._names])
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for fn, path, defaults in self._defaults:
+            if fn.__defaults__ is not defaults:
+                yield f"{path} has other defaults"
+        for fn, path, names in self._names:
+            if vars(fn).keys() != names:
+                yield f"{path} has other attributes"
+
+
 class SameThreadLocals(Listed):
     """Thread locals have, in the calling thread, the attributes that they had. Their values are variables."""
 
