@@ -134,6 +134,8 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
             )
         host.host_calls.append(HostCall(scheduler, path, args, kwargs))
         _hide_hyper_parameters(scheduler.optimizer)
+        for name in SCHEDULER_COUNTS & vars(scheduler).keys():
+            vars(scheduler)[name] = HostNumber(f"{path}.{name}", functools.partial(getattr, scheduler, name))
 
     def get_last_lr() -> list[Any]:
         slots = [
@@ -146,6 +148,10 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
 
     vars(scheduler)["step"] = step
     vars(scheduler)["get_last_lr"] = get_last_lr
+
+
+SCHEDULER_COUNTS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "best", "cooldown_counter"})
+"""Attributes of schedulers that their `step()` counts up: known only after the graph ran."""
 
 
 def _hide_hyper_parameters(optimizer: Optimizer) -> None:

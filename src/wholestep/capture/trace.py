@@ -37,6 +37,7 @@ from wholestep.capture.items import Items
 from wholestep.capture.location import location_of_exception, location_of_function, user_location
 from wholestep.capture.number_policy import NumberPolicy
 from wholestep.capture.optimizer_steps import (
+    SCHEDULER_COUNTS,
     BoundSteps,
     replace_optimizer_step,
     replace_scaler_steps,
@@ -285,7 +286,7 @@ class Capture:
             self.snapshots.append(Attributes(scaler, path, frozenset({*SCALER_TENSORS, SCALER_STEP, SCALER_UNSCALE})))
             replace_scaler_steps(self, scaler)
         for scheduler, path in self.world.schedulers.items():
-            self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"})))
+            self.snapshots.append(Attributes(scheduler, path, frozenset({"step", "get_last_lr"}) | SCHEDULER_COUNTS))
             replace_scheduler_step(self, scheduler, path)
             self._track_reads(scheduler, path)
         for holder, path in self.world.holders.values():

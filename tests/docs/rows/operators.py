@@ -1,0 +1,244 @@
+"""Rows of "Hooks, functions, operators"."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.optim import Optimizer
+
+import wholestep as ws
+from docs.rows.page import network, refused, row, run_of, same, same_function, train
+from harness import batch_of, device
+from ranks import run_ranks
+
+
+@row("hooks on modules, parameters, optimizers, all modules")
+def hooks() -> None:
+    def on_module() -> nn.Module:
+        model = network()
+        model[0].register_forward_hook(lambda module, args, result: result * 2)
+        return model
+
+    def on_parameter() -> nn.Module:
+        model = network()
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        return model
+
+    def on_optimizer(model: nn.Module) -> Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *args: None)
+        return optimizer
+
+    for build in ({"model": on_module}, {"model": on_parameter}, {"optimizer": on_optimizer}):
+        refused("WS-HOOK", train, **build)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        refused("WS-HOOK", train)
+    finally:
+        handle.remove()
+    for model in (on_module, on_parameter):
+        same(train, model=model, options={"hooks": "trace"})
+
+
+@row("`weight_norm` and `spectral_norm`")
+def norms_of_weights() -> None:
+    def build() -> nn.Module:
+        model = network()
+        parametrizations.weight_norm(model[0])
+        parametrizations.spectral_norm(model[2])
+        return model
+
+    def old() -> nn.Module:
+        model = network()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            weight_norm(model[0])
+            spectral_norm(model[2])
+        return model
+
+    same(train, model=build)
+    same(train, model=old)
+
+
+@row("hooks that the step itself puts on its tensors")
+def hooks_of_the_step() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Any:
+        optimizer.zero_grad()
+        hidden = model[0](x)
+        hidden.register_hook(lambda grad: grad * 0.5)
+        hidden.retain_grad()
+        model[2](hidden.tanh()).square().mean().backward()
+        optimizer.step()
+        return hidden.grad
+
+    same(body)
+
+
+@row("state-dict hooks")
+def state_dict_hooks() -> None:
+    def build() -> nn.Module:
+        model = network()
+        model.register_state_dict_post_hook(lambda *args: None)
+        return model
+
+    same(train, model=build)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+@row("`autograd.Function`, `torch.vmap`")
+def functions() -> None:
+    same(lambda model, optimizer, x: train(model, optimizer, Doubled.apply(x.clone().requires_grad_())))
+
+    def transforms(x: Tensor) -> Any:
+        slope = torch.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+        value, tangent = torch.func.jvp(torch.cos, (x,), (x,))
+        linear = torch.func.functional_call(nn.Linear(4, 4, device="meta"), {"weight": x, "bias": x[0]}, (x,))
+        return slope, value, tangent, linear
+
+    same_function(transforms)
+
+
+@row("`vmap(hessian(f))` where a gradient goes through")
+def hessians() -> None:
+    def value(row: Tensor) -> Tensor:
+        return row.tanh().pow(3).sum()
+
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.vmap(torch.func.hessian(value))(model(x)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def other(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.vmap(torch.func.jacfwd(torch.func.grad(value)))(model(x)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    refused("WS-UNSUPPORTED", body)
+    same(other)
+
+
+@torch.library.custom_op("ws_rows::halve_", mutates_args={"x"})
+def halve_(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+@torch.library.custom_op("ws_rows::third", mutates_args=())
+def third(x: Tensor) -> Tensor:
+    return x / 3
+
+
+@row("operators of `torch.library`")
+def own_operators() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.clone()
+        halve_(y)
+        return y
+
+    same_function(step)
+    refused("WS-UNSUPPORTED", lambda model, optimizer, x: third(x))
+
+
+@row("`x.prod()` and `x.cumprod()`")
+def products() -> None:
+    for take in (lambda y: y.prod(), lambda y: y.cumprod(0).sum()):
+
+        def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Tensor:
+            loss = take(model(x))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        refused("WS-UNSUPPORTED", body)
+
+
+@row("a module or function from `torch.compile`")
+def compiled_inside() -> None:
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        return train(torch.compile(model, backend="eager", fullgraph=True), optimizer, x)
+
+    with torch.compiler.set_stance("force_eager"):  # the reference; a step is captured with or without it
+        same(body)
+
+
+@row("higher-order operators")
+def higher_order() -> None:
+    def cond(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    def attention(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        q = x[None, None].expand(1, 1, 5, 6).contiguous()
+        return flex_attention(q, q, q)
+
+    refused("WS-UNSUPPORTED", cond)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that flex_attention is slow without torch.compile
+        refused("WS-UNSUPPORTED", attention)
+
+
+@row("a compiled step called under `torch.vmap`")
+def under_a_transform() -> None:
+    step = ws.compile(lambda x: x * 2)
+    with pytest.raises(ws.errors.UnsupportedError):
+        torch.vmap(step)(torch.ones(3, 4))
+
+
+@row("a compiled step called under `torch.compile`")
+def under_torch_compile() -> None:
+    step = ws.compile(lambda x: x * 2)
+    outer = torch.compile(lambda x: step(x) + 1, backend="eager")
+    for value in (1.0, 2.0, 3.0):
+        assert torch.equal(outer(torch.full((3,), value)), torch.full((3,), value * 2 + 1))
+    assert len(step.graphs) == 1
+
+
+@row("TorchScript modules, lazy modules")
+def without_a_code() -> None:
+    def lazy() -> nn.Module:
+        return nn.LazyLinear(4)
+
+    run = run_of(lambda model, optimizer, x: model(x), model=lazy, optimizer=lambda model: None)
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        ws.compile(run.step)(*run.arguments(0))
+    assert "[WS-" not in str(caught.value)
+
+
+@row("wrappers that communicate")
+def wrappers() -> None:
+    def code(rank: int) -> str:
+        wrapped = nn.parallel.DistributedDataParallel(network())
+        try:
+            ws.compile(train)(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), batch_of(device(), 0, 5, 6))
+        except ws.errors.WholestepError as error:
+            return error.code
+        return "nothing was raised"
+
+    assert run_ranks(code, 1) == ["WS-WRAPPED"]
+
+
+@row("a compiled step called in another compiled step")
+def step_in_a_step() -> None:
+    inner = ws.compile(train)
+    run, eager = run_of(lambda model, optimizer, x: inner(model, optimizer, x) * 2), run_of(train)
+    outer = ws.compile(run.step)
+    for i in range(3):
+        assert torch.equal(outer(*run.arguments(i)), eager.step(*eager.arguments(i)) * 2)
+    assert inner.graphs == []
