@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.plain import PLAIN, own_dict
 from wholestep.capture.scalars import scalar_of
 from wholestep.capture.slots import ABSENT, MappingSlot, Slot
@@ -107,6 +108,8 @@ class AttributeReads:
         return True
 
     def _note(self, tracker: ReadTracker, name: str, value: Any) -> Any:
+        if isinstance(value, HostNumber):
+            return value  # known only after the step ran: nothing that a guard could compare before
         if threading.get_ident() != self._thread:
             return value
         if name in tracker.attributes:

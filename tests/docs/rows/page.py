@@ -1,9 +1,9 @@
 """The rows of docs/captured-and-refused.md, and the small programs that hold the page to them.
 
-    @row("`param.grad`")          the beginning of the first cell; longer where two rows begin alike
-    def gradients() -> None:
-        same(...)                 captured: bit-equal with eager over several calls
-        refused("WS-ITEM", ...)   refused: that code, with a line, and nothing changed
+@row("`param.grad`")          the beginning of the first cell; longer where two rows begin alike
+def gradients() -> None:
+    same(...)                 captured: bit-equal with eager over several calls
+    refused("WS-ITEM", ...)   refused: that code, with a line, and nothing changed
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def run_of(
     return Run(step, lambda i: (batch(i),), seen, after=lambda i, result: between(i, net, opt))
 
 
-def same(body: Body, *, steps: int = 4, graphs: int | None = 2, options: dict[str, Any] | None = None, **run: Any) -> Any:
+def same(
+    body: Body, *, steps: int = 4, graphs: int | None = 2, options: dict[str, Any] | None = None, **run: Any
+) -> Any:
     """The step is equal to eager to the last bit over several calls. Returns the compiled step."""
     made = Case("row", lambda where: run_of(body, **run), steps=steps, graphs=graphs, options=options or {})
     return assert_parity(made, device())

@@ -26,7 +26,9 @@ def random_operators() -> None:
         noise = torch.zeros(5, 6)
         noise[1:3].normal_(0, 0.1)
         noise[::2].uniform_()
-        return train(model, optimizer, F.dropout(x + torch.randn_like(x), 0.3) + torch.bernoulli(noise.abs().clamp(0, 1)))
+        return train(
+            model, optimizer, F.dropout(x + torch.randn_like(x), 0.3) + torch.bernoulli(noise.abs().clamp(0, 1))
+        )
 
     same(body)
 
@@ -115,7 +117,9 @@ def scaled(*, updates: bool = True, reads: bool = False) -> Any:
 @row("`GradScaler`: `scale`, `unscale_`, `step`, `update`")
 def scalers() -> None:
     body, build = scaled()
-    same(body, optimizer=build, graphs=3, batch=lambda i: batch_of(device(), i, 5, 6) * (1e30 if i == 2 else 1), steps=5)
+    same(
+        body, optimizer=build, graphs=3, batch=lambda i: batch_of(device(), i, 5, 6) * (1e30 if i == 2 else 1), steps=5
+    )
 
 
 @row("`scaler.get_scale()` after `update()`")
