@@ -51,12 +51,17 @@ def structures() -> None:
     )
 
 
-@row("Python numbers, strings, None in the arguments")
+@row("Python ints and floats in the arguments")
+def numbers_as_arguments() -> None:
+    step = lambda it, x, beta: x * beta / (it + 1)  # noqa: E731
+    same_function(step, lambda i: i, some, lambda i: 1.0 + i / 7, steps=6, graphs=2)
+
+
+@row("bools, strings, None in the arguments")
 def plain_arguments() -> None:
-    scale = lambda i: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0][i]  # noqa: E731
-    same_function(lambda x, scale: x * scale, some, scale, steps=6, graphs=2)
-    mode = lambda i: ["a", "b", None][i % 3]  # noqa: E731
-    same_function(lambda x, mode: x * 2 if mode == "a" else x, some, mode, steps=6, graphs=3)
+    mode = lambda i: ["a", True, None][i % 3]  # noqa: E731
+    step = same_function(lambda x, mode: x * 2 if mode == "a" else x, some, mode, steps=6, graphs=3)
+    assert len(step.graphs) == 3
 
 
 @row("a batch object that is not a pytree")
@@ -102,9 +107,10 @@ def new_forms() -> None:
     step = same_function(lambda x: x * 2 + 1, lambda i: forms[i % 4], steps=8, graphs=4)
     assert len(step.graphs) == 4
     few = ws.compile(lambda x: x * 2, max_recompiles=1)
+    few(torch.ones(2))
+    few(torch.ones(3))
     with pytest.warns(ws.RecompileWarning):
-        for size in (2, 3, 4):
-            few(torch.ones(size))
+        few(torch.ones(4))
 
 
 @row('`dynamic={"batch": {0: ws.Dim(1, 64)}}`')

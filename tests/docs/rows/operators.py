@@ -16,6 +16,7 @@ import wholestep as ws
 from docs.rows.page import network, refused, row, run_of, same, same_function, train
 from harness import batch_of, device
 from ranks import run_ranks
+from wholestep.capture import values
 
 
 @row("hooks on modules, parameters, optimizers, all modules")
@@ -90,6 +91,13 @@ def state_dict_hooks() -> None:
     same(train, model=build)
 
 
+def _no_warning_of_torch_script() -> None:
+    """Forward-mode differentiation scripts its decompositions when it is first used, and torch warns of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        torch.func.jvp(torch.cos, (torch.ones(1),), (torch.ones(1),))
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,36 +112,32 @@ class Doubled(torch.autograd.Function):
 def functions() -> None:
     same(lambda model, optimizer, x: train(model, optimizer, Doubled.apply(x.clone().requires_grad_())))
 
+    _no_warning_of_torch_script()
+    linear = nn.Linear(4, 4)
+
     def transforms(x: Tensor) -> Any:
         slope = torch.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
         value, tangent = torch.func.jvp(torch.cos, (x,), (x,))
-        linear = torch.func.functional_call(nn.Linear(4, 4, device="meta"), {"weight": x, "bias": x[0]}, (x,))
-        return slope, value, tangent, linear
+        return slope, value, tangent, torch.func.functional_call(linear, {"weight": x, "bias": x[0]}, (x,))
 
     same_function(transforms)
 
 
 @row("`vmap(hessian(f))` where a gradient goes through")
 def hessians() -> None:
-    def value(row: Tensor) -> Tensor:
-        return row.tanh().pow(3).sum()
+    def with_form(second: Any) -> Any:
+        def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.vmap(second(lambda a: model(a).sum()))(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
 
-    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.vmap(torch.func.hessian(value))(model(x)).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss
+        return body
 
-    def other(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.vmap(torch.func.jacfwd(torch.func.grad(value)))(model(x)).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    refused("WS-UNSUPPORTED", body)
-    same(other)
+    _no_warning_of_torch_script()
+    refused("WS-UNSUPPORTED", with_form(torch.func.hessian))
+    same(with_form(lambda f: torch.func.jacfwd(torch.func.grad(f))))
 
 
 @torch.library.custom_op("ws_rows::halve_", mutates_args={"x"})
@@ -155,6 +159,29 @@ def own_operators() -> None:
 
     same_function(step)
     refused("WS-UNSUPPORTED", lambda model, optimizer, x: third(x))
+
+
+@row("a write through what such an operator returned")
+def writes_through_results() -> None:
+    library = torch.library.Library("ws_rows_views", "DEF")
+    library.define("first(Tensor(a) x) -> Tensor(a)")
+    library.impl("first", lambda x: x[:2], "CompositeExplicitAutograd")
+
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        torch.ops.ws_rows_views.first(x.clone()).mul_(2)
+        return train(model, optimizer, x)
+
+    try:
+        refused("WS-ALIAS", body)
+    finally:
+        library._destroy()
+
+
+@row("an `optimizer.step()`, `backward()`, write or call of a custom operator that tracing saw")
+def lost() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values.Values, "write", lambda self, fake, new: None)  # a fault of ours
+        refused("WS-LOST", train, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @row("`x.prod()` and `x.cumprod()`")

@@ -212,7 +212,16 @@ def floats_in_groups() -> None:
     same(train, optimizer=tensors, between=slower)
 
 
-@row("ints, bools, strings, None in param groups")
+@row("ints in param groups")
+def ints_in_groups() -> None:
+    def update(self: Any, group: Any, p: Tensor, state: Any) -> None:
+        group["k"] += 1
+        p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+    same(train, optimizer=own(update, k=0), steps=6, graphs=3)
+
+
+@row("bools, strings, None in param groups")
 def constants_in_groups() -> None:
     def change(i: int, model: nn.Module, optimizer: Optimizer) -> None:
         if i == 2:

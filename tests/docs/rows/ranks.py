@@ -27,6 +27,7 @@ from parallel.pairs import (
     collectives,
     net,
     numbers,
+    sharded_beside_ddp,
     world_mesh,
 )
 from ranks import RanksFailed, run_ranks
@@ -204,7 +205,7 @@ def scalars() -> None:
 
 @row("a sharded parameter read inside of a forward")
 def gathered() -> None:
-    assert [found[2] for found in without_dimensions()] == [4, 4]  # four sharded parameters, each gathered once
+    assert [found[2] for found in without_dimensions()] == [5, 5]  # four in the forward, one again in the backward
 
 
 @on_ranks
@@ -438,6 +439,48 @@ def different_graphs() -> list[str]:
 @row("ranks with different graphs, a rank that does not come")
 def desync() -> None:
     refused(different_graphs, "WS-DESYNC")
+
+
+@on_ranks
+def other_rates() -> list[str]:
+    rate = 0.01 + dist.get_rank()
+    return [code_of(replicate, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=rate))]
+
+
+@row("a learning rate, weight decay, betas, a loss scale")
+def rates() -> None:
+    refused(other_rates, "WS-DESYNC")
+
+
+@on_ranks
+def scaled_losses() -> list[str]:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, weight: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * weight
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batch = lambda i, rank: (numbers(i, rank, 5, 6), 1.0 + i * (rank + 1))  # noqa: E731
+    return beside_ddp(Case("weights", step=step, steps=4, batch=batch, optimizer=adamw, graphs=3))
+
+
+@row("numbers that only scale the loss of a rank")
+def weights_of_losses() -> None:
+    nothing_differs(scaled_losses)
+
+
+@on_ranks
+def channels_last() -> list[str]:
+    build = lambda: nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last)  # noqa: E731
+    planes = lambda i, rank: (numbers(i, rank, 2, 6, 5, 5).contiguous(memory_format=torch.channels_last),)  # noqa: E731
+    case = Case("channels last", model=build, step=train, steps=2, batch=planes, optimizer=adamw)
+    return [*beside_ddp(case), *sharded_beside_ddp(case)]
+
+
+@row("parameters in channels last, or transposed")
+def layouts() -> None:
+    nothing_differs(channels_last)
 
 
 @row("a rank that raises, dies or ends")
