@@ -151,24 +151,6 @@ def odd_tensors() -> None:
         assert caught.value.code in ("WS-SPARSE", "WS-UNSUPPORTED")
 
 
-@row("NumPy arrays that are no argument, written in place")
-def arrays_elsewhere() -> None:
-    array = np.ones(3)
-    step = ws.compile(lambda x: x * float(array[0]))
-    assert step(torch.ones(1)).item() == 1
-    array[0] = 2
-    assert step(torch.ones(1)).item() == 1  # eager: 2
-
-
-@row("an element changed in a list or dict of more than 256")
-def large_lists() -> None:
-    values = [1.0] * 300
-    step = ws.compile(lambda x: x * values[0])
-    assert step(torch.ones(1)).item() == 1
-    values[0] = 2.0
-    assert step(torch.ones(1)).item() == 1  # eager: 2
-
-
 @row("one `torch.autocast` block around several calls")
 def one_autocast_block() -> None:
     def losses(compiled: bool) -> list[float]:

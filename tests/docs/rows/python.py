@@ -208,6 +208,22 @@ def numbers_that_change_between_calls() -> None:
     same_function(step, batch, steps=5, graphs=2)
 
 
+@row("elements of lists, dicts, sets and NumPy arrays")
+def elements_that_change() -> None:
+    array, many, deep = np.ones(3), [1.0] * 300, {"a": {"b": [[{"c": 1.0}]]}}
+
+    def step(x: Tensor) -> Tensor:
+        return x * float(array[0]) * many[299] * deep["a"]["b"][0][0]["c"]
+
+    def batch(i: int) -> Tensor:
+        array[0] = [1.0, 2.0, 1.0, 1.0, 1.0][i]
+        many[299] = [1.0, 1.0, 2.0, 1.0, 1.0][i]
+        deep["a"]["b"][0][0]["c"] = [1.0, 1.0, 1.0, 3.0, 1.0][i]
+        return torch.ones(3)
+
+    same_function(step, batch, steps=5, graphs=None)
+
+
 @row("modules, optimizers and tensors in closures, globals, `self`")
 def objects_that_are_found() -> None:
     holder = {"deep": [types.SimpleNamespace(weight=torch.full((6,), 0.5))]}
