@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WHOLESTEP_LOWER", "eager")  # bit for bit, and no compiler; tests/lower asks for Inductor itself
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiling processes beside pytest's own
+if (
+    "ATEN_CPU_CAPABILITY" in os.environ
+):  # Inductor's cache does not know it, and would load code of another instruction set
+    _cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 
 _COMPILES = ("lower", "compilers")  # rooms whose tests compile with Inductor in their own process
 _COMPILES_ON_RANKS = "test_parity_ranks.py"

@@ -52,6 +52,8 @@ def why_not_exact(node: fx.Node) -> str:
     name = plain_name(target).removeprefix("_foreach_").removesuffix("_")
     if not keeps_roundings() and _low_precisions(node):
         return "this version of torch leaves roundings to lower precision out (exact=True)"
+    if _rounds_to_single(node):
+        return "rounds float64 to float32, which C++ may leave out (exact=True)"
     if name not in _PRESCRIBED and name not in _MOVING and not _is_view(node):
         return "compiled, it may round differently (exact=True)"
     if _given(node, "alpha", 1) != 1:
@@ -98,6 +100,14 @@ def _fits(value: Any, node: fx.Node) -> bool:
     if not low:
         return True
     return not isinstance(value, fx.Node) and all(torch.tensor(value, dtype=dtype).item() == value for dtype in low)
+
+
+def _rounds_to_single(node: fx.Node) -> bool:
+    """Whether a float64 becomes a float32: in scalar code (Inductor's for float64 without AVX-512) compilers drop the
+    rounding where the value is widened again."""
+    before = {val.dtype for each in node.all_input_nodes for val in tensors_in(each.meta.get("val"))}
+    after = {val.dtype for val in tensors_in(node.meta.get("val"))}
+    return torch.float64 in before and torch.float32 in after
 
 
 def _low_precisions(node: fx.Node) -> set[torch.dtype]:
