@@ -176,6 +176,24 @@ def cuda_is_initialized() -> bool:
     return bool(initialized())
 
 
+def held_by_torch(tensor: Tensor) -> int:
+    """References to a tensor's Python object that C++ has (`Tensor._use_count`): one if torch holds the tensor too.
+
+    Before torch 2.12 none, unless Python has none.
+    """
+    return _COUNTED if tensor._use_count() > 1 else 0  # type: ignore[attr-defined]
+
+
+def _counted() -> int:
+    tensor, holder = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    before = sys.getrefcount(tensor)
+    holder.grad = tensor
+    return sys.getrefcount(tensor) - before
+
+
+_COUNTED = _counted()
+
+
 def mark_parameter(tensor: Tensor) -> None:
     """Make `isinstance(tensor, nn.Parameter)` true (`Tensor._is_param`). 2.11, 2.13."""
     tensor._is_param = True

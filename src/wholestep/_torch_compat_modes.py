@@ -1,8 +1,7 @@
 """Process-wide modes and settings of torch that change what eager computes, each with its getter and setter.
 
 Most public getters are properties written in Python (200 ns and more each); a guard reads all of these at every call,
-so the functions of `torch._C` behind them are named here. 2.11, 2.13; a setting that a version does not have is left
-out.
+so the functions of `torch._C` behind them are named here. 2.11, 2.13; what a version does not have is left out.
 """
 
 from __future__ import annotations

@@ -60,9 +60,11 @@ class Bindings:
         if _is_subclass(new):
             raise UnsupportedError(
                 f"the step sets {slot.path} to a {type(new).__name__}; tensor subclasses are not captured.",
-                fix="keep plain tensors in state.",
+                fix="keep plain tensors in state (for a low-bit optimizer: use the plain one), or run in eager.",
+                location=self._recorder.subclass_lines.get(type(new)),
             )
         if isinstance(new, Tensor):
+            self._refuse_unrepeatable(slot, new)
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
             index = self._state_output(source, slot.path)
             self.changes.append(Change(kind, slot, output=index, unless=unless))
@@ -108,6 +110,15 @@ class Bindings:
             index = self.output(OutputKind.STATE, path, self._own_memory(self._recorder.node_of(source)))
             self._kept[id(source)] = (source, index)
         return index
+
+    def _refuse_unrepeatable(self, slot: Slot, new: Tensor) -> None:
+        """A replay leaves tensors without the flag that the step gave them."""
+        made_here = isinstance(new, FakeTensor) and id(new) not in self._capture.table.by_fake
+        if made_here and new.requires_grad and new.is_leaf:
+            raise SideEffectError(
+                f"the step sets {slot.path} to a tensor that requires grad, and a replay would leave one without.",
+                fix="keep it without grad: tensor.detach().",
+            )
 
     def _own_memory(self, node: fx.Node) -> fx.Node:
         """State that outlives the step shares memory with no input and with no other state."""

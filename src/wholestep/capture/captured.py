@@ -96,6 +96,8 @@ class Captured:
     """Whether code that is not torch's may have told graph numbers from plain ones."""
     outside: OutsideReads = field(default_factory=OutsideReads)
     """Environment variables and files that the step read."""
+    erased: list[Any] = field(default_factory=list)
+    """Nodes of the trace that are not in the graph: nothing needs them."""
     seconds: float = 0.0
 
     def release_batch(self) -> None:

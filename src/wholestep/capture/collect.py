@@ -40,7 +40,9 @@ def collect(capture: Capture, result: Any) -> Captured:
     refuse_changed_requires_grad(capture.table)
     copies = add_write_backs(capture)
     items = _item_recipe(capture)  # before dead nodes go
+    made = list(capture.graph.nodes)
     _finish(capture.graph, [node for _, _, node in bindings.outputs])
+    used = set(capture.graph.nodes)
     gm = lazy_graph_module(_Root(capture.inputs.constants), capture.graph, "WholeStep")
     return Captured(
         step_graph=StepGraph(gm, sign(capture, gm, bindings, copies, description)),
@@ -73,6 +75,7 @@ def collect(capture: Capture, result: Any) -> Captured:
         lifted=frozenset(slot.path for slot, _ in capture.lifted),
         number_types=capture.lifted,
         compare_numbers=capture.may_tell_numbers_apart(),
+        erased=[node for node in made if node not in used],
     )
 
 
@@ -84,15 +87,24 @@ def _item_recipe(capture: Capture) -> Recipe | None:
 
 def _finish(graph: fx.Graph, outputs: list[Any]) -> None:
     """Give the graph its outputs; what they do not need goes, and so do inputs that nothing reads."""
+    made = list(graph.nodes)
     graph.output(tuple(outputs))
     graph.eliminate_dead_code(is_needed)
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         if not node.users:
             graph.erase_node(node)
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        if isinstance(val, Tensor) and node.op != "placeholder" and val.requires_grad:
-            node.meta["val"] = val.detach()
+    for node in made:
+        if node.op != "placeholder" and "val" in node.meta:
+            node.meta["val"] = _without_history(node.meta["val"])
+
+
+def _without_history(val: Any) -> Any:
+    """The value without autograd's graph, which would keep everything alive that it saved."""
+    if isinstance(val, Tensor):
+        return val.detach() if val.requires_grad else val
+    if type(val) in (list, tuple) and any(isinstance(each, Tensor) and each.requires_grad for each in val):
+        return type(val)(map(_without_history, val))
+    return val
 
 
 def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[Any, str, dict[str, Any]]]:

@@ -57,6 +57,10 @@ class Inputs:
         self._lifted[id(tensor)] = tracked.fake
         return tracked.fake
 
+    def release(self) -> None:
+        """Let go of the fakes."""
+        self._lifted = {}
+
     def _found(self, tensor: Tensor) -> Slot:
         """Where a later call finds a tensor."""
         found = self._world.tensors.get(id(tensor))

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep._torch_compat import FakeTensor, local_of
 from wholestep.capture.accounting import Account
 from wholestep.capture.clocks import refuse_clocks
+from wholestep.capture.copies import deep_copy, reduce_traced
 from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.location import user_location
 from wholestep.capture.scalar_operands import moving_view
@@ -102,6 +103,10 @@ class FunctionMode(TorchFunctionMode):
             view = moving_view(args[0], args[1])
             if view is not None:
                 return view if func is _GET_ITEM else view.__setitem__(..., args[2])
+        if func is Tensor.__deepcopy__ and _is_traced(args[0]):
+            return deep_copy(func, args[0], args[1] if len(args) > 1 else (kwargs or {})["memo"])
+        if func is Tensor.__reduce_ex__ and _is_traced(args[0]):
+            return reduce_traced(args[0])
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import linecache
@@ -17,7 +18,7 @@ import wholestep
 from wholestep.errors import Location
 
 _FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
-_FOREIGN_FILES = (contextlib.__file__, "<frozen", "<string>")
+_FOREIGN_FILES = (contextlib.__file__, copy.__file__, "<frozen", "<string>")
 
 _is_user_code: dict[CodeType, bool] = {}
 

@@ -12,6 +12,7 @@
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
 | DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
+| `gc.collect` | nothing | what the trace made is known by its age (`leftovers`) |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
 | optimizers, schedulers, scalers | the same, noticing unknown ones (`called`) | they are found by being called |
 | functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
@@ -21,6 +22,7 @@ The replacements act only on the thread that traces; other threads get the origi
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import threading
@@ -51,10 +53,17 @@ from wholestep._torch_compat import (
     written_function,
 )
 from wholestep.capture.called import CallHost, notice_calls, notice_module
+from wholestep.capture.interrupts import Interrupts
 from wholestep.capture.location import user_location
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarNode, scalar_of
-from wholestep.errors import CapturedTensorError, ParameterDataError, RandomStateError, UnsupportedError
+from wholestep.errors import (
+    CapturedTensorError,
+    ParameterDataError,
+    RandomStateError,
+    SideEffectError,
+    UnsupportedError,
+)
 from wholestep.ir import rng
 from wholestep.ir.number_tensor import number_tensor
 from wholestep.parallel.norms import scale_by_norm, total_norm
@@ -72,6 +81,7 @@ class PatchHost(CallHost, Protocol):
     module_path: str
     recorder: Recorder
     session: Session | None
+    interrupts: Interrupts
 
     def path_of_module(self, module: nn.Module) -> str: ...
 
@@ -118,6 +128,8 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(torch.jit.ScriptFunction, "__call__", _as_written)
         patch(torch, "set_anomaly_enabled", _refuse_anomaly)
         patch(torch, "from_numpy", _refuse_array)
+        patch(torch, "save", _refuse_file)
+        patch(gc, "collect", lambda original, *a, **k: 0)
         patch(torch, "tensor", partial(_tensor_of_numbers, host))
         patch(torch, "as_tensor", partial(_tensor_of_numbers, host))
         masking = sys.modules.get("transformers.masking_utils")
@@ -172,6 +184,14 @@ def _refuse_array(original: Any, array: Any) -> Any:
     )
 
 
+def _refuse_file(original: Any, *args: Any, **kwargs: Any) -> None:
+    raise SideEffectError(
+        "the step writes a file with torch.save, which a replay would not repeat.",
+        fix="save checkpoints outside of the step.",
+        location=user_location(),
+    )
+
+
 def _refuse_anomaly(original: Any, mode: bool, check_nan: bool = True) -> None:
     if mode and check_nan:
         raise UnsupportedError(
@@ -192,6 +212,7 @@ def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:
 
 
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    host.interrupts.check()
     notice_module(host, module)
     before = host.module_path
     host.module_path = host.path_of_module(module)

@@ -48,6 +48,7 @@ from wholestep.capture.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.values import Value, Values
 from wholestep.capture.writes import Writes
 from wholestep.errors import (
+    Location,
     ParameterDataError,
     SparseError,
     UnsupportedError,
@@ -117,6 +118,8 @@ class Recorder(DispatchMode):
         self.used_scalars: set[int] = set()
         """Which of `named_scalars` some operator took."""
         self.random_devices: dict[str, None] = {}
+        self.subclass_lines: dict[type, Location | None] = {}
+        """Where the step first used a tensor subclass."""
         self.nodes = Nodes(graph, host)
         self.values = Values(self.nodes, fake_mode, host.shape_arg)
         self._has_symbols = fake_mode.shape_env is not None
@@ -150,7 +153,10 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(t is not FakeTensor and t.__torch_dispatch__ is not _NO_DISPATCH for t in types):
+        subclass = next((t for t in types if t is not FakeTensor and t.__torch_dispatch__ is not _NO_DISPATCH), None)
+        if subclass is not None:
+            if subclass not in self.subclass_lines:
+                self.subclass_lines[subclass] = user_location()
             return NotImplemented  # a tensor subclass unwraps itself into plain tensors first
         if self.values.paused or func in _METADATA_QUERIES:
             return func(*args, **kwargs)

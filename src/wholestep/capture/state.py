@@ -261,6 +261,11 @@ class StateTable:
         self.tracked = {key: t for key, t in self.tracked.items() if not isinstance(t.slot, kind)}
         self.by_fake = {}
 
+    def release_fakes(self) -> None:
+        """Let go of what only the trace needed."""
+        self.by_fake, self.fake_groups, self.fake_state_before = {}, {}, {}
+        self._group_fakes, self._state_fakes, self._list_fakes = {}, {}, {}
+
     def _swap(self, slot: Slot, fake: Any) -> None:
         before = slot.get()
         slot.set(fake)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,7 +34,9 @@ from wholestep.capture.graph_numbers import plain_keys
 from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.inputs import Inputs
 from wholestep.capture.intercept import FunctionMode
+from wholestep.capture.interrupts import Interrupts
 from wholestep.capture.items import Items
+from wholestep.capture.leftovers import Leftovers
 from wholestep.capture.location import location_of_exception, location_of_function, user_location
 from wholestep.capture.number_policy import NumberPolicy
 from wholestep.capture.optimizer_steps import (
@@ -61,6 +64,7 @@ from wholestep.errors import (
     UnsupportedError,
     WholestepError,
 )
+from wholestep.ir.garbage import collector_paused
 from wholestep.ir.known_draws import KnownDraws
 from wholestep.ir.signature import InputKind
 from wholestep.options import Options
@@ -102,15 +106,22 @@ def trace_step(
     """
     started = time.perf_counter()
     called = CalledObjects(options) if called is None else called
-    with _one_capture_at_a_time:
+    with Interrupts() as interrupts, _one_capture_at_a_time, collector_paused():
+        leftovers = Leftovers()
         while True:
             capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, called)
+            capture.interrupts = interrupts
             try:
                 # In a copy of the context: what the step sets in context variables goes with it.
                 captured = contextvars.copy_context().run(capture.run)
                 break
             except FoundByCall as met:
+                leftovers.clean_up(capture.fake_mode)
                 called.add_new(met.target)
+            except BaseException:
+                leftovers.clean_up(capture.fake_mode)
+                raise
+        leftovers.refuse(capture.fake_mode, captured, capture.release())
     captured.seconds = time.perf_counter() - started
     return captured
 
@@ -182,6 +193,7 @@ class Capture:
         self._bound_steps = BoundSteps(self)
         self.account = Account(self)
         self.api = ""
+        self.interrupts = Interrupts()
         self.session: Session | None = None
         """What the plan does while tracing."""
 
@@ -329,6 +341,8 @@ class Capture:
             if self.session is not None:
                 stack.enter_context(self.session.saved_tensors())
             stack.enter_context(self.sources.followed())
+            stack.callback(self.interrupts.shield)  # the first to run
+            self.interrupts.allow()
             try:
                 result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
@@ -384,6 +398,14 @@ class Capture:
         """It ran."""
         self._bound_steps.end(optimizer)
 
+    def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
+        """Let go of all fakes but those that the graph needs; returns weak references to all, with their nodes."""
+        self.fake_leaves, self.snapshots, self.readers, self.session = [], [], [], None
+        self.account, self._bound_steps = Account(self), BoundSteps(self)
+        self.inputs.release()
+        self.table.release_fakes()
+        return self.recorder.values.release()
+
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None:
         """State that this optimizer creates appears only where the flag is false."""
         self.skip_flags[optimizer] = flag
@@ -396,6 +418,7 @@ class Capture:
     # Host of the recorder.
 
     def before_operator(self) -> None:
+        self.interrupts.check()
         self.settings.check_operator()
 
     def path_of_module(self, module: nn.Module) -> str:

@@ -9,6 +9,7 @@ moved on replays the chain; writing to a view scatters the new value back along 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,12 @@ class Values:
         """A fake tensor that is a placeholder of the graph."""
         node.meta["val"] = fake
         self.register(fake, node)
+
+    def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
+        """Forget all tensors; returns references that keep none of them alive, with their nodes."""
+        known = [(weakref.ref(value.fake), value.node) for value in self._values.values()]
+        self._values, self._by_storage = {}, {}
+        return known
 
     def is_written(self, fake: Tensor) -> bool:
         """Whether the step wrote to the memory of an input."""

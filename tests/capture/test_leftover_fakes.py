@@ -1,0 +1,668 @@
+"""No fake tensor of a trace is left in the user's objects: caches are emptied, or the step is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import gc
+import io
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import wholestep as ws
+from capture.refused import World, assert_points_at, assert_unchanged_and_trainable
+from cases.parts import adamw, mlp, plain_run
+from harness import Run, Story, assert_frames_equal, assert_same_story
+from wholestep._torch_compat import FakeTensor
+from wholestep.capture.leftovers import Leftovers
+
+Use = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fakes_alive() -> list[Any]:
+    """Fake tensors that something else than the graphs of captured steps holds."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is FakeTensor]
+
+
+def step_with(use: Use) -> Callable[..., torch.Tensor]:
+    """A training step that does something with the activations."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = use(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+# functools.lru_cache is emptied, and the step is captured.
+
+
+@functools.lru_cache
+def cached_mask(n: int) -> torch.Tensor:
+    return torch.tril(torch.ones(n, n))
+
+
+@functools.cache
+def cached_pair(n: int) -> dict[str, torch.Tensor]:
+    return {"up": torch.full((n,), 2.0), "down": torch.full((n,), 0.5)}
+
+
+@functools.lru_cache(maxsize=2)
+def cached_for(tensor: Any) -> torch.Tensor:
+    return tensor * 2
+
+
+class Tables:
+    @staticmethod
+    @functools.lru_cache
+    def frequencies(n: int) -> torch.Tensor:
+        return torch.arange(n) / n
+
+    @functools.lru_cache  # noqa: B019
+    def scaled(self, n: int) -> torch.Tensor:
+        return torch.ones(n) * 3
+
+
+TABLES = Tables()
+HIDDEN = types.ModuleType("hidden_package")
+HIDDEN.cached = functools.lru_cache(lambda n: torch.ones(n) * 4)  # type: ignore[attr-defined]
+sys.modules["hidden_package"] = HIDDEN
+
+
+def hidden_cache(h: torch.Tensor) -> torch.Tensor:
+    return h * sys.modules["hidden_package"].cached(4)
+
+
+def nested_caches(h: torch.Tensor) -> torch.Tensor:
+    return h @ cached_mask(4) * cached_pair(4)["up"] + Tables.frequencies(4)
+
+
+CACHED: dict[str, Use] = {
+    "lru_cache": lambda h: h @ cached_mask(4),
+    "cache": lambda h: h * cached_pair(4)["up"] * cached_pair(4)["down"],
+    "keyed_by_a_tensor": lambda h: cached_for(h),
+    "static_method": lambda h: h + Tables.frequencies(4),
+    "method": lambda h: h * TABLES.scaled(4),
+    "in_another_module": hidden_cache,
+    "several": nested_caches,
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_caches() -> Iterator[None]:
+    yield
+    for cache in (cached_mask, cached_pair, cached_for, Tables.frequencies, Tables.scaled, HIDDEN.cached):
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_an_lru_cache_filled_while_tracing_is_emptied_and_the_step_captured(name: str) -> None:
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+        return plain_run(where, model, adamw(model), step_with(CACHED[name]))
+
+    def story(it: Story) -> None:
+        empty()
+        it.call(4)
+        it.call_eager(2)
+        empty()
+        it.call(2)
+
+    def empty() -> None:
+        for cache in (cached_mask, cached_pair, cached_for, Tables.frequencies, Tables.scaled, HIDDEN.cached):
+            cache.cache_clear()
+
+    assert_same_story(make, story)
+
+
+def test_an_entry_of_a_cache_that_holds_no_fake_stays() -> None:
+    calls = []
+
+    @functools.lru_cache
+    def width(n: int) -> int:
+        calls.append(n)
+        return n * 2
+
+    width(4)
+    world = World(fresh=False)
+    ws.compile(step_with(lambda h: h * width(4)))(world.model, world.optimizer, world.batch())
+    width(4)
+    assert calls == [4]
+
+
+# Other holders: the entry is taken out and the step refused.
+
+
+class Config:
+    cache: Any = None
+    table: ClassVar[dict[str, Any]] = {}
+    history: ClassVar[list[Any]] = []
+    seen: ClassVar[set[Any]] = set()
+
+
+MODULE_CACHE: dict[Any, Any] = {}
+NESTED: dict[str, dict[str, list[Any]]] = {"a": {"b": []}}
+RING: deque[Any] = deque(maxlen=4)
+ORDERED: OrderedDict[str, Any] = OrderedDict()
+GROUPS: defaultdict[str, list[Any]] = defaultdict(list)
+LOCAL = threading.local()
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE", default=None)
+
+
+def class_attribute(h: torch.Tensor) -> torch.Tensor:
+    if Config.cache is None:
+        Config.cache = torch.ones(4)  # <- here
+    return h * Config.cache
+
+
+def class_dict(h: torch.Tensor) -> torch.Tensor:
+    if "mask" not in Config.table:
+        Config.table["mask"] = torch.ones(4)  # <- here
+    return h * Config.table["mask"]
+
+
+def class_list(h: torch.Tensor) -> torch.Tensor:
+    Config.history.append((1, h.sum()))  # <- here
+    return h
+
+
+def class_set(h: torch.Tensor) -> torch.Tensor:
+    Config.seen.add(torch.ones(4))  # <- here
+    return h
+
+
+def remember(key: Any, make: Callable[[], Any]) -> Any:
+    """A helper in another module would look like this: its globals are not the step's."""
+    cache = globals()["MODULE_CACHE"]
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
+
+
+def module_dict(h: torch.Tensor) -> torch.Tensor:
+    return h * remember("ones", lambda: torch.ones(4))  # <- here
+
+
+def module_dict_keyed_by_a_tensor(h: torch.Tensor) -> torch.Tensor:
+    twice = h * 2  # <- here
+    remember(twice, lambda: 5)
+    return h
+
+
+def nested_containers(h: torch.Tensor) -> torch.Tensor:
+    globals()["NESTED"]["a"]["b"].append({"x": (h * 2,)})  # <- here
+    return h
+
+
+def ring(h: torch.Tensor) -> torch.Tensor:
+    globals()["RING"].append(h.mean())  # <- here
+    return h
+
+
+def ordered(h: torch.Tensor) -> torch.Tensor:
+    globals()["ORDERED"]["last"] = h.mean()  # <- here
+    return h
+
+
+def grouped(h: torch.Tensor) -> torch.Tensor:
+    globals()["GROUPS"]["norms"].append(h.norm())  # <- here
+    return h
+
+
+def in_a_package(h: torch.Tensor) -> torch.Tensor:
+    sys.modules["hidden_package"].store["x"] = (torch.ones(4),)  # type: ignore[attr-defined]  # <- here
+    return h
+
+
+def on_a_function(h: torch.Tensor) -> torch.Tensor:
+    remember.__dict__["last"] = h * 3  # <- here
+    return h
+
+
+def default_argument(h: torch.Tensor) -> torch.Tensor:
+    return h * _with_default()
+
+
+def _with_default(store: dict[str, Any] = {}) -> torch.Tensor:  # noqa: B006
+    if "x" not in store:
+        store["x"] = torch.ones(4)  # <- here
+    return store["x"]
+
+
+def thread_local(h: torch.Tensor) -> torch.Tensor:
+    globals()["LOCAL"].mask = torch.ones(4)  # <- here
+    return h * globals()["LOCAL"].mask
+
+
+def context_variable(h: torch.Tensor) -> torch.Tensor:
+    globals()["VARIABLE"].set(h.mean())  # <- here
+    return h
+
+
+def kept_by_a_closure(h: torch.Tensor) -> torch.Tensor:
+    twice = h * 2  # <- here
+    globals()["MODULE_CACHE"]["callback"] = lambda: twice
+    return h
+
+
+class Squares(torch.autograd.Function):
+    kept: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.half = x / 2  # <- here
+        Squares.kept.append(ctx)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.half * 4
+
+
+def autograd_context(h: torch.Tensor) -> torch.Tensor:
+    return Squares.apply(h)
+
+
+HOLDERS: dict[str, tuple[Use, str, Any]] = {
+    "class_attribute": (class_attribute, "Config.cache", class_attribute),
+    "class_dict": (class_dict, "Config.table['mask']", class_dict),
+    "class_list": (class_list, "Config.history[0]", class_list),
+    "class_set": (class_set, "Config.seen", class_set),
+    "module_dict": (module_dict, "MODULE_CACHE['ones']", module_dict),
+    "module_dict_keyed_by_a_tensor": (module_dict_keyed_by_a_tensor, "MODULE_CACHE", module_dict_keyed_by_a_tensor),
+    "nested_containers": (nested_containers, "NESTED['a']['b'][0]", nested_containers),
+    "deque": (ring, "RING[0]", ring),
+    "ordered_dict": (ordered, "ORDERED['last']", ordered),
+    "defaultdict": (grouped, "GROUPS['norms']", grouped),
+    "in_a_package": (in_a_package, "hidden_package.store['x']", in_a_package),
+    "on_a_function": (on_a_function, "remember.last", on_a_function),
+    "default_argument": (default_argument, "the contents of store", None),
+    "thread_local": (thread_local, "LOCAL.mask", thread_local),
+    "context_variable": (context_variable, "VARIABLE", context_variable),
+    "closure": (kept_by_a_closure, "MODULE_CACHE['callback']", kept_by_a_closure),
+    "autograd_context": (autograd_context, "Squares.kept[0]", Squares.forward),
+}
+
+
+@pytest.fixture
+def tidy() -> Iterator[None]:
+    HIDDEN.store = {}  # type: ignore[attr-defined]
+    yield
+    Config.cache = None
+    for container in (Config.table, Config.history, Config.seen, MODULE_CACHE, RING, ORDERED, GROUPS, Squares.kept):
+        container.clear()
+    NESTED["a"]["b"].clear()
+    LOCAL.__dict__.clear()
+    remember.__dict__.clear()
+    VARIABLE.set(None)
+    assert _with_default.__defaults__ is not None
+    _with_default.__defaults__[0].clear()
+
+
+def contents() -> list[Any]:
+    """All holders of this file, as text."""
+    assert _with_default.__defaults__ is not None
+    held = (Config.cache, Config.table, Config.history, Config.seen, MODULE_CACHE, NESTED, RING, ORDERED, GROUPS)
+    more = (
+        HIDDEN.store,
+        LOCAL.__dict__,
+        VARIABLE.get(),
+        remember.__dict__,
+        Squares.kept,
+        _with_default.__defaults__[0],
+    )  # type: ignore[attr-defined]
+    return [repr(each) for each in (*held, *more)]
+
+
+@pytest.mark.usefixtures("tidy")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_tensor_kept_while_tracing_is_taken_out_and_the_step_refused_with_the_holder(name: str) -> None:
+    use, where, at = HOLDERS[name]
+    world = World(fresh=False)
+    before, held = world.look(), contents()
+    step = ws.compile(step_with(use))
+    with pytest.raises(ws.errors.SideEffectError) as caught:
+        step(world.model, world.optimizer, world.batch())
+    said = str(caught.value)
+    assert where in said, said
+    if at is not None:
+        assert_points_at(said, at)
+    assert contents() == held
+    assert_unchanged_and_trainable(world, before, fresh=False)
+    step_with(use)(world.model, world.optimizer, world.batch())  # eager goes on
+    assert contents() != held
+
+
+@pytest.mark.usefixtures("tidy")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_tensor_kept_by_a_capture_that_fails_is_taken_out_too(name: str) -> None:
+    use, _, _ = HOLDERS[name]
+
+    def fails(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        step_with(use)(model, optimizer, x)
+        raise LookupError("in the middle")
+
+    world = World(fresh=False)
+    before, held = world.look(), contents()
+    with pytest.raises(LookupError):
+        ws.compile(fails)(world.model, world.optimizer, world.batch())
+    assert contents() == held
+    assert_unchanged_and_trainable(world, before, fresh=False)
+    step_with(use)(world.model, world.optimizer, world.batch())
+
+
+@pytest.mark.usefixtures("tidy")
+def test_what_was_cached_before_is_back_after_a_refusal() -> None:
+    Config.cache = old = torch.full((4,), 3.0)
+    Config.table["mask"] = old
+    Config.history.append(old)
+
+    def replaces(h: torch.Tensor) -> torch.Tensor:
+        Config.cache = h.mean()
+        Config.table["mask"] = h.sum()
+        Config.history[0] = h
+        return h
+
+    world = World(fresh=False)
+    with pytest.raises(ws.errors.SideEffectError, match="more places"):
+        ws.compile(step_with(replaces))(world.model, world.optimizer, world.batch())
+    assert Config.cache is Config.table["mask"] is Config.history[0] is old
+
+
+@pytest.mark.usefixtures("tidy")
+def test_garbage_collected_by_the_step_does_not_hide_a_holder() -> None:
+    def collects(h: torch.Tensor) -> torch.Tensor:
+        out = in_a_package(h)
+        gc.collect()
+        return out
+
+    world = World(fresh=False)
+    with pytest.raises(ws.errors.SideEffectError, match="hidden_package"):
+        ws.compile(step_with(collects))(world.model, world.optimizer, world.batch())
+    assert HIDDEN.store == {}  # type: ignore[attr-defined]
+
+
+class Positions(nn.Module):
+    """Computes a table at the first call, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.table: Any = None
+
+    @functools.cached_property
+    def signs(self) -> torch.Tensor:
+        return torch.tensor([1.0, -1.0, 1.0, -1.0]) * 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4) / 4
+        return x * self.scale + self.table * self.signs
+
+
+def test_a_table_that_a_module_computes_at_its_first_call_is_captured() -> None:
+    def make(where: torch.device) -> Run:
+        model = Positions().to(where)
+        return plain_run(where, model, adamw(model), step_with(lambda h: h), sizes=(3, 4))
+
+    step = assert_same_story(make, lambda it: it.call(4))
+    assert type(step.graphs) is list
+
+
+def test_a_weak_cache_is_empty_again() -> None:
+    cache: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+    HIDDEN.weak = cache  # type: ignore[attr-defined]
+
+    def use(h: torch.Tensor) -> torch.Tensor:
+        weak = sys.modules["hidden_package"].weak
+        twice = weak.get("twice")
+        if twice is None:
+            weak["twice"] = twice = h * 2
+        sys.modules["hidden_package"].by_tensor[h] = 1
+        return twice
+
+    by_tensor: weakref.WeakKeyDictionary[torch.Tensor, int] = weakref.WeakKeyDictionary()
+    HIDDEN.by_tensor = by_tensor  # type: ignore[attr-defined]
+
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+        return plain_run(where, model, adamw(model), step_with(use))
+
+    def story(it: Story) -> None:
+        it.call(2)
+        assert not cache
+        assert not by_tensor
+        it.call_eager()
+        it.call()
+
+    assert_same_story(make, story)
+
+
+# Copies.
+
+
+class Copying(torch.optim.Optimizer):
+    """Begins its state with a copy of the parameter, as AccSGD and A2Grad do."""
+
+    def __init__(self, params: Any, begin: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.begin = begin
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = self.begin(p)
+                state["average"].lerp_(p - group["lr"] * p.grad, 0.5)
+                p.sub_(p.grad, alpha=group["lr"]).lerp_(state["average"], 0.1)
+
+
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "deepcopy_data": lambda p: copy.deepcopy(p.data),
+    "deepcopy_detached": lambda p: copy.deepcopy(p.detach()),
+    "deepcopy_of_a_list": lambda p: copy.deepcopy([p.data, 1])[0],
+    "deepcopy_twice": lambda p: copy.deepcopy(copy.deepcopy({"a": p.data}))["a"],
+    "deepcopy_of_the_same_twice": lambda p: sum(copy.deepcopy([p.data] * 2)) / 2,
+    "deepcopy_of_a_transposed": lambda p: copy.deepcopy(p.data.t()).t().contiguous(),
+    "deepcopy_of_a_part": lambda p: copy.deepcopy(p.data[:1]).expand_as(p).clone(),
+    "deepcopy_of_the_parameter": lambda p: copy.deepcopy(p).detach(),
+    "copy_of_data": lambda p: copy.copy(p.data).clone(),
+    "copy_of_a_clone": lambda p: copy.copy(p.data.clone()),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_tensor_is_a_recorded_clone(name: str) -> None:
+    def make(where: torch.device) -> Run:
+        model = mlp(where)
+        return plain_run(where, model, Copying(model.parameters(), COPIES[name]), step_with(lambda h: h))
+
+    step = assert_same_story(make, lambda it: it.call(5))
+    assert len(step.graphs) == 2
+
+
+def test_a_deep_copy_has_the_strides_and_the_flags_that_eager_gives() -> None:
+    seen: list[Any] = []
+
+    def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+        flags = (tensor.requires_grad, tensor.is_leaf, isinstance(tensor, nn.Parameter), tensor.grad is not None)
+        return (tuple(tensor.shape), tensor.stride(), tensor.dtype, flags)
+
+    def step(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        leaf = torch.ones(3, 2, dtype=torch.float64).t().requires_grad_()
+        tensors = (weight, x, x.t(), x[:, ::2], x[1:], x[:, 1], leaf)
+        copies = [copy.deepcopy(each) for each in tensors] + [copy.copy(each) for each in tensors[:3]]
+        sys.modules["hidden_package"].told = str([describe(each) for each in copies])  # type: ignore[attr-defined]
+        return sum(each.sum().double() for each in copies)
+
+    weight, x = nn.Parameter(torch.randn(4, 3)), torch.randn(4, 6)
+    for each in (step, ws.compile(step)):
+        result = each(weight, x).detach()
+        seen.append((result, HIDDEN.told))  # type: ignore[attr-defined]
+    assert seen[0][1] == seen[1][1]
+    assert torch.equal(seen[0][0], seen[1][0])
+
+
+def test_deepcopy_of_a_tensor_with_history_raises_as_in_eager() -> None:
+    world = World(fresh=False)
+    before = world.look()
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        ws.compile(step_with(copy.deepcopy))(world.model, world.optimizer, world.batch())
+    assert_unchanged_and_trainable(world, before, fresh=False)
+
+
+def pickled(h: torch.Tensor) -> torch.Tensor:
+    pickle.dumps(h)  # <- here
+    return h
+
+
+def saved(h: torch.Tensor) -> torch.Tensor:
+    torch.save({"h": h.detach()}, io.BytesIO())  # <- here
+    return h
+
+
+def saved_copies(h: torch.Tensor) -> torch.Tensor:
+    both = [h.detach(), h.detach()[0]]
+    copy.deepcopy(both)  # <- here
+    return h
+
+
+@pytest.mark.parametrize("use", [pickled, saved, saved_copies])
+def test_pickling_and_copies_that_share_memory_are_refused_with_the_line(use: Use) -> None:
+    world = World(fresh=False)
+    before = world.look()
+    with pytest.raises(ws.errors.CaptureError) as caught:
+        ws.compile(step_with(use))(world.model, world.optimizer, world.batch())
+    assert_points_at(str(caught.value), use)
+    assert_unchanged_and_trainable(world, before, fresh=False)
+
+
+def test_optimizer_state_that_requires_grad_is_refused() -> None:
+    model = mlp(torch.device("cpu"))
+    optimizer = Copying(model.parameters(), copy.deepcopy)
+    with pytest.raises(ws.errors.SideEffectError, match="requires grad"):
+        ws.compile(step_with(lambda h: h))(model, optimizer, torch.ones(5, 6))
+    assert not optimizer.state
+    step_with(lambda h: h)(model, optimizer, torch.ones(5, 6))
+
+
+class Packed(torch.Tensor):
+    """A wrapper subclass, like the state of low-bit optimizers."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [each.inner if isinstance(each, Packed) else each for each in args]
+        out = func(*plain, **(kwargs or {}))
+        return args[0] if func is torch.ops.aten.lerp_.Scalar else out
+
+
+def test_optimizer_state_of_a_tensor_subclass_is_refused_and_eager_goes_on() -> None:
+    model = mlp(torch.device("cpu"))
+    optimizer = Copying(model.parameters(), lambda p: Packed(p.data.clone()))
+    with pytest.raises(ws.errors.UnsupportedError, match="Packed; tensor subclasses are not captured") as caught:
+        ws.compile(step_with(lambda h: h))(model, optimizer, torch.ones(5, 6))
+    assert caught.value.location is not None
+    assert caught.value.location.file == __file__
+    assert not optimizer.state
+    step_with(lambda h: h)(model, optimizer, torch.ones(5, 6))
+    assert all(type(state["average"]) is Packed for state in optimizer.state.values())
+
+
+# Memory.
+
+
+@pytest.mark.usefixtures("tidy")
+def test_no_fakes_are_alive_after_captures_refusals_and_failures() -> None:
+    already = len(fakes_alive())
+
+    def fails(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        step_with(class_list)(model, optimizer, x)
+        raise LookupError
+
+    for each in (step_with(lambda h: h @ cached_mask(4)), step_with(class_attribute), fails):
+        world = World(fresh=False)
+        with contextlib.suppress(ws.errors.SideEffectError, LookupError):
+            ws.compile(each)(world.model, world.optimizer, world.batch())
+    del world
+    assert len(fakes_alive()) <= already
+
+
+def test_fakes_of_a_captured_step_are_those_of_its_graph() -> None:
+    already = len(fakes_alive())
+    world = World(fresh=False)
+    step = ws.compile(step_with(lambda h: h))
+    step(world.model, world.optimizer, world.batch())
+    nodes = sum(len(graph.gm.graph.nodes) for graph in step.graphs)
+    assert 0 < len(fakes_alive()) - already < 2 * nodes
+    step.reset()
+    assert len(fakes_alive()) <= already
+
+
+def test_200_recaptures_leave_nothing() -> None:
+    world = World(fresh=False)
+    already = len(fakes_alive())
+    step = ws.compile(lambda x, n: (x * n).sum())
+    for n in range(200):
+        step(torch.ones(3, requires_grad=False), str(n) and n)
+        step.reset()
+    assert len(fakes_alive()) <= already
+    assert_frames_equal([world.look()], [world.look()])
+
+
+def test_captures_that_leave_nothing_behind_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search looks at every object of the process: an ordinary step must not pay for it."""
+
+    def fail(*args: Any) -> None:
+        pytest.fail("a fake has references that are neither in our records nor left behind")
+
+    monkeypatch.setattr(Leftovers, "_look", fail)
+    rnn = nn.LSTM(4, 4, batch_first=True)
+    net = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.1))
+    for make in (torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9, foreach=True), torch.optim.RAdam):
+        optimizer, scaler = make([*rnn.parameters(), *net.parameters()], lr=0.1), torch.amp.GradScaler("cpu")
+
+        def step(x: torch.Tensor, scale: float, optimizer: Any = optimizer, scaler: Any = scaler) -> Any:
+            with torch.autocast("cpu"):
+                h = checkpoint(net, x, use_reentrant=False)
+            loss = rnn(h.float().transpose(1, 2))[0].square().mean() * scale
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return {"loss": loss, "twice": x * 2}
+
+        compiled = ws.compile(step)
+        for i in range(3):
+            compiled(torch.randn(2, 1, 8), i + 0.5)
+        assert compiled.graphs
