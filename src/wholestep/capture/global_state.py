@@ -135,8 +135,11 @@ class GlobalState:
             if contents is not ABSENT:
                 self._value(contents, f"{name} in the closure of {path}", module, depth + 1)
 
-    def put_back(self, traced_in: TracedIn) -> list[Leftover]:
-        """Undo what put a traced value into one of the places, and only that."""
+    def put_back(self, traced_in: TracedIn, context: contextvars.Context | None = None) -> list[Leftover]:
+        """Undo what put a traced value into one of the places, and only that.
+
+        `context` is the one that the step ran in, which goes with all that it set there.
+        """
         found: list[Leftover] = []
         for entries in self._entries:
             for name, value in entries.changed():
@@ -157,10 +160,9 @@ class GlobalState:
                     del cell.cell_contents
                 else:
                     cell.cell_contents = contents
-        for variable, value in contextvars.copy_context().items():
+        for variable, value in (context or {}).items():
             if value is not self._context.get(variable, ABSENT) and (traced := traced_in(value)):
                 found.append(Leftover(f"the ContextVar {variable.name}", traced))
-                variable.set(self._context.get(variable))
         return found
 
 

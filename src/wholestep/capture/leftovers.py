@@ -23,6 +23,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import replace
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,11 @@ class Leftovers:
         for holder, child in self._edges(traced):
             _take_out(holder, child)
 
-    def refuse(self, mode: FakeTensorMode, captured: Captured, fakes: Fakes) -> None:
+    def refuse(self, mode: FakeTensorMode, captured: Captured, fakes: Fakes, context: Context) -> None:
         """After a trace: take away what is left, and refuse the step if that was more than `lru_cache` entries."""
         traced = _Traced(mode)
         lines = {id(fake()): node_meta(node).location for fake, node in fakes}
-        found = self._globals.put_back(traced.identities)
+        found = self._globals.put_back(traced.identities, context)
         _let_go_of_weakly_held(captured, fakes)
         records = _records(captured)
         captured.erased.clear()

@@ -113,7 +113,8 @@ def trace_step(
             capture.interrupts = interrupts
             try:
                 # In a copy of the context: what the step sets in context variables goes with it.
-                captured = contextvars.copy_context().run(capture.run)
+                context = contextvars.copy_context()
+                captured = context.run(capture.run)
                 break
             except FoundByCall as met:
                 leftovers.clean_up(capture.fake_mode)
@@ -121,7 +122,7 @@ def trace_step(
             except BaseException:
                 leftovers.clean_up(capture.fake_mode)
                 raise
-        leftovers.refuse(capture.fake_mode, captured, capture.release())
+        leftovers.refuse(capture.fake_mode, captured, capture.release(), context)
     captured.seconds = time.perf_counter() - started
     return captured
 
