@@ -291,7 +291,6 @@ HOLDERS: dict[str, tuple[Use, str, Any]] = {
     "ordered_dict": (ordered, "ORDERED['last']", ordered),
     "defaultdict": (grouped, "GROUPS['norms']", grouped),
     "in_a_package": (in_a_package, "hidden_package.store['x']", in_a_package),
-    "on_a_function": (on_a_function, "remember.last", on_a_function),
     "default_argument": (default_argument, "the contents of store", None),
     "thread_local": (thread_local, "LOCAL.mask", thread_local),
     "context_variable": (context_variable, "VARIABLE", context_variable),
@@ -368,15 +367,17 @@ def test_a_tensor_kept_by_a_capture_that_fails_is_taken_out_too(name: str) -> No
 
 
 @pytest.mark.usefixtures("tidy")
-def test_a_class_attribute_set_to_a_tensor_is_set_by_a_replay_too() -> None:
+@pytest.mark.parametrize("use", [class_attribute, on_a_function])
+def test_an_attribute_of_a_class_or_function_set_to_a_tensor_is_set_by_a_replay_too(use: Use) -> None:
     def make(where: torch.device) -> Run:
         Config.cache = None
+        remember.__dict__.clear()
         model = mlp(where)
-        return plain_run(where, model, adamw(model), step_with(class_attribute))
+        return plain_run(where, model, adamw(model), step_with(use))
 
     def story(it: Story) -> None:
         it.call(3)
-        it.look(cache=Config.cache)
+        it.look(cache=Config.cache, last=remember.__dict__.get("last"))
         it.call_eager()
 
     assert_same_story(make, story)
