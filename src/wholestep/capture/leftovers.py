@@ -75,7 +75,6 @@ class Leftovers:
         found = self._globals.put_back(traced.identities, context)
         _let_go_of_weakly_held(captured, fakes)
         records = _records(captured)
-        captured.erased.clear()
 
         def some_survive() -> bool:
             return _some_survive(fakes, records)
@@ -86,6 +85,7 @@ class Leftovers:
             self._collect()  # recomputation (checkpoint) leaves cycles
         if some_survive():
             found += self._look(traced, some_survive)
+        captured.erased.clear()  # not before: the counts include what these hold
         if found:
             raise _refusal(found, lines)
 
