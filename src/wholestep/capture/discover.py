@@ -105,6 +105,8 @@ class World:
 
     def knows(self, value: Any) -> bool:
         """Whether an optimizer, scheduler, scaler or module was found."""
+        if isinstance(value, weakref.ProxyTypes):
+            return True  # the walk went to what it stands for
         return any(value in found for found in (self.optimizers, self.schedulers, self.scalers, self.modules))
 
 
