@@ -250,12 +250,15 @@ REFUSED = {
         "pytorch_optimizer/RACS pytorch_optimizer/Ranger21 pytorch_optimizer/SGDP pytorch_optimizer/SGDSaI "
         "pytorch_optimizer/SWATS pytorch_optimizer/SpectralSphere pytorch_optimizer/StableSPAM pytorch_optimizer/TRAC"
     ),
-    "WS-SIDE-EFFECT": "torch_optimizer/Ranger pytorch_optimizer/Conda pytorch_optimizer/ScalableShampoo",
+    "WS-SIDE-EFFECT": (
+        "torch_optimizer/Ranger pytorch_optimizer/Conda pytorch_optimizer/Magma pytorch_optimizer/ScalableShampoo"
+    ),
+    "WS-ITEM": "pytorch_optimizer/Lookahead pytorch_optimizer/ScheduleFreeWrapper",
     "WS-DATA-SHAPE": "pytorch_optimizer/SPAM pytorch_optimizer/SaRA",
     "WS-RNG": "pytorch_optimizer/Kron",
     "WS-PARAM-DATA": "torch_optimizer/Adahessian",
     "WS-UNSUPPORTED": (
-        "torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
+        "timm/Adahessian torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
     ),
 }
 """Optimizers that branch on values of tensors, keep objects with tensors in their state, draw from numpy, ..."""

@@ -351,6 +351,9 @@ class Capture:
                 self._again_if_met()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
+            except AttributeError as error:
+                self._refuse_attribute_of_a_tensor(error)
+                raise
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
@@ -376,6 +379,16 @@ class Capture:
             return error
         where = location_of_exception(error) or otherwise
         return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
+
+    def _refuse_attribute_of_a_tensor(self, error: AttributeError) -> None:
+        """The step asked a fake for an attribute that the user put on the tensor it stands for."""
+        tracked = self.table.by_fake.get(id(error.obj))
+        if tracked is not None and error.name in vars(tracked.real):
+            raise UnsupportedError(
+                f"the step reads {tracked.slot.path}.{error.name}, an attribute that was put on a tensor.",
+                fix="keep it in optimizer.state, or in an attribute of a module.",
+                location=location_of_exception(error),
+            ) from error
 
     def _line_of(self, error: WholestepError) -> Location | None:
         """The line for what is found after the trace: where the optimizer stepped that the error names, or the
