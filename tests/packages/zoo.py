@@ -258,7 +258,8 @@ REFUSED = {
     "WS-RNG": "pytorch_optimizer/Kron",
     "WS-PARAM-DATA": "torch_optimizer/Adahessian",
     "WS-UNSUPPORTED": (
-        "timm/Adahessian torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
+        "timm/Adahessian "
+        "torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
     ),
 }
 """Optimizers that branch on values of tensors, keep objects with tensors in their state, draw from numpy, ..."""
