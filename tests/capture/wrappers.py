@@ -7,6 +7,7 @@ import contextvars
 import ctypes
 import functools
 import itertools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -205,6 +206,110 @@ class InProperty(Forwarding):
 
     def inner(self) -> Any:
         return self.optimizer
+
+
+class InFunctionAttribute(Forwarding):
+    def __init__(self, optimizer: Optimizer) -> None:
+        def get() -> Any:
+            return get.optimizer  # type: ignore[attr-defined]
+
+        get.optimizer = optimizer  # type: ignore[attr-defined]
+        self._get = get
+
+    def inner(self) -> Any:
+        return self._get()
+
+
+class InCache(Forwarding):
+    def __init__(self, optimizer: Optimizer) -> None:
+        once = [optimizer]
+        self._get = functools.lru_cache(lambda: once.pop())
+        self._get()
+
+    def inner(self) -> Any:
+        return self._get()
+
+
+class InThreadLocal(Forwarding):
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._local = threading.local()
+        self._local.optimizer = optimizer
+
+    def inner(self) -> Any:
+        return self._local.optimizer
+
+
+class WithSameGroups(Optimizer):
+    """Calls `super().__init__` with the groups of the base: another list of the same dicts."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, dict(base.defaults))
+        self.base = base
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["average"] = state["average"] * 0.9 + parameter * 0.1 if state else parameter.clone()
+
+
+class OfTwo:
+    """Two optimizers in a tuple, one for each half of the parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = optimizer.param_groups[0]["params"]
+        first = torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9)
+        self._optimizers = (first, torch.optim.RMSprop(parameters[2:], lr=1e-2))
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+class InTurns:
+    """One of two optimizers, by a counter in a slot."""
+
+    __slots__ = ("calls", "first", "second")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = optimizer.param_groups[0]["params"]
+        self.first = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.second = torch.optim.SGD(parameters, lr=0.01)
+        self.calls = 0
+
+    def step(self) -> None:
+        self.calls += 1
+        (self.first if self.calls % 2 else self.second).step()
+
+    def zero_grad(self) -> None:
+        self.first.zero_grad()
+
+
+class Accumulating:
+    """Steps at each third call."""
+
+    __slots__ = ("calls", "optimizer")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.calls = 0
+
+    def step(self) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        return None
 
 
 class LikeAccelerate(Optimizer):

@@ -126,8 +126,12 @@ class ChangedPython:
 
     def _only_swapped(self, before: Any, now: Any) -> bool:
         """Whether a container differs only by fakes in the place of the tensors they stand for."""
-        if len(before) != len(now) or isinstance(before, set):
+        if len(before) != len(now):
             return False
+        if isinstance(before, set):
+            return {self._table.real_of(item) for item in now} == before
+        if isinstance(before, dict):
+            now = {self._table.real_of(key): value for key, value in now.items()}
         pairs = [(before[k], now.get(k)) for k in before] if isinstance(before, dict) else zip(before, now, strict=True)
         return all(same_plain(b, a) or self._stands_for(b, a) for a, b in pairs)
 

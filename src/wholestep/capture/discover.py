@@ -68,6 +68,8 @@ class World:
     generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
     """What closures and globals that the step's code names are bound to: path, slot, value."""
+    asks_for_ids: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Global namespaces of user code that names `id`, by identity."""
     asks_for_types: bool = False
     """Whether user code that was found names `type`, which tells a number of the graph from a plain one."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
@@ -220,6 +222,8 @@ class _Walk:
                 self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self.function(value, path, depth)
+            if isinstance(value, FunctionType) and vars(value):
+                world.frontier[id(value)] = (value, path)
         elif hasattr(type(value), "__wholestep_function__"):
             self.function(value.__wholestep_function__, path, depth)
         elif is_random_object(value):
@@ -291,6 +295,8 @@ class _Walk:
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
         named = _global_names(fn.__code__)
         self.world.asks_for_types |= "type" in named
+        if "id" in named and "id" not in fn.__globals__:
+            self.world.asks_for_ids[id(fn.__globals__)] = fn.__globals__
         for name in sorted(named):
             if name in fn.__globals__:
                 slots.append((name, MappingSlot(InputKind.CAPTURED, name, None, fn.__globals__, name)))

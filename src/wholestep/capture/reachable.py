@@ -40,6 +40,7 @@ from wholestep.capture.plain import PLAIN
 from wholestep.capture.slots import ABSENT
 
 _MOST_OBJECTS = 5_000
+_CACHED = type(functools.lru_cache(lambda: None))
 _LONGEST = 1_000
 """Of longer containers only the first elements are looked at."""
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
@@ -191,9 +192,8 @@ def _of_function(function: FunctionType) -> _Named:
     if not _is_foreign(function):
         for name in _global_names(function.__code__):
             yield f"->{name}", functools.partial(function.__globals__.get, name, ABSENT)
-    wrapped = vars(function).get("__wrapped__")
-    if wrapped is not None:
-        yield "", functools.partial(vars(function).get, "__wrapped__", ABSENT)
+    for name in vars(function):
+        yield "" if name == "__wrapped__" else f".{name}", functools.partial(vars(function).get, name, ABSENT)
 
 
 def has_own_dict(value: Any) -> bool:
@@ -238,6 +238,8 @@ def _is_opaque(value: Any) -> bool:
     """An object of a type written in C, whose referents have no names: an iterator, a set, a deque."""
     if isinstance(value, FunctionType | MethodType | ModuleType | type | dict | list | tuple | CellType):
         return False
+    if isinstance(value, _CACHED):
+        return True
     cls = type(value)
     root = (cls.__module__ or "").split(".")[0]
     return root == "builtins" or (root in _STANDARD and not has_own_dict(value))

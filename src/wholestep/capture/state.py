@@ -30,6 +30,7 @@ from wholestep._torch_compat import (
     spec_of,
 )
 from wholestep.capture.discover import World, owns
+from wholestep.capture.identity import swap_id, swap_keys
 from wholestep.capture.nested_state import (
     OwnerSlot,
     copy_nest,
@@ -227,6 +228,12 @@ class StateTable:
             self._swap_optimizer(optimizer, path)
         for wrapper, path in self.world.wrappers:
             self._swap_wrapper(wrapper, path)
+        for container, _ in self.world.containers:
+            undo = swap_keys(container, lambda real: self.tracked[id(real)].fake if id(real) in self.tracked else real)
+            if undo is not None:
+                self._undo.append(undo)
+        if self.world.asks_for_ids:
+            self._undo.append(swap_id(list(self.world.asks_for_ids.values()), self.real_of))
         for scaler, path in self.world.scalers.items():
             for attr in SCALER_TENSORS:
                 real = vars(scaler).get(attr)
@@ -238,6 +245,11 @@ class StateTable:
                 if type(number) in (int, float):
                     where = MappingSlot(InputKind.HYPER_PARAMETER, f"{path}.{attr}", None, vars(scaler), attr)
                     self._swap(where, self._make_scalar(where, number))
+
+    def real_of(self, value: Any) -> Any:
+        """The user's tensor that a fake stands for; anything else is itself."""
+        tracked = self.by_fake.get(id(value))
+        return tracked.real if tracked is not None and value is tracked.fake else value
 
     def remove_hooks(self, hooks: list[tuple[dict[Any, Any], Any]]) -> None:
         """Take entries out of registries of hooks; `restore` puts the registries back as they were."""
