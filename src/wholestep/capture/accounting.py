@@ -189,6 +189,7 @@ class Account:
         for tracked, _, grad in self._real:
             if tracked.real.grad is not grad:
                 tracked.real.grad = grad
+        self._real.clear()  # a graph keeps no batch
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:

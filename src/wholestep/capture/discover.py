@@ -105,6 +105,12 @@ class World:
                 way = self.links.get(id(way.parent))
         return list(found.values())
 
+    def forget_search(self) -> None:
+        """Let go of what only the search needed: a graph keeps no batch."""
+        for found in (self.links, self.frontier, self.behind):
+            found.clear()
+        self.chains.clear()
+
     def knows(self, value: Any) -> bool:
         """Whether an optimizer, scheduler, scaler or module was found."""
         if isinstance(value, weakref.ProxyTypes):

@@ -215,6 +215,7 @@ class Capture:
                 self.shapes.refuse_fixed()
                 captured = collect(self, result)
                 self.account.check(captured.step_graph.gm.graph)
+                self.world.forget_search()
         except WholestepError as error:
             if error.location is not None:
                 raise
