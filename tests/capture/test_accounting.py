@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,29 +134,24 @@ def test_a_custom_operator_that_is_eliminated_as_dead_code_is_found(monkeypatch:
         ws.compile(run.step)(*run.arguments(0))
 
 
-class DeepList:
-    """Holds parameters deeper than discovery goes."""
+class Referring:
+    """Refers to parameters in a way that discovery does not follow."""
 
-    def __init__(self, parameters: Any) -> None:
-        self.nest: Any = parameters
-        for _ in range(9):
-            self.nest = {"next": self.nest}
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._references = [weakref.ref(parameter) for parameter in parameters]
 
-    def parameters(self) -> Any:
-        found = self.nest
-        while isinstance(found, dict):
-            found = found["next"]
-        return found
+    def parameters(self) -> list[Any]:
+        return [reference() for reference in self._references]
 
 
 def test_gradients_that_arrive_at_real_parameters_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: DeepList, x: Tensor) -> Tensor:
+    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: Referring, x: Tensor) -> Tensor:
         torch.cat(hiding.parameters()).square().sum().backward()
         return train_step(model, optimizer, x)
 
     run = plain_run()
     model, optimizer, x = run.arguments(0)
-    hiding = DeepList([model[0].bias, model[3].bias])
+    hiding = Referring([model[0].bias, model[3].bias])
     run = Run(step_with_penalty, lambda i: (model, optimizer, hiding, x), run.watch)
     monkeypatch.setattr(intercept.FunctionMode, "_traced", lambda self, value: value)
     assert_lost(run, "did not arrive|was written for real")
@@ -163,14 +159,14 @@ def test_gradients_that_arrive_at_real_parameters_are_found(monkeypatch: pytest.
 
 
 def test_gradients_of_hidden_parameters_arrive() -> None:
-    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: DeepList, x: Tensor) -> Tensor:
+    def step_with_penalty(model: nn.Module, optimizer: Any, hiding: Referring, x: Tensor) -> Tensor:
         torch.cat(hiding.parameters()).square().sum().backward()
         return train_step(model, optimizer, x)
 
     def make(where: torch.device) -> Run:
         model = mlp(where)
         optimizer = adamw(model)
-        hiding = DeepList([model[0].bias, model[3].bias])
+        hiding = Referring([model[0].bias, model[3].bias])
         return Run(step_with_penalty, lambda i: (model, optimizer, hiding, batch_of(where, i, 6, 6)), {"model": model})
 
     assert_parity(Case("penalty", make), device())
