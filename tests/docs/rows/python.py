@@ -237,6 +237,23 @@ def objects_that_are_found() -> None:
     same(lambda model, optimizer, x: train(model, optimizer, x * model.holder["weight"]), model=build)
 
 
+@row("dicts and sets that have parameters as keys")
+def parameters_as_keys() -> None:
+    def build() -> nn.Module:
+        model = network()
+        model.factors = {parameter: 0.9 for parameter in model.parameters()}
+        model.biases = {id(parameter) for parameter in model.parameters() if parameter.dim() == 1}
+        return model
+
+    def body(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(model.factors[parameter] if id(parameter) in model.biases else 1.0)
+        return train(model, optimizer, x)
+
+    same(body, model=build)
+
+
 @row("a tensor that is in none of these places")
 def tensors_that_are_not_found() -> None:
     import ctypes
