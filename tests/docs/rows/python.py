@@ -241,7 +241,7 @@ def objects_that_are_found() -> None:
 def parameters_as_keys() -> None:
     def build() -> nn.Module:
         model = network()
-        model.factors = {parameter: 0.9 for parameter in model.parameters()}
+        model.factors = dict.fromkeys(model.parameters(), 0.9)
         model.biases = {id(parameter) for parameter in model.parameters() if parameter.dim() == 1}
         return model
 
