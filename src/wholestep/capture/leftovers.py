@@ -53,8 +53,7 @@ class Leftovers:
     """Made before a trace; tells after it what the trace left behind, and takes that away."""
 
     def __init__(self) -> None:
-        if gc.isenabled():
-            gc.collect(0)  # what is young afterwards was made by the trace
+        gc.collect(0)  # what is young afterwards was made by the trace
         self._globals = GlobalState()
         self._collections = _collections()
         self._made: set[int] | None = None
