@@ -1,11 +1,15 @@
-"""Rows about what a trace must not leave behind."""
+"""Programs for the rows about what a step keeps, copies and writes, and about Ctrl-C."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
-from collections import deque
+import os
+import pickle
+import signal
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -14,73 +18,87 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
-from docs.rows.optimizers import own
-from docs.rows.page import network, refused, row, run_of, same, train
+from docs.rows.page import refused, row, same
 
-KEPT: deque[Any] = deque()
+PACKAGE = types.ModuleType("package_with_a_cache")
+sys.modules["package_with_a_cache"] = PACKAGE
 
 
 @functools.lru_cache
-def table(size: int) -> Tensor:
-    return torch.arange(float(size))
+def mask(n: int) -> Tensor:
+    return torch.tril(torch.ones(n, n))
+
+
+def train(loss: Tensor, optimizer: Optimizer) -> Tensor:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 @row("`functools.lru_cache` filled in the step")
-def caches() -> None:
-    def build() -> nn.Module:
-        table.cache_clear()
-        return network()
+def cached() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        mask.cache_clear()
+        out = model(x)
+        return train((out @ mask(out.shape[-1])).square().mean(), optimizer)
 
-    same(lambda model, optimizer, x: train(model, optimizer, x * table(6)), model=build)
-    assert torch.equal(table(6), torch.arange(6.0))
+    same(step)
 
 
 @row("a tensor kept in a cache of a package")
-def kept_tensors() -> None:
-    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        KEPT.append(x * 2)
-        return train(model, optimizer, x)
+def kept() -> None:
+    PACKAGE.cache = {}  # type: ignore[attr-defined]
 
-    refused("WS-SIDE-EFFECT", body)
-    assert not KEPT
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        sys.modules["package_with_a_cache"].cache["x"] = x * 2
+        return train(model(x).square().mean(), optimizer)
 
-
-@row("`copy.deepcopy(tensor)`, `copy.copy(tensor)` in the step")
-def copies() -> None:
-    def update(self: Any, group: Any, p: Tensor, state: Any) -> None:
-        state.setdefault("before", copy.deepcopy(p.data)).lerp_(p.grad, 0.1)
-        p.sub_(state["before"], alpha=group["lr"])
-
-    same(train, optimizer=own(update))
+    refused("WS-SIDE-EFFECT", step)
+    assert PACKAGE.cache == {}  # type: ignore[attr-defined]
 
 
-@row("`pickle`, `torch.save` of tensors in the step")
-def saved() -> None:
-    run = run_of(lambda model, optimizer, x: (train(model, optimizer, x), torch.save(x, io.BytesIO())))
-    with pytest.raises(ws.errors.WholestepError) as caught:
-        ws.compile(run.step)(*run.arguments(0))
-    assert caught.value.location is not None
+@row("`copy.deepcopy(tensor)`")
+def copied() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        return train((model(copy.deepcopy(x)) + copy.copy(x).sum()).square().mean(), optimizer)
+
+    same(step)
+
+
+@row("`pickle`, `torch.save`")
+def written() -> None:
+    def pickles(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        pickle.dumps(x)
+        return model(x)
+
+    def saves(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        torch.save(x, io.BytesIO())
+        return model(x)
+
+    refused("WS-ITEM", pickles)
+    refused("WS-SIDE-EFFECT", saves)
 
 
 @row("state that is a tensor subclass")
-def subclasses() -> None:
-    def update(self: Any, group: Any, p: Tensor, state: Any) -> None:
-        state["leaf"] = torch.zeros_like(p).requires_grad_()
+def leaf_state() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = train(model(x).square().mean(), optimizer)
+        for p in model.parameters():
+            optimizer.state[p]["extra"] = torch.zeros(2, requires_grad=True)
+        return loss
 
-    run = run_of(train, optimizer=own(update))
-    with pytest.raises(ws.errors.WholestepError) as caught:
-        ws.compile(run.step)(*run.arguments(0))
-    assert caught.value.location is not None
+    refused("WS-SIDE-EFFECT", step)
 
 
 @row("Ctrl-C during a capture")
 def interrupted() -> None:
-    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        train(model, optimizer, x)
-        raise KeyboardInterrupt
+    before = [signal.getsignal(signal.SIGINT), vars(nn.Module)["__call__"]]
 
-    run = run_of(body)
-    before = run.watch["model"][0].weight.detach().clone()
+    def step(model: Any, x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        return model(x)
+
     with pytest.raises(KeyboardInterrupt):
-        ws.compile(run.step)(*run.arguments(0))
-    assert torch.equal(run.watch["model"][0].weight, before)
+        ws.compile(step)(nn.Linear(3, 3), torch.ones(2, 3))
+    assert [signal.getsignal(signal.SIGINT), vars(nn.Module)["__call__"]] == before
