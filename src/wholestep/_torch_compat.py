@@ -554,8 +554,17 @@ def codegen_of(graph: fx.Graph) -> CodeGen:
     return graph._codegen
 
 
+_MOST_FAKE_RULES = 30_000  # some 30 MB; the largest captures that were seen need 5,000
+
+
 def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
-    """A mode for one capture. 2.11, 2.13."""
+    """A mode for one capture. 2.11, 2.13.
+
+    torch remembers for the whole process what each operator returned for each shape (`FakeTensorMode.cache`) and never
+    forgets: it is emptied where captures of ever new shapes have filled it.
+    """
+    if len(FakeTensorMode.cache) > _MOST_FAKE_RULES:
+        FakeTensorMode.cache_clear()
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import wholestep as ws
 from harness import device
 from soak import SoakTrainer, cache_sizes, grown, live_objects, resident_bytes
-from wholestep import api
+from wholestep import _torch_compat, api
 
 _MEGABYTE = 2**20
 
@@ -35,7 +35,7 @@ def _play(trainer: SoakTrainer, step: Any, first: int, last: int) -> None:
 
 
 def test_ten_thousand_calls_with_changing_numbers_keep_memory_flat() -> None:
-    trainer = SoakTrainer(device())
+    trainer = SoakTrainer(device(), torch.optim.AdamW)
     step = ws.compile(trainer.step, lower="eager")
     _play(trainer, step, 0, 1_000)
     graphs, objects, caches, bytes_before = len(step.graphs), live_objects(), cache_sizes(), resident_bytes()
@@ -51,13 +51,15 @@ def test_ten_thousand_calls_with_changing_numbers_keep_memory_flat() -> None:
     growth = sum(each.size_diff for each in after.compare_to(before, "filename") if "wholestep" in str(each.traceback))
     assert len(step.graphs) == graphs <= 4
     assert trainer.calls == 10_000
-    assert not grown(objects, live_objects(), by=50)
+    assert not grown(objects, live_objects(), by=150)
     assert cache_sizes() == caches
     assert growth < 64 * 1024
     assert resident_bytes() - bytes_before < 8 * _MEGABYTE
 
 
-def test_the_number_of_graphs_is_capped_and_the_oldest_is_freed() -> None:
+def test_the_number_of_graphs_is_capped_and_the_oldest_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api._MOST_GRAPHS <= 128
+    monkeypatch.setattr(api, "_MOST_GRAPHS", 12)
     trainer = SoakTrainer(device())
     step = ws.compile(trainer.step, lower="eager")
     step(torch.randn(2, 3), 1.0)
@@ -80,7 +82,7 @@ def _capture_often(step: Any, times: int) -> None:
 
 def test_two_hundred_captures_of_new_models_and_shapes_keep_memory_flat() -> None:
     step = ws.compile(lambda trainer, x, weight: trainer.step(x, weight), lower="eager")
-    _capture_often(step, 60)
+    _capture_often(step, 30)
     step.reset()
     objects, caches, bytes_before = live_objects(), cache_sizes(), resident_bytes()
     _capture_often(step, 200)
@@ -148,8 +150,19 @@ def test_new_compiled_steps_do_not_add_up() -> None:
             step(torch.randn(2, 3), 1.0)
             step(torch.randn(2, 3), 2.0)
 
-    use(10)
+    use(5)
     before, caches = live_objects(), cache_sizes()
-    use(40)
-    assert not grown(before, live_objects(), by=50)
+    use(25)
+    assert not grown(before, live_objects(), by=20)
     assert {k: (caches.get(k, 0), n) for k, n in cache_sizes().items() if n > caches.get(k, 0)} == {}
+
+
+def test_what_torch_remembers_of_fake_operators_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_compat, "_MOST_FAKE_RULES", 200)
+    step = ws.compile(lambda x: (x * 2).sin().sum(), lower="eager")
+    sizes = []
+    for rows in range(2, 102):
+        step(torch.randn(rows, 3))
+        sizes.append(len(_torch_compat.FakeTensorMode.cache))
+    assert max(sizes) < 250
+    assert sizes != sorted(sizes)

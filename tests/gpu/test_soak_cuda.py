@@ -41,14 +41,14 @@ def _play(trainer: SoakTrainer, step: Any, first: int, last: int) -> None:
 
 @pytest.mark.parametrize("cuda_graph", [False, "auto"])
 def test_ten_thousand_calls_keep_device_memory_flat(cuda_graph: Any) -> None:
-    trainer = SoakTrainer(CUDA)
+    trainer = SoakTrainer(CUDA, torch.optim.AdamW)
     step = ws.compile(trainer.step, lower="eager", cuda_graph=cuda_graph)
     _play(trainer, step, 0, 1_000)
     allocated, reserved, objects, caches = _allocated(), torch.cuda.memory_reserved(), live_objects(), cache_sizes()
     _play(trainer, step, 1_000, 10_000)
     assert _allocated() <= allocated
     assert torch.cuda.memory_reserved() <= reserved
-    assert not grown(objects, live_objects(), by=50)
+    assert not grown(objects, live_objects(), by=150)
     assert cache_sizes() == caches
 
 
