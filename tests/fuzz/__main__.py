@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd cannot be forked once it has threads for devices
+
 import torch
 
 from fuzz.grammar import write_program

@@ -158,7 +158,7 @@ def _training(b: Builder, wanted: Callable[[str], bool]) -> None:
                 "StepLR({}, 2, gamma=0.5)",
                 "CosineAnnealingLR({}, 5)",
                 "LambdaLR({}, lambda n: 1 / (n + 1))",
-                "OneCycleLR({}, max_lr=0.1, total_steps=10)",
+                "OneCycleLR({}, max_lr=0.1, total_steps=10, cycle_momentum=False)",
                 "LinearLR({}, total_iters=4)",
                 "CyclicLR({}, 0.01, 0.1, step_size_up=2, cycle_momentum=False)",
             )

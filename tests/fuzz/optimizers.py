@@ -282,7 +282,7 @@ class Wrapper(torch.optim.Optimizer):
     def __init__(self, optimizer):
         self.base = optimizer
         self.param_groups = optimizer.param_groups
-        self.defaults = optimizer.defaults
+        self.defaults = getattr(optimizer, 'defaults', {})
         self.state = collections.defaultdict(dict)
 
     def step(self, closure=None):
