@@ -466,7 +466,8 @@ def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[tor
     for m in modules:
         found += [m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks]
     for o in optimizers:
-        found += [o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks]
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        found += [getattr(o, name, {}) for name in names]  # absent where __init__ of Optimizer was not called
     return found
 
 

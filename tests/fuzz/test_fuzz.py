@@ -16,7 +16,6 @@ FOUND = sorted((Path(__file__).parent / "found").glob("*.py"))
 _SIZE = 10
 
 
-@pytest.mark.skipif(bool(SWITCHED_OFF), reason="what it finds is being mended")
 @pytest.mark.parametrize("first", range(0, 100, _SIZE))
 def test_random_programs_do_what_eager_does_or_are_refused_with_their_line(first: int) -> None:
     failed = []

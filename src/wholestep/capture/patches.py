@@ -390,5 +390,5 @@ def _cuda(device: Any) -> str:
 def _state_size(device: str) -> int:
     if device == "cpu":
         return int(torch.default_generator.get_state().numel())
-    torch.cuda.init()  # as in eager; before it there are no generators
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # as in eager; before it there are no generators
     return int(torch.cuda.default_generators[torch.device(device).index].get_state().numel())
