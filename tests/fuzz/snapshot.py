@@ -145,7 +145,9 @@ class _Walk:
             self.attributes(value, kind, path)
 
     def mapping(self, value: Any, path: str) -> None:
-        names = [k if isinstance(k, str | int | float | tuple | None) else index for index, k in enumerate(value)]
+        by_order = path.endswith("_hooks")  # their keys count the hooks of the whole process
+        plain = str | int | float | tuple | None
+        names = [k if isinstance(k, plain) and not by_order else index for index, k in enumerate(value)]
         self.found[f"{path}.keys"] = [str(n) for n in names]
         for name, item in zip(names, value.values(), strict=True):
             self.value(item, f"{path}[{name!r}]")
