@@ -8,7 +8,7 @@ from torch import nn
 
 class Own(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1):
-        super().__init__(params, dict(lr=lr))
+        super().__init__(params, {"lr": lr})
 
     def step(self, closure=None):
         for group in self.param_groups:
