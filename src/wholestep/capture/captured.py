@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from wholestep.ir.step_graph import StepGraph
 
 if TYPE_CHECKING:
     from wholestep.capture.discover import World
+    from wholestep.capture.tensor_attributes import OwnAttributes
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Captured:
     """Environment variables and files that the step read."""
     erased: list[Any] = field(default_factory=list)
     """Nodes of the trace that are not in the graph: nothing needs them."""
+    tensor_attributes: Iterable[OwnAttributes] = ()
+    """Python attributes on the user's tensors."""
     seconds: float = 0.0
 
     def release_batch(self) -> None:

@@ -37,6 +37,7 @@ def collect(capture: Capture, result: Any) -> Captured:
     bind_changed_state(capture, bindings)
     python = ChangedPython(capture, bindings)
     python.bind()
+    capture.table.attributes.bind(capture.table, bindings)
     refuse_changed_requires_grad(capture.table)
     copies = add_write_backs(capture)
     items = _item_recipe(capture)  # before dead nodes go
@@ -76,6 +77,7 @@ def collect(capture: Capture, result: Any) -> Captured:
         number_types=capture.lifted,
         compare_numbers=capture.may_tell_numbers_apart(),
         erased=[node for node in made if node not in used],
+        tensor_attributes=capture.table.attributes.own_attributes(),
     )
 
 

@@ -188,6 +188,12 @@ GraphInt: Any = type("GraphInt", (torch.SymInt,), {"__doc__": "An int of the gra
 GraphFloat: Any = type("GraphFloat", (torch.SymFloat,), {"__doc__": "A float of the graph.", **_methods(float)})
 
 
+def graph_number(value: Any) -> Any:
+    """What user code sees of a number that came back through torch, which wraps nodes in types of its own."""
+    node = value.node if isinstance(value, _SYMBOLIC) else None
+    return wrap(node) if isinstance(node, ScalarNode) else value
+
+
 def plain_keys(tree: Any) -> Any:
     """A result whose dictionaries have plain numbers for keys: hashing fixed them already."""
     if type(tree) is dict:

@@ -13,6 +13,7 @@ from wholestep.capture.accounting import Account
 from wholestep.capture.clocks import refuse_clocks
 from wholestep.capture.copies import deep_copy, reduce_traced
 from wholestep.capture.ctc import CTC_LOSSES, ctc_loss
+from wholestep.capture.graph_numbers import graph_number
 from wholestep.capture.location import user_location
 from wholestep.capture.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError
@@ -107,6 +108,8 @@ class FunctionMode(TorchFunctionMode):
             return deep_copy(func, args[0], args[1] if len(args) > 1 else (kwargs or {})["memo"])
         if func is Tensor.__reduce_ex__ and _is_traced(args[0]):
             return reduce_traced(args[0])
+        if func is Tensor.item:
+            return graph_number(func(*args, **(kwargs or {})))
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)

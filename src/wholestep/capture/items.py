@@ -11,6 +11,7 @@ from wholestep._torch_compat import local_of, without_modes
 from wholestep.capture.inputs import Inputs
 from wholestep.capture.known import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.capture.location import asked_by, user_location
+from wholestep.capture.number_policy import NumberPolicy
 from wholestep.capture.recorder import Recorder
 from wholestep.capture.scalars import ScalarHost, ScalarNode
 from wholestep.capture.state import StateTable
@@ -26,6 +27,9 @@ class ItemHost(ScalarHost, Protocol):
     recorder: Recorder
     table: StateTable
     inputs: Inputs
+    numbers: NumberPolicy
+
+    def is_pinned(self, path: str) -> bool: ...
 
 
 class Items:
@@ -53,10 +57,14 @@ class Items:
             number = value.item() if isinstance(value, Tensor) else value
         if value is not None and self._known.is_constant(node):
             return number
+        if value is not None and self._host.numbers.plain:
+            return number
         leaf = ItemLeaf(node, value is not None)
         where = user_location(with_text=False)
         name = f"{node.name}.item()" + (f" at {where}" if where is not None and not in_optimizer else "")
         scalar = ScalarNode(self._host, kind, number, name, leaf=leaf)
+        if value is not None and self._host.is_pinned(name):
+            return scalar.specialise("a plain number")
         taken = self._host.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
         scalar._fx = taken
         self._taken[node] = scalar

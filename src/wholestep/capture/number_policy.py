@@ -24,7 +24,8 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, schema_of, without_modes
 from wholestep.capture.captured import Captured
-from wholestep.errors import UnsupportedError, WholestepError
+from wholestep.errors import Location, UnsupportedError, WholestepError
+from wholestep.ir.meta import node_meta
 from wholestep.ir.number_tensor import number_tensor
 from wholestep.ir.signature import ChangeKind
 
@@ -82,6 +83,7 @@ def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[Captured, Nu
 def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) -> tuple[Captured, NumberPolicy]:
     """Pin the numbers that make the difference: first all that were lifted, then all; each that can be is an input."""
     difference: str | None = None
+    where: Location | None = None
     for pinned in (seen & policy.lifted, seen):
         best = policy.without(pinned)
         captured, error = _attempt(trace, best, set())
@@ -91,6 +93,7 @@ def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) ->
             continue
         difference = first_difference(captured, plain)
         if difference is not None:
+            where = line_of_difference(captured, plain)
             continue
         for path in sorted(pinned) if len(pinned) <= _MOST_TRIES else ():
             attempt = replace(best, lifted=best.lifted | (policy.lifted & {path}), pinned=best.pinned - {path})
@@ -102,6 +105,7 @@ def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) ->
         f"two traces of the same call with the same numbers recorded different programs: {difference}.",
         fix="make the step's Python deterministic: the order of sets, id(), clocks and counters outside of the step "
         "must not decide what it computes.",
+        location=where,
     )
 
 
@@ -127,6 +131,16 @@ def first_difference(one: Captured, other: Captured) -> str | None:
     return _changed_state(*programs)
 
 
+def line_of_difference(one: Captured, other: Captured) -> Location | None:
+    """The user's line of the first operator that differs."""
+    programs = _Program(one), _Program(other)
+    pairs = zip(programs[0].calls, programs[1].calls, strict=False)
+    at = next((i for i, (first, second) in enumerate(pairs) if first[0] != second[0]), None)
+    if at is None:
+        at = min(len(program.calls) for program in programs) - 1
+    return programs[0].lines[at] if 0 <= at < len(programs[0].lines) else None
+
+
 def _changed_state(one: _Program, other: _Program) -> str | None:
     for path in {**one.changes, **other.changes}:
         first, second = (program.changes.get(path, program.unchanged(path)) for program in (one, other))
@@ -143,6 +157,8 @@ class _Program:
         self._places: dict[fx.Node, int] = {}
         self.calls: list[tuple[Any, str]] = []
         """Each operator that is no arithmetic on Python numbers, and its name for people."""
+        self.lines: list[Location | None] = []
+        """The user's line of each."""
         outputs: Any = ()
         for node in captured.step_graph.gm.graph.nodes:
             if node.op == "output":
@@ -150,6 +166,7 @@ class _Program:
             elif node.op == "call_function" and not _is_arithmetic(node):
                 self._places[node] = len(self.calls)
                 self.calls.append((self._call(node), f"{node.name} ({node.target})"))
+                self.lines.append(node_meta(node).location)
         self.results = [self._result(kind, value, outputs) for kind, value in captured.result_leaves]
         self.changes = {
             change.slot.path: self._form(outputs[change.output])

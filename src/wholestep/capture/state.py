@@ -52,6 +52,7 @@ from wholestep.capture.slots import (
     Slot,
     in_users_objects,
 )
+from wholestep.capture.tensor_attributes import TensorAttributes
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
 
@@ -121,6 +122,7 @@ class StateTable:
         self._lift_number = lift_number
         self._lifts = lifts
         self._undo: list[Callable[[], None]] = []
+        self.attributes = TensorAttributes(world, lifts, lift_number)
 
     # Building.
 
@@ -170,6 +172,7 @@ class StateTable:
         tracked = Tracked(real, fake, slot)
         self.tracked[id(real)] = tracked
         self.by_fake[id(fake)] = self.by_fake[id(tracked.input)] = tracked
+        self.attributes.copy(tracked)
         return tracked
 
     def track_input(self, real: Tensor, slot: Slot, fake: Tensor | None = None) -> Tracked:
@@ -181,6 +184,7 @@ class StateTable:
         tracked = Tracked(real, fake, slot)
         self.tracked[id(real)] = tracked
         self.by_fake[id(fake)] = tracked
+        self.attributes.copy(tracked)
         return tracked
 
     @staticmethod
@@ -215,6 +219,7 @@ class StateTable:
 
     def swap_in(self) -> None:
         """Put the fakes where the user's code looks."""
+        self._undo.append(self.attributes.follow_real(self.tracked))
         for slot, tracked in self.module_slots:
             self._swap(slot, tracked.fake)
         for real, other in self.world.other_slots:

@@ -471,6 +471,11 @@ class Capture:
             return value
         return scalar.as_python()
 
+    def is_pinned(self, path: str) -> bool:
+        """Whether user code needs a number, which it gets now, as a plain one."""
+        self._seen.add(path)
+        return path in self.numbers.pinned
+
     def lift_number(self, slot: Slot, value: Number) -> Any:
         """A number that changed between two calls becomes a scalar of the graph."""
         self.lifted.append((slot, type(value)))

@@ -40,6 +40,7 @@ from wholestep.runtime.guards.objects import (
 from wholestep.runtime.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
 from wholestep.runtime.guards.process import SameModes
 from wholestep.runtime.guards.sources import SameClasses, SameEnvironment, SameFiles, SameFunctions, SameThreadLocals
+from wholestep.runtime.guards.tensor_attributes import SameTensorAttributes
 from wholestep.runtime.guards.tensors import AllThere, SameForm
 
 
@@ -65,6 +66,7 @@ class Guards:
             # Most steps have few of these.
             OtherAttributes(captured),
             EmptyBuffers(captured),
+            SameTensorAttributes(captured),
             SameClasses(captured),
             SameThreadLocals(captured),
             SameFunctions(captured),
