@@ -72,7 +72,7 @@ class TensorAttributes:
             on_fake[key] = value
 
     def follow_real(self, tracked: Container[int]) -> Callable[[], None]:
-        """Note the attributes of tensors that user code holds itself (in closures, lists); returns what restores them."""
+        """Note the attributes of tensors that user code holds itself (in closures); returns what restores them."""
         for real, slot in self._world.tensors.values():
             if id(real) not in tracked:
                 self._held_real.add(id(real))
