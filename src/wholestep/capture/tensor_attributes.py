@@ -73,16 +73,19 @@ class TensorAttributes:
 
     def follow_real(self, tracked: Container[int]) -> Callable[[], None]:
         """Note the attributes of tensors that user code holds itself (in closures); returns what restores them."""
-        for real, slot in self._world.tensors.values():
-            if id(real) not in tracked:
-                self._held_real.add(id(real))
-                self._followed.append((real, OwnAttributes(slot, real, dict(vars(real)), frozenset())))
+        held = [
+            OwnAttributes(slot, real, dict(vars(real)), frozenset())
+            for real, slot in self._world.tensors.values()
+            if id(real) not in tracked
+        ]
+        self._held_real.update(id(own.real) for own in held)
+        self._followed += [(own.real, own) for own in held]
 
         def put_back() -> None:
-            for held, own in self._followed:
-                if held is own.real and not _same(vars(held), own.before):
-                    vars(held).clear()
-                    vars(held).update(own.before)
+            for own in held:
+                if not _same(vars(own.real), own.before):
+                    vars(own.real).clear()
+                    vars(own.real).update(own.before)
 
         return put_back
 
@@ -115,8 +118,9 @@ class TensorAttributes:
             own.set_by_step.add(key)
 
     def own_attributes(self) -> Iterable[OwnAttributes]:
-        """For guards."""
-        return [own for _, own in self._followed]
+        """For guards; lets go of the fakes."""
+        followed, self._followed = self._followed, []
+        return [own for _, own in followed]
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
