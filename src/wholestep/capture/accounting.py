@@ -67,7 +67,7 @@ class Account:
         """The step is about to be traced: the state is as it was."""
         for tracked in self._capture.table.tracked.values():
             self._real.append((tracked, version_of(local_of(tracked.real)), tracked.real.grad))
-            self._fakes[id(tracked)] = tracked.input._version
+            self._fakes[id(tracked)] = version_of(tracked.input)
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -123,7 +123,7 @@ class Account:
 
     def _gradients(self) -> list[tuple[int, int]]:
         grads = [tracked.fake.grad for tracked in self._capture.table.tracked.values()]
-        return [(id(grad), local_of(grad)._version) for grad in grads if grad is not None]
+        return [(id(grad), version_of(local_of(grad))) for grad in grads if grad is not None]
 
     def _writes_to(self, tensor: Tensor) -> int:
         version: int = self._capture.recorder.values.value(local_of(tensor)).base.version
@@ -160,7 +160,7 @@ class Account:
         if values.is_written(fake):
             is_lost = values.node_of(fake) is not place and place not in copies
         else:
-            is_lost = fake._version != self._fakes.get(id(tracked), fake._version)
+            is_lost = version_of(fake) != self._fakes.get(id(tracked), version_of(fake))
         if is_lost:
             raise LostError(
                 f"the step writes to {tracked.slot.path}, and the graph does not.",
@@ -209,5 +209,5 @@ def _numbers(optimizer: Optimizer) -> list[Any]:
 
 def _contents(value: Any) -> Any:
     if isinstance(local_of(value), FakeTensor):
-        return id(value), local_of(value)._version
+        return id(value), version_of(local_of(value))
     return (id(value), len(value)) if isinstance(value, list | dict | set) else id(value)

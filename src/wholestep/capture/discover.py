@@ -70,8 +70,8 @@ class World:
     """What closures and globals that the step's code names are bound to: path, slot, value."""
     asks_for_ids: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Global namespaces of user code that names `id`, by identity."""
-    asks_for_types: bool = False
-    """Whether user code that was found names `type`, which tells a number of the graph from a plain one."""
+    asks_for_types: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Global namespaces of user code that names `type`, by identity."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
     """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
     sources: OtherSources = field(default_factory=OtherSources)
@@ -300,7 +300,8 @@ class _Walk:
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
         named = _global_names(fn.__code__)
-        self.world.asks_for_types |= "type" in named
+        if "type" in named and "type" not in fn.__globals__:
+            self.world.asks_for_types[id(fn.__globals__)] = fn.__globals__
         if "id" in named and "id" not in fn.__globals__:
             self.world.asks_for_ids[id(fn.__globals__)] = fn.__globals__
         for name in sorted(named):

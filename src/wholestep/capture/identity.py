@@ -1,10 +1,11 @@
-"""Parameters that the user's code tells apart by identity: keys of dicts, members of sets, `id(p)`.
+"""What the user's code can tell fakes by: keys of dicts, members of sets, `id(p)`, `type(x)`.
 
 The step sees fakes. A dict or set that has the real tensors as keys would not have them, without an error where the
 code asks `p in frozen` or `id(p) in skipped`. So while a step is traced
 
     {p: ..}, {p}        hold the fakes, in the same order
     id(p)               in the user's functions is that of the real tensor
+    type(x), type(k)    in the user's functions is Tensor, Parameter, int: what it is in eager
 """
 
 from __future__ import annotations
@@ -47,5 +48,35 @@ def swap_id(namespaces: list[dict[str, Any]], real: Callable[[Any], Any]) -> Und
     def undo() -> None:
         for namespace in namespaces:
             del namespace["id"]
+
+    return undo
+
+
+def swap_type(namespaces: list[dict[str, Any]], kind_of: Callable[[Any], type]) -> Undo:
+    """Let `type(x)` in the global namespaces of the user's functions be what it is in eager; what takes it out.
+
+    The stand-in is a class, so that `isinstance(x, type)`, `type(name, bases, dict)` and `class M(type)` work.
+    """
+
+    class Asked(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs:
+                return type(*args, **kwargs)
+            found = kind_of(args[0])
+            return stand_in if found is type else found
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, type)
+
+        def __subclasscheck__(cls, value: type) -> bool:
+            return issubclass(value, type)
+
+    stand_in = Asked("type", (type,), {})
+    for namespace in namespaces:
+        namespace["type"] = stand_in
+
+    def undo() -> None:
+        for namespace in namespaces:
+            del namespace["type"]
 
     return undo

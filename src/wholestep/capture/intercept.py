@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,9 @@ class InterceptHost(Protocol):
     """What the mode tells the capture."""
 
     api: str
+
+    def address_of(self, fake: Tensor) -> int: ...
+
     session: Any
     sources: Any
     account: Account
@@ -108,6 +113,8 @@ class FunctionMode(TorchFunctionMode):
             return deep_copy(func, args[0], args[1] if len(args) > 1 else (kwargs or {})["memo"])
         if func is Tensor.__reduce_ex__ and _is_traced(args[0]):
             return reduce_traced(args[0])
+        if func is Tensor.data_ptr and _is_traced(args[0]) and _asked_by_user(sys._getframe(1)):
+            return self._host.address_of(args[0])
         if func is Tensor.item:
             return graph_number(func(*args, **(kwargs or {})))
         if func in CTC_LOSSES:
@@ -128,6 +135,13 @@ class FunctionMode(TorchFunctionMode):
         if type(value) in (list, tuple) and any(isinstance(item, Tensor) and not _is_traced(item) for item in value):
             return type(value)(self._traced(item) for item in value)
         return value
+
+
+def _asked_by_user(frame: FrameType | None) -> bool:
+    """Whether the nearest frame that is not ours (modes call each other) is not torch's."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("wholestep."):
+        frame = frame.f_back
+    return frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.")
 
 
 def _is_traced(value: Any) -> bool:

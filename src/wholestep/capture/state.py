@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from wholestep._torch_compat import (
     SCALER_NUMBERS,
     SCALER_TENSORS,
+    FakeTensor,
     FakeTensorMode,
     dtensor_over,
     is_dtensor,
@@ -30,7 +31,7 @@ from wholestep._torch_compat import (
     spec_of,
 )
 from wholestep.capture.discover import World, owns
-from wholestep.capture.identity import swap_id, swap_keys
+from wholestep.capture.identity import swap_id, swap_keys, swap_type
 from wholestep.capture.nested_state import (
     OwnerSlot,
     copy_nest,
@@ -40,6 +41,7 @@ from wholestep.capture.nested_state import (
     refuse_sets_of_tensors,
     structure_of,
 )
+from wholestep.capture.scalars import scalar_of
 from wholestep.capture.slots import (
     FixedSlot,
     GradSlot,
@@ -239,6 +241,8 @@ class StateTable:
                 self._undo.append(undo)
         if self.world.asks_for_ids:
             self._undo.append(swap_id(list(self.world.asks_for_ids.values()), self.real_of))
+        if self.world.asks_for_types:
+            self._undo.append(swap_type(list(self.world.asks_for_types.values()), self.kind_of))
         for scaler, path in self.world.scalers.items():
             for attr in SCALER_TENSORS:
                 real = vars(scaler).get(attr)
@@ -255,6 +259,13 @@ class StateTable:
         """The user's tensor that a fake stands for; anything else is itself."""
         tracked = self.by_fake.get(id(value))
         return tracked.real if tracked is not None and value is tracked.fake else value
+
+    def kind_of(self, value: Any) -> type:
+        """The type that a value has in eager."""
+        real = self.real_of(value)
+        if real is value and isinstance(value, FakeTensor):
+            return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
+        return type(real) if scalar_of(value) is None else value.__class__  # numbers of the graph say what they are
 
     def remove_hooks(self, hooks: list[tuple[dict[Any, Any], Any]]) -> None:
         """Take entries out of registries of hooks; `restore` puts the registries back as they were."""

@@ -59,6 +59,7 @@ from wholestep.capture.state import StateTable, Tracked
 from wholestep.capture.tree import Flat, flatten, leaves_of, same_objects
 from wholestep.capture.value_sources import ValueSources
 from wholestep.errors import (
+    ItemError,
     Location,
     SideEffectError,
     UnsupportedError,
@@ -430,6 +431,17 @@ class Capture:
         tracked = self.table.tracked.get(id(real))
         return real if tracked is None else tracked.fake
 
+    def address_of(self, fake: Tensor) -> int:
+        """`data_ptr()`: of the tensor that a fake stands for."""
+        tracked = self.table.by_fake.get(id(fake))
+        if tracked is None:
+            raise ItemError(
+                f".data_ptr() asks for the address of a tensor of shape {tuple(fake.shape)} that a graph computes.",
+                fix="compare tensors that outlive the step, or do it outside.",
+                location=user_location(),
+            )
+        return int(tracked.real.data_ptr())
+
     # Host of the recorder.
 
     def before_operator(self) -> None:
@@ -486,7 +498,7 @@ class Capture:
         if self.numbers.plain or not self._seen:
             return False
         own_optimizer = any(not type(o).__module__.startswith("torch.optim.") for o in self.world.optimizers)
-        return bool(self.lifted) or own_optimizer or self.world.asks_for_types
+        return bool(self.lifted) or own_optimizer
 
     def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
         return self.recorder.emit_function(target, args, value)
