@@ -285,9 +285,13 @@ class CompiledStep(Generic[P, R]):
         reason = None
         pending.flush_all()
         if self._last is not None:
-            state = self._last.gather.read(leaves)
-            reason = self._last.guards.why_not(leaves, structure, state)
-            self._numbers = self._numbers.with_changed(self._last.guards.changed_numbers(leaves, structure, state))
+            like = (e for e in reversed(self._entries) if e.guards.same_structure(leaves, structure))
+            nearest = next(
+                like, self._last
+            )  # numbers are compared with a call whose arguments were nested the same way
+            state = nearest.gather.read(leaves)
+            reason = nearest.guards.why_not(leaves, structure, state)
+            self._numbers = self._numbers.with_changed(nearest.guards.changed_numbers(leaves, structure, state))
         captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers, self._called)
         if self.options.memory_budget is not None:
             captured.step_graph.memory = fit_to_budget(

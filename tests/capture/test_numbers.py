@@ -386,6 +386,17 @@ def test_a_tensor_of_numbers_that_change_needs_one_graph() -> None:
     assert_parity(case(make, steps=len(VALUES), graphs=2), device())
 
 
+def test_a_counter_needs_few_graphs_where_two_forms_of_arguments_take_turns() -> None:
+    def make(where: torch.device) -> Run:
+        def step(x: torch.Tensor, *, it: int, beta: float = 0.5) -> torch.Tensor:
+            return x * it * beta
+
+        keywords = lambda i: {"it": i} if i % 2 else {"it": i, "beta": 0.25 + i}  # noqa: E731
+        return Run(step, lambda i: (batch_of(where, i, 5, 4),), {}, keywords)
+
+    assert_parity(case(make, steps=12, graphs=4), device())
+
+
 def test_variables_of_one_name_in_two_functions_are_two_numbers() -> None:
     def make(where: torch.device) -> Run:
         def first() -> tuple[Callable[[Any], Any], Callable[[Any], None]]:

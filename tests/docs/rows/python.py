@@ -121,6 +121,33 @@ def views_at_a_number() -> None:
     assert len(step_of.graphs) == 2
 
 
+@row("Python attributes on parameters and other tensors")
+def attributes_of_tensors() -> None:
+    def build() -> nn.Module:
+        model = network()
+        model[0].weight.no_decay = True  # type: ignore[index]
+        return model
+
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        for p in model.parameters():
+            p.scale = getattr(p, "scale", 0.0) + (0.0 if hasattr(p, "no_decay") else 0.5)  # type: ignore[attr-defined]
+        return train(model, optimizer, x * sum(p.scale for p in model.parameters()))  # type: ignore[attr-defined]
+
+    same(body, model=build, steps=5, graphs=3)
+
+
+@row("`type(x)`, `type(p) is nn.Parameter`, `id(p)`")
+def types_and_addresses() -> None:
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        first = next(iter(model.parameters()))
+        known = type(x) is Tensor and all(type(p) is nn.Parameter for p in model.parameters())
+        same_ones = [p for p in model.parameters() if id(p) == id(first) and p.data_ptr() == first.data_ptr()]
+        return train(model, optimizer, x * (len(same_ones) if known else 7))
+
+    same(body)
+    refused("WS-ITEM", lambda model, optimizer, x: model(x) * model(x).data_ptr())
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

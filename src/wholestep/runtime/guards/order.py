@@ -115,6 +115,10 @@ class Guards:
         reasons = (reason for guard in self._guards for reason in guard.reasons(call))
         return next(reasons, "a condition that could not be named")
 
+    def same_structure(self, leaves: list[Any], structure: Any) -> bool:
+        """Whether the arguments of a call are nested as those of the captured one."""
+        return self._structure.holds(Call(leaves, structure, None))
+
     def changed_numbers(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
         """The paths of all Python numbers that a guard holds constant and that have another value now."""
         call = Call(leaves, structure, state)
