@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import io
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache, partial, singledispatch
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -321,4 +322,32 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("make", FOLLOWED, ids=lambda make: make.__name__)
 def test_a_value_behind_an_odd_object_is_used_as_it_is_at_each_call(make: Callable[[], Any]) -> None:
+    assert_follows(make)
+
+
+class _Point(ctypes.Structure):
+    _fields_: ClassVar = [("x", ctypes.c_int)]
+    scale = 1.0
+
+
+def value_of_a_class_made_in_c() -> Any:
+    _Point.scale = 1.0
+    return lambda: _Point.scale, lambda i: setattr(_Point, "scale", i + 2.0)
+
+
+def beside_a_generator_of_the_system() -> Any:
+    system, factors = random.SystemRandom(), [1.0]
+    return lambda: factors[0] if factors else system.random(), lambda i: factors.__setitem__(0, i + 2.0)
+
+
+def beside_a_bound_method_of_numpy() -> Any:
+    draw, factors = np.random.default_rng(0).normal, [1.0]
+    return lambda: factors[0] if factors else draw(), lambda i: factors.__setitem__(0, i + 2.0)
+
+
+IN_C = [value_of_a_class_made_in_c, beside_a_generator_of_the_system, beside_a_bound_method_of_numpy]
+
+
+@pytest.mark.parametrize("make", IN_C, ids=lambda make: make.__name__)
+def test_objects_made_in_c_in_reach_of_a_step_do_not_disturb_it(make: Callable[[], Any]) -> None:
     assert_follows(make)

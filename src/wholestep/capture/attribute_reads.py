@@ -132,11 +132,15 @@ class AttributeReads:
 
     def record_class(self, cls: type, names: frozenset[str], path: str, read: dict[str, None]) -> None:
         """Replace values in the dict of a class by descriptors that note when they are read."""
-        self._places[cls] = names
         for name in names:
             recorder = _ClassValue(self, vars(cls)[name], f"{path}.{name}", read, name, cls)
-            type.__setattr__(cls, name, recorder)
+            try:
+                type.__setattr__(cls, name, recorder)
+            except TypeError:  # classes made in C (ctypes.Structure) do not let theirs be replaced: no place to follow
+                read.update(dict.fromkeys(names))
+                return
             self._recorders.append(recorder)
+        self._places[cls] = names
 
     def found_in_class(self, recorder: _ClassValue) -> Any:
         """Note that a value of a class is read; gives what the step gets."""

@@ -132,7 +132,8 @@ class SourceWalk:
         """Attributes in `__slots__`; whether there are any."""
         found = False
         for base in type(value).__mro__:
-            for name, member in list(vars(base).items()) if not is_foreign(base) else ():
+            own = "__slots__" in vars(base) and not is_foreign(base)  # members of classes written in C may be read-only
+            for name, member in list(vars(base).items()) if own else ():
                 if isinstance(member, MemberDescriptorType):
                     found = True
                     slot = MemberSlot(InputKind.CAPTURED, f"{path}.{name}", None, value, member)

@@ -71,6 +71,8 @@ class RandomState:
 
 def _object_state(obj: Any) -> tuple[Any, Any]:
     """Something to compare, and something to put back."""
+    if isinstance(obj, random.SystemRandom):
+        return None, None  # draws from the system: refused where it does, nothing to put back
     if isinstance(obj, random.Random):
         return obj.getstate(), obj.getstate()
     return repr(obj.bit_generator.state), copy.deepcopy(obj.bit_generator.state)
