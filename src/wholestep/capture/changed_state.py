@@ -14,6 +14,7 @@ from wholestep.capture.captured import Change
 from wholestep.capture.host_numbers import HostNumber
 from wholestep.capture.nested_changes import bind_nest
 from wholestep.capture.nested_state import NESTS, FreshContainersSlot, OwnerSlot
+from wholestep.capture.plain import same_plain
 from wholestep.capture.slots import (
     ABSENT,
     Absent,
@@ -154,4 +155,4 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
 
 
 def _equal_plain(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and isinstance(old, PLAIN_CONSTANTS) and old == new
+    return isinstance(old, PLAIN_CONSTANTS) and same_plain(new, old)

@@ -30,11 +30,15 @@ def own_dict(obj: Any) -> dict[str, Any]:
     return attributes
 
 
+_GRAPH_NUMBERS = (torch.SymInt, torch.SymFloat)
+"""Numbers of the graph say that they are an int or a float; comparing two of them would be a branch of the step."""
+
+
 def same_plain(now: Any, before: Any) -> bool:
     """Whether two values are the same plain value. Anything that is not plain is only the same as itself."""
     if now is before:
         return True
-    if type(now) is not type(before) or not isinstance(before, PLAIN):
+    if type(now) is not type(before) or not isinstance(before, PLAIN) or isinstance(before, _GRAPH_NUMBERS):
         return False
     if isinstance(before, float):
         both_nan = now != now and before != before
