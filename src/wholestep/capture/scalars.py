@@ -41,6 +41,8 @@ class ScalarHost(Protocol):
 
     def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]: ...
 
+    def note_scalar(self, node: ScalarNode) -> None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class ScalarGuard:
@@ -178,7 +180,7 @@ class ScalarNode:
         args: tuple[ScalarNode, ...] = (),
         leaf: Any = None,
     ) -> None:
-        self._host = host
+        self._host: Any = host
         self.kind = kind
         self.hint = hint
         self.key = key
@@ -186,6 +188,12 @@ class ScalarNode:
         self.args = args
         self.leaf = leaf
         self._fx: fx.Node | None = None
+        if host is not None:
+            host.note_scalar(self)
+
+    def release(self) -> None:
+        """Let go of the capture: torch's C++ may keep this node (in views), where the collector does not see it."""
+        self._host = self._fx = None
 
     # What the graph and the guards ask for.
 
@@ -249,9 +257,9 @@ class ScalarNode:
             raise ControlFlowError(
                 f"{why} needs the value of {self.key}, which is known only when the step runs.",
                 fix="keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches.",
-                location=self._host.location_here(),
+                location=None if self._host is None else self._host.location_here(),
             )
-        if not self.is_fixed:
+        if not self.is_fixed and self._host is not None:
             self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
 
@@ -291,7 +299,7 @@ class ScalarNode:
 
     def _guard_sign(self, comparison: str, why: str) -> None:
         # Numbers that are taken out of tensors are left alone: a guard on them would read state before each call.
-        if self.is_fixed or self.hint is None or not _from_python(self):
+        if self.is_fixed or self.hint is None or self._host is None or not _from_python(self):
             return
         compared = self.apply(comparison, 0)
         assert compared.hint is not None

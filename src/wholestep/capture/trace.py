@@ -160,6 +160,7 @@ class Capture:
         self.lifted: list[tuple[Slot, type]] = []
         """Numbers that are inputs because they changed between two calls, and their types."""
         self._seen = seen
+        self._scalars: list[ScalarNode] = []
         self.phase = "forward"
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
@@ -224,6 +225,8 @@ class Capture:
         finally:
             self.settings.restore()
             rng.restore()
+            for scalar in self._scalars:
+                scalar.release()
         return captured
 
     def _refuse_shards(self) -> None:
@@ -499,6 +502,9 @@ class Capture:
             return False
         own_optimizer = any(not type(o).__module__.startswith("torch.optim.") for o in self.world.optimizers)
         return bool(self.lifted) or own_optimizer
+
+    def note_scalar(self, node: ScalarNode) -> None:
+        self._scalars.append(node)
 
     def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
         return self.recorder.emit_function(target, args, value)
