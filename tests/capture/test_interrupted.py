@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,14 @@ from wholestep._torch_compat_modes import read_modes
 from wholestep.capture.trace import Capture, is_tracing
 
 SOURCE = Path(ws.__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_raise() -> Iterator[None]:
+    """Tests that run in the background of a shell ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def process_state() -> dict[str, Any]:
@@ -283,6 +291,7 @@ def test_a_signal_that_is_ignored_or_left_to_the_system_stays_so(handler: Any) -
 
 _CAPTURES_UNDER_FIRE = """
     import os, random, signal, sys, threading, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores it
     import torch
     from torch import nn
     import wholestep as ws

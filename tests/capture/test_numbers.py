@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -516,3 +517,19 @@ def test_a_user_story_with_counters_reset_in_between() -> None:
         told.call(3)
 
     assert_same_story(make, story)
+
+
+def test_a_graph_with_a_view_at_a_changing_int_is_freed() -> None:
+    def fakes() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "FakeTensor" for each in gc.get_objects())
+
+    gc.unfreeze()
+    already = fakes()
+    run = _run(device(), lambda m, h, k: (m.bank[k : k + 2] + h[k : k + 2]) * h[k])
+    step = ws.compile(run.step)
+    for i in range(4):
+        step(*run.arguments(i))
+    assert fakes() > already
+    step.reset()
+    assert fakes() == already
