@@ -16,6 +16,7 @@ from torch import nn
 
 import wholestep as ws
 from capture.followed import assert_follows
+from harness import Run, assert_parity, batch_of, case, device
 
 # Classes.
 
@@ -839,3 +840,43 @@ OBJECTS = [
 @pytest.mark.parametrize("make", OBJECTS, ids=lambda make: make.__name__)
 def test_a_value_of_an_object_is_used_as_it_is_at_each_call(make: Callable[[], Any]) -> None:
     assert_follows(make)
+
+
+def test_a_method_put_on_an_optimizer_between_calls_is_used() -> None:
+    def make(where: torch.device) -> Run:
+        model = nn.Linear(3, 2).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def twice(i: int, result: Any) -> None:
+            once = optimizer.step
+            if i == 2:
+                optimizer.step = lambda: (once(), once())[0]  # type: ignore[method-assign, assignment, func-returns-value]
+
+        return Run(step, lambda i: (batch_of(where, i, 4, 3),), {"model": model}, after=twice)
+
+    assert_parity(case(make, steps=6, graphs=None), device())
+
+
+def test_an_instance_attribute_that_comes_to_shadow_one_of_the_class_is_used() -> None:
+    class Config:
+        scale = 5.0
+
+    def make(where: torch.device) -> Run:
+        config = Config()
+
+        def after(i: int, result: Any) -> None:
+            if i == 1:
+                config.scale = 9.0
+            elif i == 3:
+                del config.scale
+
+        return Run(lambda x: x * config.scale, lambda i: (batch_of(where, i, 4, 3),), {}, after=after)
+
+    assert_parity(case(make, steps=6, graphs=None), device())

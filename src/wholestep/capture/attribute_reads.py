@@ -118,7 +118,10 @@ class AttributeReads:
                 where = f"{tracker.path}.{name}"
                 slot = MappingSlot(InputKind.CAPTURED, where, None, tracker.attributes, name)
                 return self._found(value, where, slot)
-        elif name.startswith("__") or self._is_class_value(type(tracker.obj), name):
+        elif name.startswith("__"):
+            return value
+        elif self._is_class_value(type(tracker.obj), name):
+            tracker.names[name] = None  # absent from the instance: one that shadows the class's later is a change
             return value
         elif isinstance(value, PLAIN) and scalar_of(value) is None:
             tracker.class_values[name] = value

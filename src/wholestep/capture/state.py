@@ -416,9 +416,8 @@ class StateTable:
 
     @staticmethod
     def _fake_owner(owner: Any, tracked: Tracked | None) -> Any:
-        if tracked is None:
-            return owner
-        return id(tracked.fake) if type(owner) is int else tracked.fake
+        # `id(p)` in the optimizer's code is that of the real tensor (`capture.identity`).
+        return owner if tracked is None or type(owner) is int else tracked.fake
 
     def _fake_value(self, value: Any, slot: Slot) -> Any:
         """What the step sees of one value in optimizer state."""

@@ -116,9 +116,10 @@ class OptimizerAttributes(Listed):
     def __init__(self, captured: Captured) -> None:
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for optimizer, path in captured.world.optimizers.items():
-            skip = {"step"} | (OPTIMIZER_INTERNALS - {"defaults"}) | captured.volatile.get(id(optimizer), set())
+            skip = (OPTIMIZER_INTERNALS - {"defaults"}) | captured.volatile.get(id(optimizer), set())
             own = not type(optimizer).__module__.startswith("torch.")  # private attributes of torch's are its own
             before = {k: v for k, v in vars(optimizer).items() if k not in skip and (own or not k.startswith("_"))}
+            before["step"] = vars(optimizer).get("step", ABSENT)  # a method that is replaced on the instance
             if before:
                 self._attributes.append((vars(optimizer), path, before))
         super().__init__(self._attributes)
