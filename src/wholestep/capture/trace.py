@@ -419,6 +419,8 @@ class Capture:
 
     def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
         """Let go of all fakes but those that the graph needs; returns weak references to all, with their nodes."""
+        if self.session is not None:
+            self.session.release()
         self.fake_leaves, self.snapshots, self.readers, self.session = [], [], [], None
         self.account, self._bound_steps = Account(self), BoundSteps(self)
         self.inputs.release()

@@ -49,13 +49,22 @@ class Reducer:
         self._sharded: dict[int, Sharded] = {}
         self._changed: dict[int, Whole] = {}
         """Parameters that the backward added to the gradient of, in that order."""
+        self._hooks: list[Any] = []
         for whole in wholes:
             if whole.fake.requires_grad:
                 fake: Any = whole.fake
-                fake.register_post_accumulate_grad_hook(self._accumulated)
+                self._hooks.append(fake.register_post_accumulate_grad_hook(self._accumulated))
         self._flushing = False
         self._reductions: list[list[tuple[fx.Node, fx.Node]]] = []
         """First and last node of each reduction, for each time that something looked."""
+
+    def release(self) -> None:
+        """Let go of all fakes: a hook is held by the fake it is on, and would hold all others."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._wholes.clear()
+        self._sharded.clear()
 
     def add(self, param: Sharded, grad: Tensor) -> None:
         """A whole gradient of a gathered parameter."""

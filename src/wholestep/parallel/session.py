@@ -150,6 +150,13 @@ class Session:
         if self._plan.buffers == "broadcast" and self._plan.ranks > 1:
             self._take_buffers_of_first_rank()
 
+    def release(self) -> None:
+        """After the trace: hold none of its fakes."""
+        self._reducer.release()
+        self._sharded.clear()
+        self._buffers.clear()
+        self._gathering = None
+
     def _take_buffers_of_first_rank(self) -> None:
         """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""
         nodes = self._recorder.nodes

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from wholestep.errors import DesyncError, PeerFailedError
@@ -149,7 +150,7 @@ class _Round:
         for rank in gone or dead or late:
             lost = self._watchdog.lost(rank, self._position, silence)
             if lost is not None:
-                return Failure(lost.kind, rank, lost.step, lost.call, lost.text, running=False)
+                return replace(lost, running=False)
         if not late:
             return None
         place = f"call {self._keys.call} of {self._keys.step}"

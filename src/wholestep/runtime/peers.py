@@ -43,8 +43,8 @@ class Beat:
     position: Position
     host: str = ""
     pid: int = 0
-    reason: str = ""
-    """Why a rank aborted its groups."""
+    cause: dict[str, Any] | None = None
+    """The failure for which a rank aborted its process groups, as JSON."""
     calls: int = 0
     """How many graphs it has run, and the hash of them (`Trail`)."""
     trail: int = 0
@@ -133,7 +133,7 @@ class Peers:
             return "has not called a compiled step yet, or has died before"
         place = f"call {beat.position.call} of {beat.position.step}" if beat.position.step else "no step so far"
         doing = _DOING[beat.position.state].format(place=place)
-        why = f" ({beat.reason})" if beat.reason else ""
+        why = "" if beat.cause is None else f" ({beat.cause['text'].partition(chr(10))[0]})"
         return f"{doing}{why}; last sign of life {self.silent_for(rank):.1f} s ago, process {beat.pid} on {beat.host}"
 
 
@@ -150,12 +150,12 @@ _DOING = {
 def following(
     beat: Beat,
     position: Position,
-    reason: str,
+    cause: dict[str, Any] | None = None,
     trail: tuple[int, int] = (0, 0),
     scalars: dict[str, tuple[int, int]] | None = None,
 ) -> Beat:
     """The next beat of a rank."""
     number, (calls, value) = beat.number + 1, trail
     return replace(
-        beat, number=number, position=position, reason=reason, calls=calls, trail=value, scalars=scalars or {}
+        beat, number=number, position=position, cause=cause, calls=calls, trail=value, scalars=scalars or {}
     )

@@ -157,6 +157,10 @@ class Watchdog(threading.Thread):
         there = beat.position
         words = self.peers.last_words(rank)
         if there.state is State.ABORTED:
+            # The rank that aborted its groups is not the one that failed: it says which one did.
+            cause = None if beat.cause is None else Failure.read(beat.cause)
+            if cause is not None and cause.rank not in (rank, self.rank):
+                return cause
             return Failure(Kind.ABORTED, rank, position.step, position.call, words)
         if there.state is State.LEFT:
             passed = there.step == position.step and there.call >= position.call
@@ -214,10 +218,10 @@ class Watchdog(threading.Thread):
 
     def _write_beat(self) -> None:
         self._published = position = self.position
-        reason = ""
+        cause = None
         if self.broken is not None and position.state is not State.LEFT:
-            position, reason = Position(State.ABORTED, position.step, position.call), self.broken.text.split("\n")[0]
-        self._beat = following(self._beat, position, reason, self.trail.last, self.scalars.shown())
+            position, cause = Position(State.ABORTED, position.step, position.call), self.broken.write()
+        self._beat = following(self._beat, position, cause, self.trail.last, self.scalars.shown())
         self._board.write(beat_key(self.rank), self._beat.write())
 
     def _read_events(self, now: float) -> None:

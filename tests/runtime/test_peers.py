@@ -1,0 +1,37 @@
+"""What a rank concludes from the beats of the others."""
+
+from __future__ import annotations
+
+from torch import distributed as dist
+
+from wholestep.runtime.board import Board
+from wholestep.runtime.failure import Failure, Kind
+from wholestep.runtime.peers import Beat, Position, State
+from wholestep.runtime.watchdog import Watchdog
+
+HERE = Position(State.RUNNING, "train_step", 4)
+
+
+def rank_2_of_3() -> Watchdog:
+    return Watchdog(Board(dist.HashStore(), "test", 10.0), 2, 3, 10.0, lambda: True)
+
+
+def aborted_for(failure: Failure) -> Beat:
+    beat = Beat(1, Position(State.ABORTED, "train_step", 4), cause=failure.write())
+    return Beat.read(beat.write())
+
+
+def test_a_rank_that_aborted_its_groups_names_the_rank_that_failed() -> None:
+    watchdog = rank_2_of_3()
+    left = Failure(Kind.LEFT, 1, "train_step", 4, "has ended or destroyed its process group")
+    watchdog.peers.note(0, aborted_for(left))
+    assert watchdog.lost(0, HERE, 1.0) == left
+
+
+def test_a_rank_that_aborted_its_groups_for_this_one_is_named_itself() -> None:
+    watchdog = rank_2_of_3()
+    watchdog.peers.note(0, aborted_for(Failure(Kind.DIED, 2, "train_step", 4, "died or hangs")))
+    found = watchdog.lost(0, HERE, 1.0)
+    assert found is not None
+    assert (found.kind, found.rank) == (Kind.ABORTED, 0)
+    assert "died or hangs" in found.text
