@@ -156,6 +156,4 @@ def following(
 ) -> Beat:
     """The next beat of a rank."""
     number, (calls, value) = beat.number + 1, trail
-    return replace(
-        beat, number=number, position=position, cause=cause, calls=calls, trail=value, scalars=scalars or {}
-    )
+    return replace(beat, number=number, position=position, cause=cause, calls=calls, trail=value, scalars=scalars or {})
