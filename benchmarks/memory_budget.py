@@ -34,7 +34,7 @@ from torch import Tensor
 
 import wholestep as ws
 from wholestep.errors import MemoryBudgetError
-from wholestep.memory.measure import bytes_at_most
+from wholestep.remat.measure import bytes_at_most
 
 Row = dict[str, Any]
 Way = Callable[[Any], tuple[Any, Callable[..., Tensor]]]

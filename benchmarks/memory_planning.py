@@ -22,8 +22,8 @@ import wholestep as ws
 from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.step import Lowering
-from wholestep.memory.budget import Budget
-from wholestep.memory.policy import policy_of
+from wholestep.remat.budget import Budget
+from wholestep.remat.policy import policy_of
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from wholestep.cross_iteration.pending import suspend
 from wholestep.ir.effects import is_collective
-from wholestep.runtime.pending import suspend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tiny_gpt import Config, TinyGPT

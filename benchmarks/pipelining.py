@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipelining"))
 from models import CASES, UNet, gpt2, numbers, t5, tokens
 
 from wholestep.pipelining import Balance, SplitPoint
-from wholestep.pipelining.assemble import assemble
-from wholestep.pipelining.balance import choose_stages, node_costs
-from wholestep.pipelining.calls import call_form
-from wholestep.pipelining.capture import Program, capture
-from wholestep.pipelining.cut import stages_by_marks
-from wholestep.pipelining.example_values import example_bytes
-from wholestep.pipelining.markers import annotate_split_points
-from wholestep.pipelining.modes import Modes
-from wholestep.pipelining.state import ModelState
+from wholestep.pipelining.build.assemble import assemble
+from wholestep.pipelining.build.calls import call_form
+from wholestep.pipelining.build.capture import Program, capture
+from wholestep.pipelining.build.cut import stages_by_marks
+from wholestep.pipelining.build.example_values import example_bytes
+from wholestep.pipelining.build.markers import annotate_split_points
+from wholestep.pipelining.build.modes import Modes
+from wholestep.pipelining.build.state import ModelState
+from wholestep.pipelining.planning.balance import choose_stages, node_costs
 
 
 class Deep(nn.Module):

@@ -1,4 +1,4 @@
-"""Which room imports which: data flows one way, and only `api` knows the whole way of a step through the code.
+"""Which room imports which: data flows one way, and only `step` knows the whole way of a step through the code.
 
 Every import counts, also those inside of functions and for types only.
 """
@@ -22,18 +22,22 @@ ARROWS: dict[str, set[str]] = {
     "simulate": set(),
     "errors": set(),
     "environment": set(),
-    "options": {"lower", "memory", "parallel", "passes"},  # they read what the user wrote for them
-    "memory": set(),
+    "options": {"lower", "parallel", "passes", "remat"},  # they read what the user wrote for them
+    "remat": set(),
     "parallel": {"capture"},  # it records the collectives of its placements while capture traces
     "capture": {"parallel"},  # it traces under a plan
     "passes": set(),
     "partition": set(),
-    "compilers": {"memory"},
-    "lower": {"memory"},
-    "runtime": {"capture", "lower", "memory"},  # it runs what these made
-    "pipelining": {"parallel", "partition", "runtime"},
-    "debug": {"capture", "compilers", "lower", "memory", "passes", "runtime"},
-    "api": {"capture", "compilers", "debug", "lower", "memory", "passes", "runtime"},  # debug: when asked for a check
+    "inspect": {"compilers"},
+    "compilers": {"inspect", "remat"},
+    "lower": {"remat"},
+    "guards": {"capture", "runtime"},
+    "runtime": {"capture", "cross_iteration", "guards", "lower", "remat"},  # it runs what these made
+    "cross_iteration": {"capture", "lower", "runtime"},
+    "ranks": {"capture", "runtime"},
+    "pipelining": {"parallel", "partition", "ranks"},
+    "debug": {"capture", "compilers", "cross_iteration", "lower", "passes", "remat", "runtime"},
+    "step": {"capture", "compilers", "cross_iteration", "debug", "lower", "passes", "ranks", "remat", "runtime"},
 }
 """Room to the rooms that it imports beside the base. An arrow that is gone goes from here, too."""
 

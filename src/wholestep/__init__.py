@@ -7,10 +7,6 @@ from wholestep import lower as lower
 from wholestep import passes as passes
 from wholestep import pipelining as pipelining
 from wholestep import simulate as simulate
-from wholestep.api import CompiledStep as CompiledStep
-from wholestep.api import capture as capture
-from wholestep.api import check as check
-from wholestep.api import compile as compile
 from wholestep.errors import CudaGraphWarning as CudaGraphWarning
 from wholestep.errors import EagerWarning as EagerWarning
 from wholestep.errors import LowerWarning as LowerWarning
@@ -23,6 +19,10 @@ from wholestep.options import Options as Options
 from wholestep.parallel.plan import FullyShard as FullyShard
 from wholestep.parallel.plan import Replicate as Replicate
 from wholestep.partition import split_module as split_module
+from wholestep.step import CompiledStep as CompiledStep
+from wholestep.step import capture as capture
+from wholestep.step import check as check
+from wholestep.step import compile as compile
 
 __version__ = "0.1.0.dev0"
 

@@ -9,11 +9,11 @@ from typing import Any
 from wholestep.environment import default_lower
 from wholestep.errors import OptionError
 from wholestep.lower.options import LowerOptions
-from wholestep.memory.budget import Budget
-from wholestep.memory.policy import policy_of
 from wholestep.parallel.plan import Plan
-from wholestep.passes.contract import check_list
-from wholestep.passes.registry import resolve
+from wholestep.passes.engine.contract import check_list
+from wholestep.passes.engine.registry import resolve
+from wholestep.remat.budget import Budget
+from wholestep.remat.policy import policy_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,11 @@ import wholestep as ws
 from capture.operators import doubled, effect
 from cases.parts import adamw, mlp, train_step
 from harness import Case, Run, assert_frames_equal, assert_parity, batch_of, device, frame, marked_line
-from wholestep.capture import called, collect, custom_operators, intercept, recorder, values
+from wholestep.capture.graph import custom_operators, recorder
+from wholestep.capture.graph import tensor_values as values
+from wholestep.capture.objects import called
+from wholestep.capture.patching import intercept
+from wholestep.capture.results import collect
 
 
 def plain_run(step: Callable[..., Any] = train_step, optimizer: Callable[..., Any] = adamw) -> Run:

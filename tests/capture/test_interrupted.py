@@ -203,7 +203,7 @@ def test_an_interrupt_after_the_last_operator_is_raised_when_all_is_put_back() -
 
 
 def test_interrupts_while_objects_are_put_back_wait_until_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholestep.capture.state import StateTable
+    from wholestep.capture.objects.swapped_state import StateTable
 
     original = StateTable.restore
 

@@ -27,7 +27,7 @@ from capture.refused import World, assert_points_at, assert_unchanged_and_traina
 from cases.parts import adamw, mlp, plain_run
 from harness import Run, Story, assert_frames_equal, assert_same_story
 from wholestep._torch_compat import FakeTensor
-from wholestep.capture.leftovers import Leftovers
+from wholestep.capture.results.leftovers import Leftovers
 
 Use = Callable[[torch.Tensor], torch.Tensor]
 

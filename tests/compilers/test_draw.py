@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from wholestep.compilers import draw_graph, draw_graph_compile
-from wholestep.compilers.collapse import MOST_BOXES, drawing, kind_of_node
-from wholestep.compilers.draw import dot, svg
-from wholestep.compilers.layout import WIDEST, place
 from wholestep.errors import OptionError
+from wholestep.inspect.drawing.collapse import MOST_BOXES, drawing, kind_of_node
+from wholestep.inspect.drawing.draw import dot, svg
+from wholestep.inspect.drawing.layout import WIDEST, place
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -24,7 +24,7 @@ import wholestep as ws
 from wholestep.compilers import debug_compile, get_inputs, read_dump
 from wholestep.compilers.dump import GraphDump, new_folder
 from wholestep.errors import DumpError, GraphFormatError, WholestepError
-from wholestep.ir.tensor_file import from_bytes, to_bytes
+from wholestep.ir.io.tensor_file import from_bytes, to_bytes
 
 
 class Net(nn.Module):

@@ -225,7 +225,7 @@ def meddled(it: Meddler, x: Tensor) -> dict[str, Any]:
 
 
 def test_everything_is_put_back_when_eager_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholestep.api import CompiledStep
+    from wholestep.step import CompiledStep
 
     monkeypatch.setattr(CompiledStep, "_ready", lambda *given: None)  # capture would refuse before anything runs
     it, x = Meddler(), torch.ones(3)

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 import wholestep as ws
 from debug.seeded import call_of, changes_a_constant, seeded, swaps, targets, train_step
 from harness import differences, frame, marked_line
+from wholestep.guards.all_guards import Guards
 from wholestep.ir.meta import node_meta
 from wholestep.runtime.executor import Entry
-from wholestep.runtime.guards.order import Guards
 
 Fault = Callable[[Any, list[Any], Any], Any]
 aten = torch.ops.aten

@@ -26,8 +26,8 @@ from debug.graphs import (
     rest_follows,
     sleep_forever,
 )
-from wholestep.debug import minify
-from wholestep.ir.tensor_file import read_tensors
+from wholestep.debug.minifier import minify
+from wholestep.ir.io.tensor_file import read_tensors
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import wholestep as ws
 from compilers.networks import SMALL, assert_trains_as_in_eager
-from memory.steps import Images, Net, Trained, pictures, rows
+from remat.steps import Images, Net, Trained, pictures, rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.arguments import ArgumentReader, ArgumentWriter
-from wholestep.ir.targets import TargetReader
+from wholestep.ir.io.arguments import ArgumentReader, ArgumentWriter
+from wholestep.ir.io.targets import TargetReader
 
 GRAPH = fx.Graph()
 NODE = GRAPH.placeholder("x")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.constants import (
+from wholestep.ir.io.constants import (
     check_constant_name,
     constant_bytes,
     find_constant,

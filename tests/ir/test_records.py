@@ -11,8 +11,8 @@ import torch
 from ir.step_graphs import with_everything
 from wholestep.errors import GraphFormatError, Location
 from wholestep.ir import InputKind, InputSpec, NodeMeta, Signature, TensorSpec
-from wholestep.ir.records import RecordReader, write_record
-from wholestep.ir.targets import TargetReader
+from wholestep.ir.io.records import RecordReader, write_record
+from wholestep.ir.io.targets import TargetReader
 
 FULL = NodeMeta(
     "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True

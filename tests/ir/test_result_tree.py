@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.result_tree import check, describe, describe_leaf, render
+from wholestep.ir.io.result_tree import check, describe, describe_leaf, render
 
 Point = namedtuple("Point", ["x", "y"])
 A, B = torch.zeros(1), torch.ones(1)

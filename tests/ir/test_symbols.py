@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.symbols import SymbolReader, SymbolWriter
+from wholestep.ir.io.symbols import SymbolReader, SymbolWriter
 
 
 def sizes() -> tuple[Any, Any]:

@@ -9,8 +9,8 @@ import torch
 
 from wholestep.errors import GraphFormatError
 from wholestep.ir import rng
+from wholestep.ir.io.targets import PYTHON_FUNCTIONS, TargetReader, target_name
 from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.targets import PYTHON_FUNCTIONS, TargetReader, target_name
 
 aten = torch.ops.aten
 

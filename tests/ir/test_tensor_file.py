@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.tensor_file import can_write, read_tensors, write_tensors
+from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors
 
 TENSORS = {
     "float": torch.randn(3, 4),

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from wholestep._torch_compat import FakeTensor
 from wholestep.errors import GraphFormatError
-from wholestep.ir.values import ValueReader, ValueWriter, hint_of, kind_of, tensor_spec
+from wholestep.ir.io.values import ValueReader, ValueWriter, hint_of, kind_of, tensor_spec
 
 
 def round_trip(value: Any) -> tuple[Any, ValueReader]:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ir.collectives import comm
 from wholestep.errors import PassError, VerifyError
 from wholestep.passes import graph_optimization_pass
-from wholestep.passes.manager import apply_pass
+from wholestep.passes.engine.manager import apply_pass
 
 aten = torch.ops.aten
 

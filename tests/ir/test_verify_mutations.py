@@ -26,10 +26,10 @@ from wholestep.ir import StepGraph, verify
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.passes import graph_optimization_pass, overlap_optimizer_with_next_forward, run_passes
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
-from wholestep.passes.manager import apply_pass
-from wholestep.passes.registry import DEFAULT
+from wholestep.passes.engine.manager import apply_pass
+from wholestep.passes.engine.registry import DEFAULT
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
-from wholestep.runtime.digest import digest_of, first_difference
+from wholestep.ranks.digest import digest_of, first_difference
 
 pytestmark = pytest.mark.fake_group
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wholestep as ws
-from memory.steps import Net, Trained
+from remat.steps import Net, Trained
 from wholestep.ir.meta import node_meta
 from wholestep.lower.expand import expand
 from wholestep.lower.retrace import retrace

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from wholestep.lower.region_memory import RegionMemory
-from wholestep.memory.stand_in import stand_in
-from wholestep.memory.workspace import OperatorMemory
+from wholestep.remat.stand_in import stand_in
+from wholestep.remat.workspace import OperatorMemory
 
 pytestmark = pytest.mark.compiles
 aten = torch.ops.aten

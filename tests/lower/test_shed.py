@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memory.steps import Trained
+from remat.steps import Trained
 from wholestep._torch_compat import keeps_order_of_draws
 from wholestep.errors import OptionError
 from wholestep.lower.cut_budget import CutSearch

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import wholestep as ws
 from ranks import RanksFailed, run_ranks
-from wholestep import api
+from wholestep import step as api
 from wholestep.ir.effects import is_collective
 
 PLANS = {"replicate": ws.Replicate, "fully shard": ws.FullyShard}

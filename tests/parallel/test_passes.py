@@ -34,7 +34,7 @@ from wholestep.passes import (
     remove_duplicate_collectives,
     schedule_comm_wait,
 )
-from wholestep.passes.registry import DEFAULT
+from wholestep.passes.engine.registry import DEFAULT
 
 STEPS = 20
 SIZE = 3e-4

@@ -18,7 +18,7 @@ from ir.collectives import Build, comm
 from wholestep.ir.effects import is_collective
 from wholestep.ir.graphs import copy_graph
 from wholestep.passes import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
-from wholestep.passes.manager import apply_pass, run_passes
+from wholestep.passes.engine.manager import apply_pass, run_passes
 
 pytestmark = pytest.mark.fake_group
 

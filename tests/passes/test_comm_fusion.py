@@ -21,7 +21,7 @@ from ranks import run_ranks
 from wholestep.errors import OptionError
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.passes import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat, schedule_comm_wait
-from wholestep.passes.manager import apply_pass, run_passes
+from wholestep.passes.engine.manager import apply_pass, run_passes
 
 KIB = 1 / 1024
 

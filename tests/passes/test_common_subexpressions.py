@@ -22,7 +22,7 @@ from wholestep.ir import NodeMeta, StepGraph, set_node_meta, update_node_meta, v
 from wholestep.ir.reinplace import reinplaced
 from wholestep.passes import common_subexpressions
 from wholestep.passes.common_subexpressions import Merge, merge_common_subexpressions, plan_merges
-from wholestep.passes.replay import Replay
+from wholestep.passes.engine.replay import Replay
 
 
 def count(step: StepGraph, target: Any) -> int:

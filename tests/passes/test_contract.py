@@ -13,7 +13,7 @@ import wholestep as ws
 from wholestep.errors import OptionError, PassError, PassOrderError
 from wholestep.ir.verify import verify
 from wholestep.passes import applied_passes, graph_optimization_pass, run_passes
-from wholestep.passes.manager import apply_pass
+from wholestep.passes.engine.manager import apply_pass
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from wholestep.errors import IterMoveError
-from wholestep.ir.iter_graph import IterGraph
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.graph_module import IterGraphModule
 
 aten = torch.ops.aten
 

@@ -16,10 +16,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
+from wholestep.cross_iteration.iterations import iterations_of
 from wholestep.errors import IterMoveError, PassOrderError
 from wholestep.ir import StepGraph
 from wholestep.ir.effects import is_collective, is_wait
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
 from wholestep.passes.iter_move import (
     DESTINATIONS,
@@ -30,7 +31,6 @@ from wholestep.passes.iter_move import (
 )
 from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
-from wholestep.runtime.iterations import iterations_of
 
 pytestmark = pytest.mark.fake_group
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from passes.test_iter_graph import Sides, moved_module, nodes, two_parameters
 from wholestep.errors import PendingError
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.passes import applied_passes, graph_optimization_pass
 
 aten = torch.ops.aten

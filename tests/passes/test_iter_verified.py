@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.test_iter_graph import Sides, moved_module, nodes, two_parameters
 from wholestep.errors import PassError
-from wholestep.ir.iter_graph import IterGraph
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.passes import (
     applied_passes,
     disable_graph_optimization_dump,
@@ -23,7 +23,7 @@ from wholestep.passes import (
     merge_common_subexpressions,
     run_passes,
 )
-from wholestep.passes.dump import Dump
+from wholestep.passes.engine.dump import Dump
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional

@@ -16,8 +16,8 @@ from passes.pretend import Pretend, run
 from wholestep.ir.effects import is_collective
 from wholestep.ir.graphs import copy_graph
 from wholestep.passes import bucket_reduce_scatter, comm_fusion_with_concat, schedule_comm_wait
-from wholestep.passes.dump import displaced
-from wholestep.passes.manager import apply_pass
+from wholestep.passes.engine.dump import displaced
+from wholestep.passes.engine.manager import apply_pass
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run
 from passes.test_optimizer_blocks import the_block
 from wholestep.errors import OptionError, WholestepError
-from wholestep.passes.contract import applied_passes, graph_optimization_pass
+from wholestep.passes.engine.contract import applied_passes, graph_optimization_pass
+from wholestep.passes.engine.replay import Replay
 from wholestep.passes.in_place_twins import in_place_twin
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
-from wholestep.passes.replay import Replay
 
 
 def test_collectives_that_are_repeated_or_dead_go() -> None:

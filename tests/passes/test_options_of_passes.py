@@ -19,7 +19,7 @@ from wholestep.passes import (
     run_passes,
     schedule_comm_wait,
 )
-from wholestep.passes.registry import DEFAULT, known_passes, resolve
+from wholestep.passes.engine.registry import DEFAULT, known_passes, resolve
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from passes.pretend import Pretend
 from wholestep.errors import PassError
 from wholestep.ir.effects import is_collective
 from wholestep.passes import applied_passes, comm_fusion_with_concat, schedule_comm_wait
-from wholestep.passes.manager import apply_pass
+from wholestep.passes.engine.manager import apply_pass
 from wholestep.passes.plain_collectives import arguments_by_position
 
 

@@ -13,7 +13,7 @@ from ir.collectives import Build, comm
 from wholestep.errors import PassError
 from wholestep.ir import StepGraph
 from wholestep.passes import graph_optimization_pass, run_passes
-from wholestep.passes.contract import Numerics
+from wholestep.passes.engine.contract import Numerics
 
 aten = torch.ops.aten
 Edit = Callable[[fx.GraphModule], Any]

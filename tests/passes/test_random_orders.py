@@ -38,9 +38,9 @@ from wholestep.passes import (
     run_passes,
     schedule_comm_wait,
 )
-from wholestep.passes.manager import apply_pass
-from wholestep.passes.registry import DEFAULT, known_passes
-from wholestep.passes.replay import Replay
+from wholestep.passes.engine.manager import apply_pass
+from wholestep.passes.engine.registry import DEFAULT, known_passes
+from wholestep.passes.engine.replay import Replay
 
 pytestmark = pytest.mark.fake_group
 

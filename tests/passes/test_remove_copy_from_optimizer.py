@@ -14,7 +14,7 @@ from ir.collectives import Build, comm
 from ir.step_graphs import aten
 from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from wholestep.ir import NodeMeta, set_node_meta
-from wholestep.passes.contract import applied_passes
+from wholestep.passes.engine.contract import applied_passes
 from wholestep.passes.remove_copy_from_optimizer import plan_orphans, remove_copy_from_optimizer
 
 

@@ -19,10 +19,10 @@ from passes.test_optimizer_blocks import the_block
 from wholestep.ir import StepGraph
 from wholestep.ir.reinplace import reinplaced
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
-from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.engine.contract import graph_optimization_pass
+from wholestep.passes.engine.replay import Replay
 from wholestep.passes.optimizer_blocks import FusedOptimizerBlock, get_all_fused_optimizer_blocks
 from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
-from wholestep.passes.replay import Replay
 from wholestep.passes.split_optimizer import plan_split, split_fused_optimizer, split_optimizer
 
 

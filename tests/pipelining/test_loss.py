@@ -24,7 +24,7 @@ from wholestep.pipelining import (
     pipeline,
     stage_backward,
 )
-from wholestep.pipelining.backward import stage_backward_input, stage_backward_weight
+from wholestep.pipelining.build.backward import stage_backward_input, stage_backward_weight
 
 
 class WithLoss(LossWrapper):

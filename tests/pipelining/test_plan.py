@@ -12,8 +12,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 import wholestep as ws
 from wholestep import _torch_compat_schedules as compat
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.pipelining.stage_costs import StageCosts, estimate_costs
-from wholestep.pipelining.stage_measures import measure_costs
+from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs
+from wholestep.pipelining.planning.stage_measures import measure_costs
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
 

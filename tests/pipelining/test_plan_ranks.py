@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import wholestep as ws
 from ranks import run_ranks
-from wholestep.pipelining.stage_costs import estimate_costs
+from wholestep.pipelining.planning.stage_costs import estimate_costs
 from wholestep.simulate import pipeline
 
 NAMES = ("1F1B", "ZBVZeroBubble")

@@ -12,7 +12,7 @@ from torch import nn
 
 from wholestep.errors import OptionError
 from wholestep.pipelining import Pipe, pipeline, split_into_equal_size, split_on_size_threshold
-from wholestep.pipelining.policies import places_by_threshold, places_of_equal_size
+from wholestep.pipelining.build.policies import places_by_threshold, places_of_equal_size
 
 
 class Shared(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wholestep.pipelining.halves import first_half, plan_groups, second_half
+from wholestep.pipelining.run.halves import first_half, plan_groups, second_half
 
 
 def same_as_whole(outputs: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> int:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wholestep.errors import StageError
-from wholestep.pipelining import messages
-from wholestep.pipelining.messages import Layout, Packet, Size, check_values, is_dense, layout_of, unpack
+from wholestep.pipelining.run import messages
+from wholestep.pipelining.run.messages import Layout, Packet, Size, check_values, is_dense, layout_of, unpack
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]

@@ -19,7 +19,8 @@ import wholestep as ws
 from pipelining.hand_made import HandMade
 from ranks import run_ranks
 from wholestep.errors import OptionError, PipelineInputError, ScheduleError, StageError
-from wholestep.pipelining import Stage, TensorChunkSpec, build_stage, messages
+from wholestep.pipelining import Stage, TensorChunkSpec, build_stage
+from wholestep.pipelining.run import messages
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")

@@ -16,7 +16,7 @@ from pipelining.hand_made import HandMade
 from ranks import RanksFailed, run_ranks
 from wholestep.errors import DesyncError, PipelineCallError, PipelineInputError, StageError
 from wholestep.pipelining import TensorChunkSpec, build_stage, pipe_split, pipeline, schedule
-from wholestep.runtime.channel import Channel
+from wholestep.ranks.channel import Channel
 
 
 class Masked(nn.Module):

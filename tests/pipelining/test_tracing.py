@@ -25,7 +25,7 @@ from wholestep.pipelining import (
     pipeline,
     split_args_kwargs_into_chunks,
 )
-from wholestep.pipelining.backward import null_coalesce_accumulate
+from wholestep.pipelining.build.backward import null_coalesce_accumulate
 
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
 

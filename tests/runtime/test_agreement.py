@@ -19,9 +19,9 @@ from ranks import run_ranks as run_unmet_ranks
 from wholestep.errors import DesyncError, Location, PeerFailedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ir.signature import InputKind, InputSpec, Signature
-from wholestep.runtime.agreement import Agreement, GraphDigest, difference, digest_of
-from wholestep.runtime.channel import Channel
-from wholestep.runtime.digest import first_difference
+from wholestep.ranks.agreement import Agreement, GraphDigest, difference, digest_of
+from wholestep.ranks.channel import Channel
+from wholestep.ranks.digest import first_difference
 from wholestep.runtime.program import program
 
 ops = torch.ops._c10d_functional

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
-from wholestep.runtime.board import Board
-from wholestep.runtime.failure import Failure, Kind
-from wholestep.runtime.peers import Beat, Position, State
-from wholestep.runtime.watchdog import Watchdog
+from wholestep.ranks.board import Board
+from wholestep.ranks.failure import Failure, Kind
+from wholestep.ranks.peers import Beat, Position, State
+from wholestep.ranks.watchdog import Watchdog
 
 HERE = Position(State.RUNNING, "train_step", 4)
 

@@ -1,0 +1,1 @@
+"""A Python step becomes a record of a graph, its inputs and its guards, with no hidden inputs."""

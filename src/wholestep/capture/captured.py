@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.known import Recipe
-from wholestep.capture.outside_reads import OutsideReads
-from wholestep.capture.reachable import Link
-from wholestep.capture.scalars import ScalarGuard
-from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import BatchSlot, Slot
-from wholestep.capture.state import StateTable
+from wholestep.capture.graph.dynamic_shapes import Shapes
+from wholestep.capture.graph.known_values import Recipe
+from wholestep.capture.objects.reachable import Link
+from wholestep.capture.objects.slots import BatchSlot, Slot
+from wholestep.capture.objects.swapped_state import StateTable
+from wholestep.capture.python_reads.outside_reads import OutsideReads
+from wholestep.capture.scalars.scalars import ScalarGuard
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import StepGraph
 
 if TYPE_CHECKING:
-    from wholestep.capture.discover import World
-    from wholestep.capture.tensor_attributes import OwnAttributes
+    from wholestep.capture.objects.discover import World
+    from wholestep.capture.objects.tensor_attributes import OwnAttributes
 
 
 @dataclass(frozen=True)

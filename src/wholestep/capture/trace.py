@@ -23,41 +23,41 @@ from wholestep._torch_compat import (
     is_dtensor,
     new_fake_mode,
 )
-from wholestep.capture.accounting import Account
-from wholestep.capture.arguments import dynamic_dims, name_leaves
-from wholestep.capture.attribute_reads import ReadTracker
-from wholestep.capture.called import Behind, CalledObjects, FoundByCall
 from wholestep.capture.captured import Captured, HostCall
-from wholestep.capture.collect import collect
-from wholestep.capture.discover import World, discover
-from wholestep.capture.graph_numbers import plain_keys
-from wholestep.capture.hooks import refuse_hooks, trace_parameter_hooks
-from wholestep.capture.inputs import Inputs
-from wholestep.capture.intercept import FunctionMode
-from wholestep.capture.interrupts import Interrupts
-from wholestep.capture.items import Items
-from wholestep.capture.leftovers import Leftovers
+from wholestep.capture.graph.dynamic_shapes import Shapes
+from wholestep.capture.graph.inputs import Inputs
+from wholestep.capture.graph.items import Items
+from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.location import location_of_exception, location_of_function, user_location
-from wholestep.capture.number_policy import NumberPolicy
-from wholestep.capture.optimizer_steps import (
+from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
+from wholestep.capture.objects.called import Behind, CalledObjects, FoundByCall
+from wholestep.capture.objects.discover import World, discover
+from wholestep.capture.objects.plain_values import assign_contents, copy_of, own_dict, same_contents
+from wholestep.capture.objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
+from wholestep.capture.objects.swapped_state import StateTable, Tracked
+from wholestep.capture.objects.tree import Flat, flatten, leaves_of, same_objects
+from wholestep.capture.patching.hooks import refuse_hooks, trace_parameter_hooks
+from wholestep.capture.patching.intercept import FunctionMode
+from wholestep.capture.patching.interrupts import Interrupts
+from wholestep.capture.patching.optimizer_steps import (
     SCHEDULER_COUNTS,
     BoundSteps,
     replace_optimizer_step,
     replace_scaler_steps,
     replace_scheduler_step,
 )
-from wholestep.capture.patches import patched
-from wholestep.capture.plain import assign_contents, copy_of, own_dict, same_contents
-from wholestep.capture.process_settings import ProcessSettings
-from wholestep.capture.python_state import Attributes
-from wholestep.capture.random_state import RandomState
-from wholestep.capture.recorder import Recorder
-from wholestep.capture.scalars import Number, ScalarGuard, ScalarNode
-from wholestep.capture.shapes import Shapes
-from wholestep.capture.slots import ABSENT, BatchSlot, MappingSlot, Slot
-from wholestep.capture.state import StateTable, Tracked
-from wholestep.capture.tree import Flat, flatten, leaves_of, same_objects
-from wholestep.capture.value_sources import ValueSources
+from wholestep.capture.patching.patches import patched
+from wholestep.capture.python_reads.attribute_reads import ReadTracker
+from wholestep.capture.python_reads.process_settings import ProcessSettings
+from wholestep.capture.python_reads.python_state import Attributes
+from wholestep.capture.python_reads.random_state import RandomState
+from wholestep.capture.python_reads.value_sources import ValueSources
+from wholestep.capture.results.accounting import Account
+from wholestep.capture.results.collect import collect
+from wholestep.capture.results.leftovers import Leftovers
+from wholestep.capture.scalars.graph_numbers import plain_keys
+from wholestep.capture.scalars.scalar_policy import NumberPolicy
+from wholestep.capture.scalars.scalars import Number, ScalarGuard, ScalarNode
 from wholestep.errors import (
     ItemError,
     Location,

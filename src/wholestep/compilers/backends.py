@@ -18,12 +18,12 @@ from wholestep._torch_compat import aot_backend
 from wholestep.compilers.boxed import Compiler
 from wholestep.compilers.debug import debug_nop
 from wholestep.compilers.debug_compile import FOLDER, debug_compile
-from wholestep.compilers.draw import draw_graph_compile
 from wholestep.compilers.fusion import fusion_settings, with_budget
 from wholestep.compilers.graph_dumper import graph_dumper_aot
 from wholestep.compilers.plain import nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
 from wholestep.errors import OptionError
+from wholestep.inspect.drawing.draw import draw_graph_compile
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

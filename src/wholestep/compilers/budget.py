@@ -12,12 +12,12 @@ from torch import fx
 
 from wholestep._torch_compat_memory import extract_forward_backward
 from wholestep.ir.graphs import tensors_in
-from wholestep.memory.budget import Budget
-from wholestep.memory.fit import Effort, Fitting
-from wholestep.memory.outline import Outline
-from wholestep.memory.plans import Plans
-from wholestep.memory.policy import policy_of
-from wholestep.memory.policy_check import check_policy
+from wholestep.remat.budget import Budget
+from wholestep.remat.fit import Effort, Fitting
+from wholestep.remat.outline import Outline
+from wholestep.remat.plans import Plans
+from wholestep.remat.policy import policy_of
+from wholestep.remat.policy_check import check_policy
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -36,11 +36,11 @@ from wholestep.compilers.kept_values import keep_values, read_values, value_of
 from wholestep.compilers.repro import repro_text
 from wholestep.compilers.safe_files import MOST_JSON, read_bytes, read_json, write_whole
 from wholestep.errors import DumpError, GraphFormatError
-from wholestep.ir.records import RecordReader, write_record
+from wholestep.ir.io.records import RecordReader, write_record
+from wholestep.ir.io.targets import TargetReader
+from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.signature import InputKind, InputSpec, OutputKind, OutputSpec, Signature
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.targets import TargetReader
-from wholestep.ir.values import tensor_spec
 
 FORMAT = "wholestep.inputs"
 VERSION = 1

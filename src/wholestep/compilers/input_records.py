@@ -19,8 +19,8 @@ from torch import Tensor
 
 from wholestep._torch_compat import FakeTensor
 from wholestep.errors import DumpError
-from wholestep.ir.arguments import DTYPES
-from wholestep.ir.values import hint_of
+from wholestep.ir.io.arguments import DTYPES
+from wholestep.ir.io.values import hint_of
 
 LARGEST = 1 << 32
 """Bytes that made-up or kept inputs may take, unless the caller allows more."""

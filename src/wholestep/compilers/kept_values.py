@@ -19,8 +19,8 @@ from wholestep._torch_compat import storage_key
 from wholestep.compilers.input_records import InputRecord, placed
 from wholestep.compilers.safe_files import read_bytes
 from wholestep.errors import DumpError, GraphFormatError
+from wholestep.ir.io.tensor_file import can_write, from_bytes, to_bytes
 from wholestep.ir.memory import spanned
-from wholestep.ir.tensor_file import can_write, from_bytes, to_bytes
 
 
 def keep_values(

@@ -16,8 +16,8 @@ from torch import fx
 from torch.fx.graph import CodeGen
 
 from wholestep.compilers.boxed import attribute_of, copy_graph_module
+from wholestep.ir.io.repro import importable, registering, source_of
 from wholestep.ir.readable import clean
-from wholestep.ir.repro import importable, registering, source_of
 
 _DEVICE = re.compile(r"(?<![\w.])device\(type='([a-z]+)'(?:, index=(\d+))?\)")
 _STANDARD = frozenset({"torch", "device", "inf", "nan", "NoneType"})

@@ -6,8 +6,8 @@ from wholestep.debug.check.location import FirstDifference
 from wholestep.debug.check.report import CheckReport, CheckRow
 from wholestep.debug.compare import Comparison, Difference, compare
 from wholestep.debug.found import Found
-from wholestep.debug.functorch_minifier import minifier
-from wholestep.debug.minify import Minified, minify
+from wholestep.debug.minifier.functorch_minifier import minifier
+from wholestep.debug.minifier.minify import Minified, minify
 
 __all__ = [
     "CheckReport",

@@ -20,13 +20,13 @@ from typing import Any
 from torch import fx
 
 from wholestep._torch_compat import cuda_is_initialized
-from wholestep.capture.tree import leaves_of
+from wholestep.capture.objects.tree import leaves_of
 from wholestep.debug import judge
-from wholestep.debug.failure import Outcome
 from wholestep.debug.found import Found
-from wholestep.debug.isolation import apart
 from wholestep.debug.judge import Verdict
-from wholestep.debug.minify import minify
+from wholestep.debug.minifier.failure import Outcome
+from wholestep.debug.minifier.isolation import apart
+from wholestep.debug.minifier.minify import minify
 from wholestep.debug.ranks import Together
 from wholestep.debug.runs import Note
 from wholestep.debug.shrink import LowersWrong, MetaIsWrong, PassIsWrong, region_case

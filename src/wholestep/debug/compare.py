@@ -17,15 +17,15 @@ from typing import Any
 from torch import fx
 
 from wholestep.debug.alignment import by_name, by_order
+from wholestep.debug.minifier.trial import copy_of
 from wholestep.debug.numbers import Gap, eps_of, gap_between
 from wholestep.debug.runs import NodeRaised, Note, run_nodes
-from wholestep.debug.trial import copy_of
 from wholestep.debug.versions import Version, two_versions
 from wholestep.errors import Location, OptionError
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
-from wholestep.passes.contract import Numerics
-from wholestep.passes.made_up import nudged
+from wholestep.passes.engine.contract import Numerics
+from wholestep.passes.engine.example_inputs import nudged
 
 _SHOWN = 4
 _NUMERICS = ("exact", "reassociates", "changes")

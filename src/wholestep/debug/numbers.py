@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wholestep._torch_compat import pytree
-from wholestep.passes.contract import Numerics
+from wholestep.passes.engine.contract import Numerics
 
 _ROUNDINGS = 64
 _NOISE = 64

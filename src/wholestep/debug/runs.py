@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, below_autograd, cuda_is_initialized, op_name
-from wholestep.debug.trial import copies_of
+from wholestep.debug.minifier.trial import copies_of
 from wholestep.ir.effects import is_communication
-from wholestep.passes.pretend_ranks import PretendRanks
+from wholestep.passes.engine.simulated_ranks import PretendRanks
 
 SEED = 20261115
 _EMPTY = frozenset(

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.debug.case import Case, Edit, apply_edit
 from wholestep.debug.compare import compare_versions
 from wholestep.debug.judge import judge_meta
+from wholestep.debug.minifier.case import Case, Edit, apply_edit
+from wholestep.debug.minifier.trial import copy_of
 from wholestep.debug.runs import run_nodes
-from wholestep.debug.trial import copy_of
 from wholestep.debug.versions import Version
 from wholestep.errors import WholestepError
 from wholestep.ir.graphs import copy_graph
-from wholestep.ir.repro import importable
+from wholestep.ir.io.repro import importable
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
-from wholestep.passes.contract import BoundPass
-from wholestep.passes.manager import apply_pass
+from wholestep.passes.engine.contract import BoundPass
+from wholestep.passes.engine.manager import apply_pass
 
 _RUN_PASS = """
 gm = torch.fx.symbolic_trace(module)

@@ -13,19 +13,19 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import has_plain_codegen, pytree
 from wholestep.capture.captured import Captured
+from wholestep.capture.objects.tree import leaves_of
 from wholestep.capture.trace import find_models, trace_step
-from wholestep.capture.tree import leaves_of
+from wholestep.cross_iteration import pending
 from wholestep.errors import BisectError
 from wholestep.ir.graphs import copy_graph
-from wholestep.ir.iter_marks import CREATES, LATE
+from wholestep.ir.iter.marks import CREATES, LATE
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.step import Lowering
 from wholestep.options import Options
-from wholestep.passes.contract import BoundPass, Contract, Numerics, applied_contracts
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
-from wholestep.passes.manager import run_passes
-from wholestep.runtime import pending
+from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
+from wholestep.passes.engine.manager import run_passes
 from wholestep.runtime.executor import Entry, late_outputs_of
 from wholestep.runtime.gather import Gather
 

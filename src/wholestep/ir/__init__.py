@@ -3,8 +3,9 @@
 from wholestep.ir.communication import Communication, communication
 from wholestep.ir.fingerprint import node_digests
 from wholestep.ir.groups import group_table, rebind_groups
-from wholestep.ir.iter_graph import IterGraph
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.io.values import tensor_spec
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
@@ -21,7 +22,6 @@ from wholestep.ir.signature import (
     WriteBack,
 )
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.values import tensor_spec
 from wholestep.ir.verify import verify
 
 __all__ = [

@@ -18,15 +18,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload, op_name, schema_of
-from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_wait, keeps_elements
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
+from wholestep.ir.io.arguments import ArgumentWriter
+from wholestep.ir.io.symbols import SymbolWriter
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.signature import Signature
-from wholestep.ir.symbols import SymbolWriter
 
 _GROUP_ARGUMENTS = frozenset({"group_name", "group_size"})
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.arguments import ArgumentWriter
-from wholestep.ir.constants import constant_bytes, find_constant
 from wholestep.ir.groups import GroupNumbers, group_of, replace_group
-from wholestep.ir.records import write_record
+from wholestep.ir.io.arguments import ArgumentWriter
+from wholestep.ir.io.constants import constant_bytes, find_constant
+from wholestep.ir.io.records import write_record
+from wholestep.ir.io.symbols import SymbolWriter
+from wholestep.ir.io.targets import target_name
+from wholestep.ir.io.values import kind_of, tensor_key
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.signature import GroupSpec, Signature
-from wholestep.ir.symbols import SymbolWriter
-from wholestep.ir.targets import target_name
-from wholestep.ir.values import kind_of, tensor_key
 
 VERSION = 2
 """Changes whenever equal steps get another fingerprint than before."""

@@ -22,13 +22,13 @@ from wholestep._torch_compat import (
     UnsupportedOperatorException,
     fake_tensor,
 )
-from wholestep.ir.constants import find_constant
 from wholestep.ir.effects import is_data_dependent
 from wholestep.ir.graphs import tensors_in
+from wholestep.ir.io.constants import find_constant
+from wholestep.ir.io.values import hint_of, is_shape_symbol, kind_of
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import describe_value
 from wholestep.ir.rng import SIDE_EFFECTS
-from wholestep.ir.values import hint_of, is_shape_symbol, kind_of
 
 Fail = Callable[[fx.Node, str], NoReturn]
 

@@ -24,10 +24,10 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload
 from wholestep.errors import Location
+from wholestep.ir.io.result_tree import render
+from wholestep.ir.io.targets import describe_target
 from wholestep.ir.meta import NodeMeta, node_meta
-from wholestep.ir.result_tree import render
 from wholestep.ir.signature import Signature, StateChange, TensorSpec
-from wholestep.ir.targets import describe_target
 
 _SHORT = {
     "float64": "f64",

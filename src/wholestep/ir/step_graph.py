@@ -18,9 +18,9 @@ from torch.fx.graph import CodeGen
 from wholestep._torch_compat import has_plain_codegen
 from wholestep.ir.fingerprint import fingerprint
 from wholestep.ir.groups import rebind_groups, renamed_groups
+from wholestep.ir.io.serialize import read_step_graph, write_step_graph
 from wholestep.ir.memory_report import MemoryReport
 from wholestep.ir.readable import readable
-from wholestep.ir.serialize import read_step_graph, write_step_graph
 from wholestep.ir.signature import Signature
 
 

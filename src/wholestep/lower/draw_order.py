@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from wholestep._torch_compat import OpOverload, keeps_order_of_draws, plain_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import is_packed, size_hint
+from wholestep.ir.io.values import is_packed, size_hint
 from wholestep.lower.in_place import written_nodes
 
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})

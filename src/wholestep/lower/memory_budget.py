@@ -19,27 +19,27 @@ from torch import fx
 from wholestep._torch_compat import lazy_graph_module
 from wholestep.ir.garbage import collector_paused
 from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.io.values import tensor_bytes
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.values import tensor_bytes
 from wholestep.lower.cut_budget import CutSearch, Level, cuts_in
 from wholestep.lower.expand import expand
 from wholestep.lower.region_memory import RegionMemory
 from wholestep.lower.remat import Cut
 from wholestep.lower.step import Lowering
-from wholestep.memory.budget import Budget
-from wholestep.memory.fit import Effort, Fitted, Fitting
-from wholestep.memory.outline import Outline
-from wholestep.memory.plans import Candidate, Plans
-from wholestep.memory.policy import Policy
-from wholestep.memory.policy_check import check_policy
-from wholestep.memory.rewrite import recompute
-from wholestep.memory.stand_in import tell_unknown_sizes
-from wholestep.memory.timeline import Timeline, timeline
-from wholestep.memory.workspace import OperatorMemory
+from wholestep.remat.budget import Budget
+from wholestep.remat.fit import Effort, Fitted, Fitting
+from wholestep.remat.outline import Outline
+from wholestep.remat.plans import Candidate, Plans
+from wholestep.remat.policy import Policy
+from wholestep.remat.policy_check import check_policy
+from wholestep.remat.rewrite import recompute
+from wholestep.remat.stand_in import tell_unknown_sizes
+from wholestep.remat.timeline import Timeline, timeline
+from wholestep.remat.workspace import OperatorMemory
 
 log = logging.getLogger("wholestep.memory")
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import below_autograd
-from wholestep.ir.values import tensor_bytes
+from wholestep.ir.io.values import tensor_bytes
 from wholestep.lower.compiled import CompiledRegion
 from wholestep.lower.scalars import pack_numbers
-from wholestep.memory.measure import bytes_at_most
-from wholestep.memory.stand_in import stand_in
-from wholestep.memory.workspace import OperatorMemory
+from wholestep.remat.measure import bytes_at_most
+from wholestep.remat.stand_in import stand_in
+from wholestep.remat.workspace import OperatorMemory
 
 
 class RegionMemory:

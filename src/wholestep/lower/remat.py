@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
 from wholestep.ir.effects import draws, shared_inputs
+from wholestep.ir.io.values import tensor_bytes
 from wholestep.ir.meta import node_meta
-from wholestep.ir.values import tensor_bytes
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.groups import is_ordered
 from wholestep.lower.regions import Region

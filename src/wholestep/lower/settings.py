@@ -6,7 +6,7 @@ from typing import Any
 
 from wholestep._torch_compat import unknown_inductor_settings
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import tensor_bytes
+from wholestep.ir.io.values import tensor_bytes
 from wholestep.lower.exact import SETTINGS
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region

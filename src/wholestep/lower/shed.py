@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import draws, may_write, shared_inputs
-from wholestep.ir.values import tensor_bytes
+from wholestep.ir.io.values import tensor_bytes
 
 prims = torch.ops.prims
 

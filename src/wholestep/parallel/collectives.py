@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep._torch_compat import FakeTensor, fake_tensor
-from wholestep.capture.recorder import Recorder
+from wholestep.capture.graph.recorder import Recorder
 from wholestep.parallel.axes import Axis
 
 _comm = torch.ops._c10d_functional

@@ -23,9 +23,9 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from wholestep._torch_compat import dtensor_over, graph_task, is_dtensor, local_of, spec_of
+from wholestep.capture.graph.recorder import Recorder
+from wholestep.capture.graph.tensor_values import Value
 from wholestep.capture.location import user_location
-from wholestep.capture.recorder import Recorder
-from wholestep.capture.values import Value
 from wholestep.errors import ParameterDataError
 from wholestep.ir.meta import update_node_meta
 from wholestep.parallel.collectives import Collectives

@@ -37,7 +37,7 @@ from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan
 
 if TYPE_CHECKING:
-    from wholestep.capture.discover import World
+    from wholestep.capture.objects.discover import World
 
 
 @dataclass(frozen=True)

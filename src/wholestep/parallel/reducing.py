@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
 from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, respec, spec_of
-from wholestep.capture.recorder import Recorder
+from wholestep.capture.graph.recorder import Recorder
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
 from wholestep.parallel.collectives import Collectives

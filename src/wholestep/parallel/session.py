@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep._torch_compat import is_dtensor, pytree
+from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.location import user_location
-from wholestep.capture.recorder import Recorder
 from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import update_node_meta
 from wholestep.ir.shards import own_chunk
@@ -27,8 +27,8 @@ from wholestep.parallel.plan import FullyShard, Plan
 from wholestep.parallel.reducing import Reducer, Whole
 
 if TYPE_CHECKING:
-    from wholestep.capture.discover import World
-    from wholestep.capture.state import StateTable
+    from wholestep.capture.objects.discover import World
+    from wholestep.capture.objects.swapped_state import StateTable
 
 
 class Session:

@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from wholestep._torch_compat import OpOverload
 from wholestep.errors import PartitionError
-from wholestep.ir.targets import describe_target
+from wholestep.ir.io.targets import describe_target
 from wholestep.partition.graphs import Cuttable, error_at, graph_of, is_body, makes_tuple, sound_nodes, unpacked_from
 from wholestep.partition.levels import UnitGraph, components, levels, sink
 from wholestep.partition.order_edges import Edges, order_edges

@@ -26,7 +26,7 @@ from wholestep._torch_compat import (
 )
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_wait, may_write, shared_inputs
-from wholestep.ir.iter_moves import written_inputs
+from wholestep.ir.iter.moves import written_inputs
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.partition.python_calls import is_fence, is_switched_off, written_by_function

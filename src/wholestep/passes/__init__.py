@@ -1,15 +1,16 @@
 """Rewrites of a step's graph, each with a contract that is checked after it ran."""
 
-from wholestep.ir.iter_graph import IterGraph
-from wholestep.ir.iter_graph_module import IterGraphModule
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.reinplace import reinplace
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
-from wholestep.passes.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
-from wholestep.passes.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
+from wholestep.passes.engine.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
+from wholestep.passes.engine.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
+from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer
 from wholestep.passes.graph_utils import (
     OP,
@@ -23,7 +24,6 @@ from wholestep.passes.graph_utils import (
 )
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
 from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
-from wholestep.passes.manager import run_passes
 from wholestep.passes.optimizer_blocks import (
     AdamArgs,
     ForeachAddBlock,

@@ -31,7 +31,7 @@ from torch import fx
 from wholestep.errors import OptionError
 from wholestep.passes.bucket_rewrites import fuse_all_gather, fuse_all_reduce, fuse_reduce_scatter
 from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
-from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.late_uses import LateUses
 from wholestep.passes.plain_collectives import make_plain
 

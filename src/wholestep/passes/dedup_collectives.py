@@ -24,13 +24,13 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.arguments import ArgumentWriter
 from wholestep.ir.comm_block import communicates, is_part
 from wholestep.ir.effects import is_collective, is_wait, keeps_elements, sharing_with_outputs, writes
 from wholestep.ir.groups import group_of, replace_group
+from wholestep.ir.io.arguments import ArgumentWriter
+from wholestep.ir.io.targets import target_name
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.targets import target_name
 
 aten = torch.ops.aten
 

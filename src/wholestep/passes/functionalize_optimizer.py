@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from wholestep.ir.functionalize import functionalize
-from wholestep.ir.iter_graph import IterGraph
-from wholestep.passes.contract import graph_optimization_pass
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.remove_copy_from_optimizer import apply_removal, plan_orphans
 
 

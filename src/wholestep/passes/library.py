@@ -14,9 +14,9 @@ from torch import fx
 from wholestep.ir.effects import writes
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.reinplace import reinplace
-from wholestep.passes.contract import graph_optimization_pass
 from wholestep.passes.dedup_collectives import dedup_collectives
 from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.in_place_twins import note_updates
 
 

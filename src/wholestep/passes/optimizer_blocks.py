@@ -24,7 +24,7 @@ from wholestep._torch_compat import OpOverload, OpOverloadPacket
 from wholestep.errors import OptionError
 from wholestep.ir.effects import keeps_elements
 from wholestep.ir.functionalize import writes_in_place
-from wholestep.ir.iter_moves import written_inputs
+from wholestep.ir.iter.moves import written_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.passes.list_lanes import (

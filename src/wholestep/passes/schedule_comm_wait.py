@@ -24,7 +24,7 @@ from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import is_wait, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
-from wholestep.passes.contract import graph_optimization_pass
+from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.write_windows import WriteWindows
 
 

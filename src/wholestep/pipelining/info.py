@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from wholestep.pipelining.routing import Routing, Value
-from wholestep.pipelining.shared import SharedParameter
-from wholestep.pipelining.stage_source import Source
+from wholestep.pipelining.build.routing import Routing, Value
+from wholestep.pipelining.build.shared import SharedParameter
+from wholestep.pipelining.run.stage_source import Source
 
 
 @dataclass(frozen=True)

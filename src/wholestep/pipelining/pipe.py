@@ -12,18 +12,18 @@ from torch import fx
 
 from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
-from wholestep.pipelining.calls import CallForm, ResultForm
-from wholestep.pipelining.capture import Program
-from wholestep.pipelining.check import check
-from wholestep.pipelining.detach import DetachExecutor
+from wholestep.pipelining.build.calls import CallForm, ResultForm
+from wholestep.pipelining.build.capture import Program
+from wholestep.pipelining.build.detach import DetachExecutor
+from wholestep.pipelining.build.loss import Result, find_loss
+from wholestep.pipelining.build.materialize import BuffersFrom, materialize
+from wholestep.pipelining.build.routing import Routing
+from wholestep.pipelining.build.shared import MultiUseParameterConfig, SharedParameter
+from wholestep.pipelining.build.stage_module import StageModule
 from wholestep.pipelining.info import PipeInfo, readable
-from wholestep.pipelining.loss import Result, find_loss
-from wholestep.pipelining.materialize import BuffersFrom, materialize
-from wholestep.pipelining.routing import Routing
-from wholestep.pipelining.shared import MultiUseParameterConfig, SharedParameter
-from wholestep.pipelining.stage import Stage
-from wholestep.pipelining.stage_building import build_stage
-from wholestep.pipelining.stage_module import StageModule
+from wholestep.pipelining.planning.check import check
+from wholestep.pipelining.run.stage import Stage
+from wholestep.pipelining.run.stage_building import build_stage
 from wholestep.simulate.pipeline import Timeline
 
 
@@ -72,7 +72,7 @@ class Pipe(torch.nn.Module):
 
         With an example call this is `pipeline`, as in torch; without one the model is traced symbolically, as in PiPPy.
         """
-        from wholestep.pipelining.tracing import from_tracing
+        from wholestep.pipelining.build.tracing import from_tracing
 
         return from_tracing(mod, *args, **options)
 

@@ -1,0 +1,1 @@
+"""Run a prepared graph on live objects: read inputs, execute, write back."""

@@ -19,19 +19,19 @@ from torch.autograd.graph import increment_version
 
 from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark_stepped
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.capture.objects.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.cross_iteration.iterations import Iterations, Pending, iterations_of
+from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.errors import LowerWarning
+from wholestep.guards.all_guards import Guards
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
-from wholestep.memory.measure import bytes_at_most, held_bytes
+from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
-from wholestep.runtime.guards.order import Guards
-from wholestep.runtime.iterations import Iterations, Pending, iterations_of
-from wholestep.runtime.late_tensor import LateTensor
 from wholestep.runtime.program import program
 
 log = logging.getLogger("wholestep")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from wholestep._torch_compat import DictWatch, local_of
-from wholestep.capture.slots import (
+from wholestep.capture.objects.slots import (
     ABSENT,
     BatchSlot,
     GradSlot,

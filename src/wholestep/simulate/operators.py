@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from wholestep._torch_compat import OpOverload, op_name, packet_of
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.values import size_hint, tensor_bytes
+from wholestep.ir.io.values import size_hint, tensor_bytes
 from wholestep.simulate.machine import Work
 
 

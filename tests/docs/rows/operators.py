@@ -16,7 +16,7 @@ import wholestep as ws
 from docs.rows.page import network, refused, row, run_of, same, same_function, train
 from harness import batch_of, device
 from ranks import run_ranks
-from wholestep.capture import values
+from wholestep.capture.graph import tensor_values as values
 
 
 @row("hooks on modules, parameters, optimizers, all modules")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.plain import PLAIN
+from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.debug.check.user_code import named_by, unwrapped
 
 Child = tuple[str, Any]

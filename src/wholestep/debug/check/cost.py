@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.memory.measure import bytes_at_most
+from wholestep.remat.measure import bytes_at_most
 
 _TIMES = 2
 

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep.capture.plain import same_plain
-from wholestep.capture.slots import ABSENT
+from wholestep.capture.objects.plain_values import same_plain
+from wholestep.capture.objects.slots import ABSENT
 from wholestep.debug.check.observation import Observation, same_bits
 from wholestep.debug.check.reachable import Part
 from wholestep.debug.numbers import Gap, gap_between
-from wholestep.passes.contract import Numerics
+from wholestep.passes.engine.contract import Numerics
 
 _AS_CLOSE = 4.0
 """How many times eager's own distance from float64 the compiled step may have."""

@@ -10,7 +10,7 @@ import warnings
 from types import GeneratorType
 from typing import Any
 
-from wholestep.capture.plain import PLAIN
+from wholestep.capture.objects.plain_values import PLAIN
 
 
 class IteratorPosition:

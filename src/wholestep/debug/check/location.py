@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture.tree import leaves_of
+from wholestep.capture.objects.tree import leaves_of
 from wholestep.debug.bisect import bisect
 from wholestep.debug.check.findings import Finding
 from wholestep.debug.compare import compare_versions

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.slots import ABSENT
+from wholestep.capture.objects.slots import ABSENT
 from wholestep.debug.check.children import random_state_of
 from wholestep.debug.check.reachable import Part, reach
 from wholestep.debug.check.snapshot import Roots, process_values

@@ -18,7 +18,7 @@ from wholestep.debug.check.observation import Observation
 from wholestep.debug.check.reachable import Part, Reached
 from wholestep.debug.check.tensor_memory import can_be_saved
 from wholestep.ir.memory import has_plain_memory
-from wholestep.passes.made_up import nudged
+from wholestep.passes.engine.example_inputs import nudged
 
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64} | {
     torch.complex32: torch.complex128,

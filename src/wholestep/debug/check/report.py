@@ -11,7 +11,7 @@ from wholestep.debug.check.location import FirstDifference
 from wholestep.debug.check.reachable import Part
 from wholestep.errors import CheckError
 from wholestep.lower.report import Lowering
-from wholestep.passes.contract import Numerics
+from wholestep.passes.engine.contract import Numerics
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _SHOWN = 6

@@ -25,7 +25,7 @@ from wholestep.debug.check.reference import NoReference, in_float64, move_by_rou
 from wholestep.debug.check.snapshot import Roots, Snapshot
 from wholestep.debug.numbers import eps_of
 from wholestep.errors import CheckError, WholestepError
-from wholestep.passes.contract import Numerics
+from wholestep.passes.engine.contract import Numerics
 
 
 @dataclass(frozen=True)

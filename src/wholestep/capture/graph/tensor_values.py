@@ -1,0 +1,248 @@
+"""Which node holds the contents of a fake tensor now: views, writes through them, and reads after.
+
+A tensor is a *view chain* over a *base*; the base has a version that each write advances. Reading a view whose base has
+moved on replays the chain; writing to a view scatters the new value back along it.
+
+    v = x[0]; v.zero_(); x.sum()      v = select(x, 0, 0); v1 = zero(v); x1 = select_scatter(x, v1, 0, 0); sum(x1)
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensorMode, storage_key
+from wholestep.capture.graph.nodes import Nodes
+from wholestep.capture.graph.refusals import opaque_view
+from wholestep.capture.graph.views import GETITEM, invert_view
+from wholestep.capture.location import user_location
+from wholestep.capture.scalars.scalars import ScalarNode
+from wholestep.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+OPAQUE = "a view that a custom operator made"
+"""In the place of a view's operator: it is not known how the view is seen from what it is a view of."""
+
+SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
+"""Views that change nothing: they get no node."""
+
+
+class Base:
+    """The memory behind one or more tensors: the node that holds its contents now."""
+
+    __slots__ = ("version",)
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+class Value:
+    """One fake tensor: the node that holds its contents, and how it is seen from what it is a view of."""
+
+    __slots__ = ("args", "base", "fake", "index", "kwargs", "node", "op", "parent", "version")
+
+    def __init__(
+        self,
+        fake: Tensor,
+        node: fx.Node,
+        base: Base,
+        parent: Value | None = None,
+        op: Any = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        index: int | None = None,
+    ) -> None:
+        self.fake = fake
+        self.node = node
+        self.base = base
+        self.version = base.version
+        self.parent = parent
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.index = index
+
+
+class Values:
+    """The contents of every tensor of a trace, by identity of the fake."""
+
+    def __init__(self, nodes: Nodes, fake_mode: FakeTensorMode, shape_arg: Callable[[Any], Any]) -> None:
+        self.paused = False
+        """Operators that run now are our own arithmetic on metadata and are not recorded."""
+        self._nodes = nodes
+        self._fake_mode = fake_mode
+        self._size_node = shape_arg
+        self._values: dict[int, Value] = {}
+        self._by_storage: dict[int, Value] = {}
+
+    def register_input(self, fake: Tensor, node: fx.Node) -> None:
+        """A fake tensor that is a placeholder of the graph."""
+        node.meta["val"] = fake
+        self.register(fake, node)
+
+    def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
+        """Forget all tensors; returns references that keep none of them alive, with their nodes."""
+        known = [(weakref.ref(value.fake), value.node) for value in self._values.values()]
+        self._values, self._by_storage = {}, {}
+        return known
+
+    def is_written(self, fake: Tensor) -> bool:
+        """Whether the step wrote to the memory of an input."""
+        return self._values[id(fake)].base.version > 0
+
+    def node_of(self, fake: Tensor) -> fx.Node:
+        """The node that holds the current contents of a fake tensor."""
+        return self.read(self.value(fake))
+
+    def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record an operator on nodes; `val` is computed from theirs."""
+        if op == GETITEM:
+            return self._nodes.create(operator.getitem, args, {}, args[0].meta["val"][args[1]])
+        fakes = fx.map_arg(args, lambda n: n.meta["val"])
+        fake_kwargs = fx.map_arg(kwargs, lambda n: n.meta["val"])
+        self.paused = True
+        try:
+            with self._fake_mode:
+                out = op(*fakes, **fake_kwargs)
+        finally:
+            self.paused = False
+        nodes = tuple(self._shape_arg(a) for a in args)
+        return self._nodes.create(op, nodes, {k: self._shape_arg(v) for k, v in kwargs.items()}, out)
+
+    def register_result(self, fake: Tensor, node: fx.Node) -> None:
+        """A fake tensor whose contents are the value of a node."""
+        node.meta["val"] = fake
+        self.register(fake, node)
+
+    def write(self, fake: Tensor, new: fx.Node) -> None:
+        """From now on the fake tensor, and all that shares its memory, holds the value of `new`."""
+        value = self.value(fake)
+        value.base.version += 1
+        child, node = value, new
+        while True:
+            child.node, child.version = node, child.base.version
+            parent = child.parent
+            if parent is None:
+                break
+            if child.op in SAME_VALUE:
+                node = child.node
+            elif child.op is OPAQUE:
+                raise opaque_view("writes to", child.fake)
+            else:
+                before = self._read_before_write(parent)
+                args = tuple(_as_argument(a) for a in (*child.args, *child.kwargs.values()))
+                node = invert_view(self.emit, before, parent.fake, child.op, args, child.index, child.node, child.fake)
+            child = parent
+
+    def register(self, fake: Tensor, node: fx.Node) -> Value:
+        value = Value(fake, node, Base())
+        self._values[id(fake)] = value
+        if fake.layout is torch.strided:
+            self._by_storage[storage_key(fake)] = value
+        return value
+
+    def value(self, fake: Tensor) -> Value:
+        found = self._values.get(id(fake))
+        if found is None:
+            found = self._adopt(fake)
+        return found
+
+    def _adopt(self, fake: Tensor) -> Value:
+        """A tensor that C++ made without telling us: find it by its memory."""
+        base = self._by_storage.get(storage_key(fake))
+        if base is None:
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(fake.shape)} appeared in the step that no recorded operator made.",
+                fix="if a library creates tensors outside of torch's dispatcher, wrap it with torch.library.custom_op.",
+                location=user_location(),
+            )
+        value = Value(fake, base.node, base.base, base)
+        same = fake.shape == base.fake.shape and fake.stride() == base.fake.stride()
+        if same and fake.dtype == base.fake.dtype and fake.storage_offset() == base.fake.storage_offset():
+            value.op = aten.alias.default
+        else:
+            value.op = aten.as_strided.default
+            value.args = (list(fake.shape), list(fake.stride()), fake.storage_offset())
+        value.version = -1
+        self._values[id(fake)] = value
+        return value
+
+    def read(self, value: Value) -> fx.Node:
+        if value.version == value.base.version:
+            return value.node
+        assert value.parent is not None, "a base is always up to date"
+        if value.op is OPAQUE:
+            raise opaque_view("reads, after a write to the memory that it shares,", value.fake)
+        parent = self.read(value.parent)
+        if value.op in SAME_VALUE:
+            value.node = parent
+        else:
+            node = self._nodes.create(
+                value.op, (parent, *(self._shape_arg(a) for a in value.args)), value.kwargs, value.fake
+            )
+            if value.index is not None:
+                node.meta["val"] = value.op(value.parent.fake, *value.args, **value.kwargs)
+                node = self._nodes.create(operator.getitem, (node, value.index), {}, value.fake)
+            value.node = node
+        value.version = value.base.version
+        return value.node
+
+    def _read_before_write(self, value: Value) -> fx.Node:
+        """The node of a parent as it was just before the write that is being propagated."""
+        value.base.version -= 1
+        try:
+            return self.read(value)
+        finally:
+            value.base.version += 1
+
+    def add_view(self, fake: Tensor, value: Value) -> None:
+        """A fake tensor that is a view of another."""
+        self._values[id(fake)] = value
+
+    def knows(self, fake: Tensor) -> bool:
+        """Whether this very tensor has a value."""
+        return id(fake) in self._values
+
+    def forget(self, fake: Tensor) -> None:
+        """A tensor that got other memory is looked up by that memory from now on."""
+        del self._values[id(fake)]
+
+    def turn_into_view(self, fake: Tensor, was: Tensor, make: Callable[[Value], Value]) -> None:
+        """An in-place view operator: `fake` becomes a view of what it was, which lives on as `was`."""
+        value = self.value(fake)
+        before = Value(was, self.read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index)
+        self._values[id(was)] = before
+        if before.node.meta.get("val") is fake:
+            before.node.meta["val"] = was
+        if self._by_storage.get(storage_key(was)) is value:
+            self._by_storage[storage_key(was)] = before
+        self._values[id(fake)] = make(before)
+
+    def fix_moving_views(self, fake: Tensor, why: str) -> None:
+        """Fix the numbers by which a view, or what it is a view of, was taken."""
+        value: Value | None = self.value(fake)
+        while value is not None:
+            for arg in value.args:
+                if isinstance(arg, ScalarNode):
+                    arg.specialise(why)
+            value = value.parent
+
+    def _shape_arg(self, arg: Any) -> Any:
+        if isinstance(arg, ScalarNode):
+            return arg.fx_arg()
+        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._size_node(arg)
+        if isinstance(arg, list | tuple):
+            return [self._shape_arg(a) for a in arg]
+        return arg
+
+
+def _as_argument(arg: Any) -> Any:
+    """A number of the graph as the node that stands for it."""
+    return arg.fx_arg() if isinstance(arg, ScalarNode) else arg

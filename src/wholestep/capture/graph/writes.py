@@ -1,0 +1,214 @@
+"""Operators that write to their arguments: run on the fakes, recorded as new values of what they wrote.
+
+    eager                      recorded
+    x.add_(y)                  x1 = add(x, y)                  later reads of x read x1
+    torch.add(x, y, out=z)     z1 = add(x, y)
+    an operator without        z1 = call_on_copies(op, ..)     it runs on copies of what it writes
+    a functional variant
+
+What the functional form gives in another dtype, shape or layout is copied into the form of what it is written to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import is_accumulating_gradient
+from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
+from wholestep.capture.graph.schema import OpFacts, bind
+from wholestep.capture.location import user_location
+from wholestep.errors import OverlapError, UnsupportedError
+from wholestep.ir.effects import is_custom_operator
+from wholestep.ir.graphs import tensors_in
+from wholestep.ir.mutable import call_on_copies
+
+if TYPE_CHECKING:
+    from wholestep.capture.graph.recorder import Recorder
+
+aten = torch.ops.aten
+
+
+class Writes:
+    """Records the operators that write, for a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._nodes = recorder.nodes
+        self._values = recorder.values
+
+    def record(
+        self,
+        func: Any,
+        facts: OpFacts,
+        fake_args: list[Any],
+        fake_kwargs: dict[str, Any],
+        node_args: list[Any],
+        node_kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an operator that writes on the fakes, and record its functional form."""
+        if func is aten.copy_.default and self._steals(fake_args[0], fake_args[1]):
+            out = func(*fake_args, **fake_kwargs)
+            self._values.write(fake_args[0], node_args[1])
+            return out
+        targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
+        flat = list(tensors_in(targets))
+        records = torch.is_grad_enabled() and any(
+            t.requires_grad for t in tensors_in([fake_args, [*fake_kwargs.values()]])
+        )
+        for target in flat:
+            refuse_overlap(func, target)
+            if records:  # autograd finds the place of the view again by its offset in memory
+                self._values.fix_moving_views(target, "a write through a view that autograd records")
+        refuse_shifted_overlap(func, flat, fake_args)
+        functional = facts.functional
+        exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
+        if facts.is_random and not exact:
+            functional = None  # random numbers are drawn in memory order: keep the memory
+        for name in facts.out_names if functional is not None else ():
+            fake_kwargs.pop(name)
+            node_kwargs.pop(name)
+            exact = False
+        plain = None
+        if functional is not None and not exact:
+            lost = {n: d for n, d in facts.lost_defaults if facts.names.index(n) >= len(fake_args)}
+            plain = functional(*fake_args, **{**lost, **fake_kwargs})
+            fake_kwargs.update(zip(facts.out_names, targets, strict=False))
+        out = func(*fake_args, **fake_kwargs)
+        if facts.is_random:
+            self._recorder.note_random(targets, fake_args)
+        fresh = _fresh_results(out, facts)
+        if functional is None:
+            node = self._call_on_copies(func, facts, node_args, node_kwargs, fresh, targets)
+            results = iter(self._split_flat(node, len(fresh) + sum(1 for _ in tensors_in(targets))))
+            fresh_nodes = [next(results) for _ in fresh]
+            new_nodes = list(results)
+        else:
+            vals = plain if plain is not None else _functional_vals(fresh, targets)
+            for name, default in facts.lost_defaults:
+                if facts.names.index(name) >= len(node_args):
+                    node_kwargs.setdefault(name, default)
+            in_place = None if facts.out_names else func
+            node = self._nodes.create(functional, tuple(node_args), node_kwargs, vals, in_place)
+            pieces = list(self._pieces(node, vals))
+            fresh_nodes, new_nodes = pieces[: len(fresh)], pieces[len(fresh) :]
+        for fake, fresh_node in zip(fresh, fresh_nodes, strict=True):
+            self._recorder.register_outputs(fresh_node, fake)
+        for target, new in zip(tensors_in(targets), new_nodes, strict=True):
+            self._values.write(target, self._fitted(target, new))
+        return out
+
+    def overlap(self, facts: OpFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+        """Whether two tensors that an operator writes are views of one."""
+        targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
+        flat = list(tensors_in(targets))
+        return len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat)
+
+    def one_by_one(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """A list operator that writes to the same memory twice: each element sees what the one before it wrote.
+
+        Takes the arguments as the step gave them: numbers of the graph stay numbers of the graph.
+        """
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
+        count = max(len(a) for a in lists)
+        if any(len(a) != count for a in lists) or is_custom_operator(func):
+            raise OverlapError(
+                f"{func} writes twice to the same memory.",
+                fix="pass each tensor once.",
+                location=user_location(),
+            )
+        for i in range(count):
+            each = [[a[i]] if isinstance(a, list | tuple) and a else a for a in args]
+            named = {n: [a[i]] if isinstance(a, list | tuple) and a else a for n, a in kwargs.items()}
+            self._recorder.__torch_dispatch__(func, (), tuple(each), named)
+        return None
+
+    def _steals(self, target: Tensor, source: Tensor) -> bool:
+        """Autograd copies a gradient into `.grad` where something else still refers to it. Here that something is this
+        recorder, which keeps every tensor alive; eager would take the gradient itself."""
+        if not is_accumulating_gradient():
+            return False
+        made = self._values.value(target).node.target
+        same = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
+        return made is aten.new_empty_strided.default and same
+
+    def _pieces(self, node: fx.Node, vals: Any) -> Iterator[fx.Node]:
+        """A node for each tensor of a nested result."""
+        if isinstance(vals, Tensor):
+            yield node
+        else:
+            for i, item in enumerate(vals):
+                if isinstance(item, Tensor) or item:
+                    yield from self._pieces(self._nodes.create(operator.getitem, (node, i), {}, item), item)
+
+    def _split_flat(self, node: fx.Node, count: int) -> list[fx.Node]:
+        vals = node.meta["val"]
+        return [self._nodes.create(operator.getitem, (node, i), {}, vals[i]) for i in range(count)]
+
+    def _call_on_copies(
+        self,
+        func: Any,
+        facts: OpFacts,
+        node_args: list[Any],
+        node_kwargs: dict[str, Any],
+        fresh: list[Any],
+        targets: list[Any],
+    ) -> fx.Node:
+        """An operator without a functional variant runs on copies of what it writes."""
+        positional = list(node_args)
+        rest = dict(node_kwargs)
+        while len(positional) <= max(facts.writes) and facts.names[len(positional)] not in facts.keyword_only:
+            name = facts.names[len(positional)]
+            if name not in rest:
+                raise UnsupportedError(
+                    f"{func} writes to {facts.names[max(facts.writes)]}, which was not given.",
+                    fix="pass all arguments that the operator writes to.",
+                    location=user_location(),
+                )
+            positional.append(rest.pop(name))
+        vals = (*fresh, *(_like(t) for t in tensors_in(targets)))
+        node = self._nodes.create(call_on_copies, (func, tuple(facts.writes), *positional), rest, vals, func)
+        return node
+
+    def _fitted(self, target: Tensor, new: fx.Node) -> fx.Node:
+        """A result of another dtype, shape or layout than what it is written to is copied into its form."""
+        val = new.meta["val"]
+        if val.dtype == target.dtype and val.shape == target.shape and val.stride() == target.stride():
+            return new
+        before = self._values.node_of(target)
+        return self._nodes.create(aten.copy.default, (before, new), {}, _like(target), aten.copy_.default)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _fresh_results(out: Any, facts: OpFacts) -> list[Tensor]:
+    if facts.fresh_results == 0 or out is None:
+        return []
+    items = list(out) if isinstance(out, list | tuple) else [out]
+    return items[: facts.fresh_results]
+
+
+def _functional_vals(fresh: list[Tensor], targets: list[Any]) -> Any:
+    vals = [*fresh]
+    for target in targets:
+        if isinstance(target, Tensor):
+            vals.append(_like(target))
+        elif target is not None:
+            vals.append([_like(t) for t in target])  # type: ignore[arg-type]
+        else:
+            vals.append(None)  # type: ignore[arg-type]
+    return vals[0] if len(vals) == 1 else tuple(vals)
+
+
+def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+    """Whether the functional result surely has the dtype and strides of what it replaces."""
+    dtypes = {t.dtype for t in tensors_in([fake_args, list(fake_kwargs.values())])}
+    if len(dtypes) > 1:
+        return False
+    return all(t.is_contiguous() for t in tensors_in(targets))

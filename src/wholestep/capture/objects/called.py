@@ -1,0 +1,207 @@
+"""Optimizers, schedulers, gradient scalers and modules that a step calls although `discover` did not find them.
+
+While a step is traced every call of these is noticed, however the step got hold of the object. The trace works on fakes
+only for objects that are known before it begins, so a call of an unknown one ends the trace, everything is put back,
+and the step is traced again with that object known:
+
+    trace 1    wrapper.step() -> inner.step()    inner is unknown: FoundByCall
+    trace 2    inner is known, by the chain wrapper.inner; each link of the chain becomes a guard
+
+An object that no chain leads to is refused: a later call could not find it again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from wholestep._torch_compat import FakeTensor, local_of
+from wholestep.capture.location import user_location
+from wholestep.capture.objects.discover import World, owns
+from wholestep.errors import CapturedTensorError, SideEffectError
+from wholestep.options import Options
+
+Patch = Callable[[Any, str, Callable[..., Any]], None]
+
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale")
+_OPTIMIZER_METHODS = ("zero_grad", "add_param_group", "load_state_dict", "state_dict")
+_NEW_RATES = ("get_lr", "_get_closed_form_lr", "_reduce_lr")
+
+
+class FoundByCall(BaseException):
+    """Ends a trace: the step called an object that was not known. Not an error; `trace_step` traces again."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(f"{type(target).__name__} found by being called")
+        self.target = target
+
+
+class CalledObjects:
+    """The objects that a step is known to call, for its next captures; they are not kept alive.
+
+    With a plan everything that can be reached counts: models and optimizers are placed before the first trace.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._all = options.parallel is not None
+        self._references: list[weakref.ref[Any]] = []
+
+    def add_new(self, target: Any) -> None:
+        """An object that ended a trace. It is known to the next one, which cannot end at the same object."""
+        assert not self(target), f"{target} is known to be called and was not found"
+        self._references = [r for r in self._references if r() is not None]
+        self._references.append(weakref.ref(target))
+
+    def __call__(self, target: Any) -> bool:
+        return self._all or any(reference() is target for reference in self._references)
+
+
+class CallHost(Protocol):
+    """What noticing calls asks of the capture."""
+
+    world: World
+    met: Any
+    """The first unknown object that was called."""
+    called: set[int]
+    """Identities of the objects that were called."""
+
+    def begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def end_step(self, optimizer: Optimizer) -> None: ...
+
+
+def notice_calls(host: CallHost, patch: Patch, stack: ExitStack, *, is_here: Callable[[], bool]) -> None:
+    """Notice calls of unknown objects until the stack unwinds. `is_here`: whether the thread is the one that traces."""
+
+    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_here():
+            _notice(host, optimizer)
+            host.begin_step(optimizer, args[1:], kwargs)
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_here():
+            host.end_step(optimizer)
+
+    # torch calls these hooks also for a `step` that was taken as a bound method before the trace began.
+    stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+    stack.callback(register_optimizer_step_post_hook(after_step).remove)
+
+    def noticing(original: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        _notice(host, target)
+        return original(target, *args, **kwargs)
+
+    for name in _OPTIMIZER_METHODS:
+        patch(Optimizer, name, noticing)
+    for name in _SCALER_METHODS:
+        patch(torch.amp.GradScaler, name, noticing)
+    for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
+        if "step" in vars(scheduler):
+            patch(scheduler, "step", lambda original, *a, **k: _step_scheduler(host, original, *a, **k))
+        for name in _NEW_RATES:
+            if name in vars(scheduler):
+                patch(scheduler, name, _refuse_new_rates)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    below: list[type] = cls.__subclasses__()
+    for found in below:
+        yield found
+        yield from _subclasses(found)
+
+
+def notice_module(host: CallHost, module: nn.Module) -> None:
+    """A module is called: one that is unknown must be found, or have no tensors of the user's."""
+    host.called.add(id(module))
+    if module not in host.world.modules and id(module) in host.world.behind:
+        _found(host, module)
+
+
+def _step_scheduler(host: CallHost, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    replaced = vars(scheduler).get("step")
+    if scheduler in host.world.schedulers and replaced is not None:
+        return replaced(*args, **kwargs)  # `step` was asked for past the object: `LRScheduler.step(scheduler)`
+    if not getattr(scheduler, "_is_initial", False):
+        _notice(host, scheduler)
+    return original(scheduler, *args, **kwargs)
+
+
+def _refuse_new_rates(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(scheduler, "_is_initial", False):
+        return original(scheduler, *args, **kwargs)
+    raise SideEffectError(
+        f"a {type(scheduler).__name__} computes new learning rates while the step is captured.",
+        fix="call scheduler.step() on the scheduler itself, not a bound method that was taken before.",
+        location=user_location(),
+    )
+
+
+def _notice(host: CallHost, target: Any) -> None:
+    world = host.world
+    host.called.add(id(target))
+    if world.knows(target) or any(target is wrapper for wrapper, _ in world.wrappers):
+        return
+    if id(target) in world.behind:
+        _found(host, target)
+    if _is_of_the_trace(target):
+        return
+    raise CapturedTensorError(
+        f"the step calls a {type(target).__name__} that is not reachable from its arguments, closure, globals or "
+        "modules, so a later call could not find it again.",
+        fix="pass it as an argument, or keep it in an attribute of an object that the step is given.",
+        location=user_location(),
+    )
+
+
+def _found(host: CallHost, target: Any) -> None:
+    host.met = target
+    raise FoundByCall(target)
+
+
+def _is_of_the_trace(target: Any) -> bool:
+    """Whether an object was made by the step itself, out of fakes."""
+    if isinstance(target, Optimizer):
+        return all(_is_fake(p) for group in target.param_groups for p in group["params"])
+    if isinstance(target, LRScheduler):
+        return _is_of_the_trace(target.optimizer)
+    scale = vars(target).get("_scale")
+    return isinstance(target, torch.amp.GradScaler) and (scale is None or _is_fake(scale))
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(local_of(value), FakeTensor)
+
+
+class Behind:
+    """The param groups of optimizers that are not known: a trace that changes them does so for real."""
+
+    def __init__(self, world: World) -> None:
+        self._optimizers = [
+            (chain.target, [dict(group) for group in chain.target.param_groups])
+            for chain in world.behind.values()
+            if isinstance(chain.target, Optimizer) and owns(chain.target, "param_groups")
+        ]
+
+    def changed(self) -> Optimizer | None:
+        """An optimizer whose groups the step changed."""
+        for optimizer, groups in self._optimizers:
+            if len(groups) != len(optimizer.param_groups) or any(
+                before.keys() != now.keys() or any(now[key] is not value for key, value in before.items())
+                for before, now in zip(groups, optimizer.param_groups, strict=True)
+            ):
+                return optimizer
+        return None
+
+    def restore(self) -> None:
+        for optimizer, groups in self._optimizers:
+            del optimizer.param_groups[len(groups) :]
+            for before, now in zip(groups, optimizer.param_groups, strict=True):
+                now.clear()
+                now.update(before)

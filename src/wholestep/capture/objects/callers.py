@@ -1,0 +1,71 @@
+"""Who asks: user code, also through the standard library and NumPy, or a library on its own account."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import numpy
+import torch
+
+import wholestep
+from wholestep.capture.location import location_of
+from wholestep.errors import Location
+
+_STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+_SKIPPED = (os.path.dirname(numpy.__file__) + os.sep,)
+_LOADS = os.path.dirname(torch.__file__) + os.sep + "serialization.py"
+_OURS = os.path.dirname(wholestep.__file__) + os.sep
+_INTERPOSED = tuple(
+    os.path.join(_OURS, "capture", *place)
+    for place in (("objects", "callers.py"), ("python_reads", "clocks.py"), ("python_reads", "outside_reads.py"))
+)
+_OWN_ACCOUNT = ("torch", "tqdm", "rich", "wandb", "tensorboard", "transformers", "numpy", "_pytest", "pluggy")
+
+_kind_of: dict[CodeType, str] = {}
+
+
+def called_by_user() -> bool:
+    """Whether the nearest frame outside of the standard library and NumPy is user code.
+
+    `torch.load` counts as a call of its caller. Other frames of torch, and those of libraries that show progress, read
+    clocks and files on their own account: that reaches no value of the step.
+    """
+    return _caller(2) is not None
+
+
+def caller_location() -> Location | None:
+    """The line of user code that asks."""
+    return location_of(_caller(2), with_text=True)
+
+
+def _caller(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        kind = _kind_of.get(frame.f_code)
+        if kind is None:
+            kind = _kind_of[frame.f_code] = _kind(frame.f_code)
+        if kind != "through":
+            return frame if kind == "user" else None
+        frame = frame.f_back
+    return None
+
+
+def _kind(code: CodeType) -> str:
+    file = code.co_filename
+    if file.startswith(("<frozen", *_SKIPPED)) or file in (*_INTERPOSED, _LOADS):
+        return "through"
+    if file.startswith(_OURS):
+        return "library"
+    if file.startswith(_PACKAGES):
+        place = next(p for p in _PACKAGES if file.startswith(p))
+        return "library" if file[len(place) :].split(os.sep)[0] in _OWN_ACCOUNT else "user"
+    if file.startswith(os.path.dirname(torch.__file__) + os.sep):
+        return "library"
+    if file.startswith(_STANDARD):
+        inside = os.path.basename(os.path.dirname(file))
+        return "library" if inside in ("logging", "importlib") else "through"
+    return "user"

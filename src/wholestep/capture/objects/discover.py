@@ -1,0 +1,406 @@
+"""Find what a step works on: modules, optimizers, scalers, schedulers, tensors, generators.
+
+They are looked for in the arguments, in the function's closure, in the globals it names, in `self`, and in what those
+hold (lists, dicts, attributes of plain objects, functions of the user). Each gets the path by which a person would
+reach it; the first path found wins.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import random
+import weakref
+from argparse import Namespace
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep._torch_compat import generator_key
+from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
+from wholestep.capture.objects.libraries import is_foreign
+from wholestep.capture.objects.plain_values import CONTAINERS, own_dict
+from wholestep.capture.objects.plain_values import PLAIN as _PLAIN
+from wholestep.capture.objects.reachable import Chain, Link, has_own_dict, search
+from wholestep.capture.objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.errors import WrappedError
+from wholestep.ir.signature import InputKind
+
+_MAX_DEPTH = 6
+TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_NESTS = (list, tuple, dict, set, frozenset, deque)
+MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that torch keeps on every module."""
+OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))]))) | {
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+}
+"""Attributes that torch keeps on every optimizer."""
+
+
+@dataclass
+class World:
+    """Everything a step can reach that may hold state."""
+
+    modules: dict[nn.Module, str] = field(default_factory=dict)
+    """Every module (sub-modules too) with its path."""
+    optimizers: dict[Optimizer, str] = field(default_factory=dict)
+    schedulers: dict[LRScheduler, str] = field(default_factory=dict)
+    scalers: dict[Any, str] = field(default_factory=dict)
+    holders: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """Plain objects (a Trainer, a config) by identity."""
+    tensors: dict[int, tuple[Tensor, Slot]] = field(default_factory=dict)
+    """Tensors that are no module's parameter or buffer, by identity."""
+    other_slots: list[tuple[Tensor, Slot]] = field(default_factory=list)
+    """Further places that hold a tensor which was already found (`_flat_weights` of an RNN)."""
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    """Lists and dicts that the step's code names or its modules hold."""
+    generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
+    variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
+    """What closures and globals that the step's code names are bound to: path, slot, value."""
+    asks_for_ids: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Global namespaces of user code that names `id`, by identity."""
+    asks_for_types: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Global namespaces of user code that names `type`, by identity."""
+    random_objects: list[tuple[Any, str]] = field(default_factory=list)
+    """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
+    sources: OtherSources = field(default_factory=OtherSources)
+    """Classes, Python modules, thread locals and what else values are read from."""
+    find: Callable[[Any, str, Slot | None], None] = field(default=lambda value, path, slot: None)
+    """Walks through something that the step reached by a way that discovery did not see."""
+    wrappers: list[tuple[Optimizer, str]] = field(default_factory=list)
+    """Optimizers that take param groups or state from another one (`AcceleratedOptimizer`); also among the holders."""
+    frontier: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `reachable` goes on
+    from them."""
+    chains: list[Chain] = field(default_factory=list)
+    """How objects that were found by being called are reached from the frontier."""
+    behind: dict[int, Chain] = field(default_factory=dict)
+    """Objects behind the frontier that the step is not known to call, by identity."""
+
+    links: dict[int, Link] = field(default_factory=dict)
+    """How the walk came to an object from the one that holds it, by identity of the object."""
+
+    def links_to(self, called: set[int]) -> list[Link]:
+        """The links by which objects that the step calls are reached from its arguments and variables."""
+        found: dict[int, Link] = {}
+        for chain in self.chains:
+            for link in chain.links:
+                found.setdefault(id(link.child), link)
+            called = called | {id(chain.links[0].parent)} if chain.links else called
+        for identity in called:
+            way = self.links.get(identity)
+            while way is not None and id(way.child) not in found:
+                found[id(way.child)] = way
+                way = self.links.get(id(way.parent))
+        return list(found.values())
+
+    def forget_search(self) -> None:
+        """Let go of what only the search needed: a graph keeps no batch."""
+        for found in (self.links, self.frontier, self.behind):
+            found.clear()
+        self.chains.clear()
+
+    def knows(self, value: Any) -> bool:
+        """Whether an optimizer, scheduler, scaler or module was found."""
+        if isinstance(value, weakref.ProxyTypes):
+            return True  # the walk went to what it stands for
+        return any(value in found for found in (self.optimizers, self.schedulers, self.scalers, self.modules))
+
+
+def discover(
+    fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]], called: Callable[[Any], bool] = lambda value: False
+) -> World:
+    """Walk the arguments, then the function. `called`: objects behind the frontier that the step is known to call."""
+    walk = _Walk()
+    for name, value in arguments:
+        walk.visit(value, name, 0, None)
+    walk.function(fn, "", 0)
+    world = walk.world
+    behind = search(list(world.frontier.values()), TARGETS, world.knows)
+    for chain in behind:
+        if called(chain.target):
+            world.chains.append(chain)
+            for holder, path in chain.holders():
+                walk.visit(holder, path, 0, None)
+            walk.visit(chain.target, chain.path, 0, None)
+    for chain in behind:
+        for holder, path in chain.holders():
+            walk.visit(holder, path, _MAX_DEPTH, None)
+    world.behind = {id(chain.target): chain for chain in behind if not world.knows(chain.target)}
+    world.find = lambda value, path, slot: walk.visit(value, path, _MAX_DEPTH - 2, slot)
+    return world
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.world = World()
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []
+        self._within: list[Any] = []
+        """The objects whose contents are being visited."""
+        self._codes: dict[tuple[int, ...], FunctionType] = {}
+        self._variable_owners: dict[str, Any] = {}
+        """The cell, or the globals, of the first variable of a name."""
+        self._sources = SourceWalk(self.world.sources, self.world.variables, self.visit, self._methods)
+
+    def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
+        if value.__class__ is not type(value):
+            self._impostor(value, path, depth)
+            return
+        if isinstance(value, _PLAIN) or value is None:
+            return
+        if isinstance(value, Tensor) and slot is not None and value.requires_grad:
+            self.world.other_slots.append((value, slot))
+        if self._sources.stands_in(value, path, slot):
+            return
+        if id(value) in self._seen:
+            return
+        if self._within and slot is not None and id(value) not in self.world.links:
+            named = None if isinstance(self._within[-1], deque | set) else slot.get
+            self.world.links[id(value)] = Link(self._within[-1], value, path, named)
+        if depth > _MAX_DEPTH:
+            self.world.frontier[id(value)] = (value, path)
+            if isinstance(value, TARGETS) or not (self._within and isinstance(self._within[-1], _NESTS)):
+                return  # what lies in containers is followed however deep: the step may read it without a trace
+        if isinstance(value, CONTAINERS):
+            self.world.containers.append((value, path))
+        self._seen.add(id(value))
+        self._keep.append(value)
+        self._within.append(value)
+        self._visit(value, path, depth, slot)
+        self._within.pop()
+
+    def _impostor(self, value: Any, path: str, depth: int) -> None:
+        """An object that gives itself out as one of another class: a weak proxy, a mock, a proxy."""
+        if isinstance(value, weakref.ProxyTypes):
+            try:
+                self.visit(value.__init__.__self__, path, depth, None)
+            except ReferenceError:  # what it stood for is gone
+                return
+        elif id(value) not in self._seen and not is_foreign(type(value)):
+            self._seen.add(id(value))
+            self._keep.append(value)
+            self._plain_object(value, path, depth)
+
+    def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
+        world = self.world
+        if isinstance(value, CONTAINERS) and not is_foreign(type(value)):
+            self._plain_object(value, path, depth)  # a dict with attributes
+        if isinstance(value, nn.Module):
+            self._module(value, path, depth)
+        elif isinstance(value, Optimizer):
+            self._optimizer(value, path, depth)
+        elif isinstance(value, LRScheduler):
+            world.schedulers[value] = path
+            self.visit(value.optimizer, f"{path}.optimizer", depth + 1, None)
+        elif isinstance(value, torch.amp.GradScaler):
+            world.scalers[value] = path
+        elif isinstance(value, Tensor):
+            if slot is not None:
+                world.tensors[id(value)] = (value, slot)
+        elif isinstance(value, torch.Generator):
+            world.generators[generator_key(value)] = (value, path)
+        elif isinstance(value, dict | UserDict):
+            mapping = value.data if isinstance(value, UserDict) else value
+            if mapping is not value:
+                world.containers.append((mapping, path))
+            for key, item in list(mapping.items()):
+                where = f"{path}[{key!r}]"
+                self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, mapping, key))
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                where = f"{path}[{i}]"
+                self.visit(item, where, depth + 1, SequenceSlot(InputKind.CAPTURED, where, None, value, i))
+        elif isinstance(value, tuple | set | frozenset | deque):
+            for i, item in enumerate(value):
+                where = f"{path}[{i}]"
+                self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))
+        elif isinstance(value, FunctionType | MethodType | functools.partial):
+            self.function(value, path, depth)
+            if isinstance(value, FunctionType) and vars(value):
+                world.frontier[id(value)] = (value, path)
+        elif hasattr(type(value), "__wholestep_function__"):
+            self.function(value.__wholestep_function__, path, depth)
+        elif is_random_object(value):
+            world.random_objects.append((value, path))
+        elif self._sources.look_at(value, path, depth):
+            world.frontier[id(value)] = (value, path)
+        elif _is_plain_object(value):
+            self._plain_object(value, path, depth)
+        else:
+            world.frontier[id(value)] = (value, path)
+
+    def _plain_object(self, value: Any, path: str, depth: int) -> None:
+        self._sources.members(value, path, depth)
+        if has_own_dict(value):
+            self.world.holders[id(value)] = (value, path)
+            self._attributes(value, path, depth)
+        else:
+            self.world.frontier[id(value)] = (value, path)
+        self._sources.class_(type(value), depth)
+
+    def function(self, fn: Any, path: str, depth: int) -> None:
+        """Closure, globals named by the code, defaults, and the object a method is bound to."""
+        if isinstance(fn, functools.partial):
+            for i, arg in enumerate(fn.args):
+                self.visit(arg, f"{path}.args[{i}]", depth + 1, None)
+            for name, arg in fn.keywords.items():
+                self.visit(arg, name, depth + 1, None)
+            fn = fn.func
+        if isinstance(fn, MethodType):
+            self.visit(fn.__self__, "self", depth, None)
+            fn = fn.__func__
+        if hasattr(type(fn), "__wholestep_function__"):
+            fn = fn.__wholestep_function__
+        if not isinstance(fn, FunctionType) or is_foreign(fn):
+            if not isinstance(fn, FunctionType | BuiltinFunctionType | type) and callable(fn):
+                self.visit(fn, path or type(fn).__name__, depth, None)
+            return
+        self._variables(fn, depth)
+        self._sources.function(fn, path or fn.__name__, depth)
+        for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
+            self.visit(default, name, depth + 1, None)
+        wrapped = getattr(fn, "__wrapped__", None)
+        if wrapped is not None:
+            self.visit(wrapped, path, depth, None)
+
+    def _methods(self, cls: type, depth: int) -> None:
+        """The code of a user's class reads closures and globals as well."""
+        if id(cls) in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen.add(id(cls))
+        for base in cls.__mro__:
+            if not is_foreign(base):
+                self.world.frontier[id(base)] = (base, base.__name__)
+            for member in list(vars(base).values()) if not is_foreign(base) else ():
+                found = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+                found = found.fget if isinstance(found, property) else found
+                if isinstance(found, FunctionType) and id(found) not in self._seen:
+                    self._seen.add(id(found))
+                    self._variables(found, max(depth, _MAX_DEPTH - 2))
+
+    def _variables(self, fn: FunctionType, depth: int) -> None:
+        cells = fn.__closure__ or ()
+        known = (id(fn.__code__), id(fn.__globals__), *map(id, cells))  # one code may close over several variables
+        if known in self._codes:
+            return
+        self._codes[known] = fn
+        slots: list[tuple[str, Slot]] = []
+        for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
+            slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
+        named = _global_names(fn.__code__)
+        if "type" in named and "type" not in fn.__globals__:
+            self.world.asks_for_types[id(fn.__globals__)] = fn.__globals__
+        if "id" in named and "id" not in fn.__globals__:
+            self.world.asks_for_ids[id(fn.__globals__)] = fn.__globals__
+        for name in sorted(named):
+            if name in fn.__globals__:
+                slots.append((name, MappingSlot(InputKind.CAPTURED, name, None, fn.__globals__, name)))
+        for name, slot in slots:
+            place = slot.cell if isinstance(slot, CellSlot) else fn.__globals__
+            if self._variable_owners.setdefault(name, place) is not place:
+                name = f"{fn.__module__}.{fn.__qualname__}.{name}"  # another variable of that name
+                slot = replace(slot, path=name)
+            try:
+                value = slot.get()
+            except ValueError:  # a cell that is not filled yet
+                continue
+            if isinstance(value, ModuleType | type):
+                self.world.frontier[id(value)] = (value, name)
+            if isinstance(value, ModuleType | type) and is_foreign(value):
+                self._sources.stands_in(value, name, slot)
+                continue
+            self.world.variables.append((name, slot, value))
+            self.visit(value, name, depth + 1, slot)
+        self._sources.module_attributes(fn, fn.__code__, depth)
+
+    def _module(self, root: nn.Module, path: str, depth: int) -> None:
+        for name, module in root.named_modules(remove_duplicate=True):
+            _refuse_wrapper(module, f"{path}.{name}" if name else path)
+            self._seen.add(id(module))
+            where = f"{path}.{name}" if name else path
+            self.world.modules.setdefault(module, where)
+            self._sources.class_(type(module), max(depth, _MAX_DEPTH - 2))
+            for key, value in list(vars(module).items()):
+                if key in MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
+                    continue
+                attr = f"{where}.{key}"
+                slot = MappingSlot(InputKind.CAPTURED, attr, None, vars(module), key)
+                self.visit(value, attr, max(depth + 1, _MAX_DEPTH - 2), slot)
+
+    def _optimizer(self, optimizer: Optimizer, path: str, depth: int) -> None:
+        for key, value in list(vars(optimizer).items()):
+            if key in OPTIMIZER_INTERNALS or isinstance(value, _PLAIN):
+                continue
+            slot = MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, vars(optimizer), key)
+            self.visit(value, f"{path}.{key}", depth + 1, slot)
+        if owns(optimizer, "param_groups") and owns(optimizer, "state"):
+            self.world.optimizers[optimizer] = path
+            if isinstance(vars(optimizer).get("defaults"), dict):
+                self.world.containers.append((optimizer.defaults, f"{path}.defaults"))
+        else:
+            self.world.wrappers.append((optimizer, path))
+            self.world.holders[id(optimizer)] = (optimizer, path)
+        self._sources.class_(type(optimizer), max(depth, _MAX_DEPTH - 2))
+
+    def _attributes(self, value: Any, path: str, depth: int) -> None:
+        for key, item in list(own_dict(value).items()):
+            where = f"{path}.{key}"
+            self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, own_dict(value), key))
+
+
+def owns(optimizer: Optimizer, name: str) -> bool:
+    """Whether an optimizer keeps its param groups or its state itself; some are a property that asks another one."""
+    return name in vars(optimizer) and not isinstance(inspect.getattr_static(type(optimizer), name, None), property)
+
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+
+
+def _refuse_wrapper(module: nn.Module, path: str) -> None:
+    """Wrappers communicate in hooks of the real parameters, which a trace on fakes would silently leave out."""
+    kinds = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
+    found = kinds & _WRAPPERS
+    if found:
+        raise WrappedError(
+            f"{path} is a {found.pop()}, whose communication happens outside of the step's own code.",
+            fix="pass the plain module (wrapper.module), and parallel=ws.Replicate(mesh) or ws.FullyShard(mesh).",
+        )
+
+
+def _is_plain_object(value: Any) -> bool:
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum):
+        return False
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
+    return not is_foreign(type(value)) or str(type(value).__module__).startswith("transformers")
+
+
+def is_random_object(value: Any) -> bool:
+    """A generator of Python's or numpy's."""
+    if isinstance(value, random.Random):
+        return True
+    return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
+
+
+def _argument_names(fn: FunctionType) -> list[str]:
+    return list(inspect.signature(fn).parameters)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names |= _global_names(const)
+    return names

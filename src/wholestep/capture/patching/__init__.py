@@ -1,0 +1,1 @@
+"""What is replaced in torch and Python while a step is traced."""

@@ -1,0 +1,163 @@
+"""`step()` of optimizers, schedulers and gradient scalers while tracing: recorded, put off until after the graph, or
+refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import SCALER_STEP, SCALER_UNSCALE
+from wholestep.capture.captured import HostCall
+from wholestep.capture.graph.recorder import Recorder
+from wholestep.capture.location import user_location
+from wholestep.capture.objects.slots import Slot
+from wholestep.capture.patching.amp import select_instead_of_branch
+from wholestep.capture.results.accounting import Account, StepCall
+from wholestep.capture.scalars.host_scalars import HostNumber, LastRateSlot
+from wholestep.capture.scalars.scalars import Number, scalar_of
+from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
+from wholestep.ir.signature import InputKind
+from wholestep.parallel.session import Session
+
+
+class StepHost(Protocol):
+    """What the replaced methods ask of the capture."""
+
+    phase: str
+    recorder: Recorder
+    session: Session | None
+    account: Account
+    host_calls: list[HostCall]
+    steps_seen: list[Optimizer]
+    step_lines: dict[Optimizer, Location | None]
+    running_step: Optimizer | None
+    """The optimizer whose replaced `step` is running."""
+
+    def make_scalar(self, slot: Slot, value: Number) -> Any: ...
+
+    def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None: ...
+
+
+def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
+    """Nodes of the step belong to the optimizer; a closure is refused."""
+    original = optimizer.step
+
+    def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        _refuse_step(host, closure)
+        before, host.phase = host.phase, "optimizer"
+        host.steps_seen.append(optimizer)
+        host.step_lines[optimizer] = user_location()
+        running, host.running_step = host.running_step, optimizer
+        try:
+            with host.account.step(optimizer):
+                if host.session is not None:
+                    return host.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
+                return original(*args, **kwargs)
+        finally:
+            host.phase, host.running_step = before, running
+
+    vars(optimizer)["step"] = step
+
+
+class BoundSteps:
+    """Calls of `step` as a bound method that was taken before the trace: they do not see the replaced method."""
+
+    def __init__(self, host: StepHost) -> None:
+        self._host = host
+        self._running: list[tuple[StepCall, str]] = []
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Torch is about to run the `step` of an optimizer."""
+        host = self._host
+        if host.running_step is optimizer:
+            return
+        _refuse_step(host, args[0] if args else kwargs.get("closure"))
+        if host.session is not None:
+            raise UnsupportedError(
+                "step() of a sharded optimizer is called as a bound method that was taken before the step.",
+                fix="keep the optimizer and call optimizer.step().",
+                location=user_location(),
+            )
+        host.steps_seen.append(optimizer)
+        host.step_lines[optimizer] = user_location()
+        self._running.append((host.account.begin_step(optimizer), host.phase))
+        host.phase = "optimizer"
+
+    def end(self, optimizer: Optimizer) -> None:
+        """It ran."""
+        if self._running and self._running[-1][0].optimizer is optimizer:
+            call, self._host.phase = self._running.pop()
+            self._host.account.end_step(call)
+
+
+def _refuse_step(host: StepHost, closure: Any) -> None:
+    if closure is not None:
+        raise OptimizerClosureError(
+            "optimizer.step(closure) may evaluate the model any number of times.",
+            fix="compute the loss and call backward() before optimizer.step(), without a closure.",
+            location=user_location(),
+        )
+    if host.host_calls:
+        raise SideEffectError(
+            f"{host.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
+            "learning rate in this same call.",
+            fix="call scheduler.step() after optimizer.step(), as torch asks for.",
+            location=user_location(),
+        )
+
+
+def replace_scaler_steps(host: StepHost, scaler: Any) -> None:
+    """The scaler selects instead of branching, and unscales what this rank has."""
+    vars(scaler)[SCALER_STEP] = functools.partial(select_instead_of_branch, host)
+    vars(scaler)[SCALER_UNSCALE] = functools.partial(_unscale, host, getattr(scaler, SCALER_UNSCALE))
+
+
+def _unscale(host: StepHost, original: Callable[..., Any], optimizer: Optimizer, *args: Any) -> Any:
+    if host.session is None:
+        return original(optimizer, *args)
+    return host.session.unscale(optimizer, lambda: original(optimizer, *args))
+
+
+def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
+    """The scheduler's Python runs after the graph; what it will make of the learning rates is not known before."""
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+            raise ItemError(
+                f"{path}.step() takes the value of a tensor.",
+                fix="return the tensor from the step and call the scheduler outside of it.",
+                location=user_location(),
+            )
+        host.host_calls.append(HostCall(scheduler, path, args, kwargs))
+        _hide_hyper_parameters(scheduler.optimizer)
+        for name in SCHEDULER_COUNTS & vars(scheduler).keys():
+            vars(scheduler)[name] = HostNumber(f"{path}.{name}", functools.partial(getattr, scheduler, name))
+
+    def get_last_lr() -> list[Any]:
+        slots = [
+            LastRateSlot(InputKind.HYPER_PARAMETER, f"{path}.get_last_lr()[{i}]", None, scheduler, i)
+            for i in range(len(scheduler.optimizer.param_groups))
+        ]
+        if any(call.scheduler is scheduler for call in host.host_calls):
+            return [HostNumber(slot.path, slot.get) for slot in slots]
+        return [host.make_scalar(slot, slot.get()) for slot in slots]
+
+    vars(scheduler)["step"] = step
+    vars(scheduler)["get_last_lr"] = get_last_lr
+
+
+SCHEDULER_COUNTS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "best", "cooldown_counter"})
+"""Attributes of schedulers that their `step()` counts up: known only after the graph ran."""
+
+
+def _hide_hyper_parameters(optimizer: Optimizer) -> None:
+    """From here on the learning rates of this optimizer are what the scheduler will make of them."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            scalar = scalar_of(value)
+            if scalar is not None and isinstance(scalar.leaf, Slot):
+                group[key] = HostNumber(scalar.leaf.path, scalar.leaf.get)

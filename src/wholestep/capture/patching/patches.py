@@ -1,0 +1,394 @@
+"""What is replaced in torch while one step is traced, and put back after.
+
+| replaced | by | because |
+|---|---|---|
+| `nn.Module.__call__` | the same, noting the module's path | nodes say which module made them |
+| `torch._fused_*_` | the same with numbers by name | its parser would turn a learning rate into a constant |
+| `torch.batch_norm` | likewise for momentum | cumulative averages change it each step |
+| `math.sqrt` and friends | the same for graph numbers | `float(x)` would turn a number into a constant |
+| `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
+| lists of foreach types | also FakeTensor | the trace takes the path eager takes |
+| DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
+| `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
+| DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
+| the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
+| `gc.collect` | nothing | what the trace made is known by its age (`leftovers`) |
+| `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
+| optimizers, schedulers, scalers | the same, noticing unknown ones (`called`) | they are found by being called |
+| functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
+
+The replacements act only on the thread that traces; other threads get the originals.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm
+
+from wholestep._torch_compat import (
+    AMP_UPDATE_SCALE,
+    CLIP_MODULE,
+    FUSED_OPTIMIZER_FUNCTIONS,
+    MODULE_APPLY,
+    PROPAGATE_SHAPES,
+    RNN_WEIGHTS_CHANGED,
+    SCALE_BY_NORM,
+    TOTAL_NORM,
+    FakeTensor,
+    adafactor_module,
+    foreach_type_lists,
+    sharding_function,
+    sharding_propagator,
+    validate_distributions,
+    written_function,
+)
+from wholestep.capture.graph.recorder import Recorder
+from wholestep.capture.location import user_location
+from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
+from wholestep.capture.patching.interrupts import Interrupts
+from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
+from wholestep.errors import (
+    CapturedTensorError,
+    ParameterDataError,
+    RandomStateError,
+    SideEffectError,
+    UnsupportedError,
+)
+from wholestep.ir import rng
+from wholestep.ir.number_tensor import number_tensor
+from wholestep.parallel.norms import scale_by_norm, total_norm
+from wholestep.parallel.session import Session
+
+_MATH = {
+    name: name
+    for name in ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "floor", "ceil", "trunc")
+} | {"pow": "float_pow"}
+
+
+class PatchHost(CallHost, Protocol):
+    """What the patches ask of the capture."""
+
+    module_path: str
+    recorder: Recorder
+    session: Session | None
+    interrupts: Interrupts
+
+    def path_of_module(self, module: nn.Module) -> str: ...
+
+
+@contextmanager
+def patched(host: PatchHost) -> Iterator[None]:
+    """All replacements, for the current thread, until the block ends."""
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+            missing = object()
+            before = vars(owner).get(name, missing)
+            original = getattr(owner, name, None)
+
+            def only_here(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == thread:
+                    return replacement(original, *args, **kwargs)
+                assert original is not None
+                return original(*args, **kwargs)
+
+            setattr(owner, name, only_here)
+            stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+
+        patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))
+        notice_calls(host, patch, stack, is_here=lambda: threading.get_ident() == thread)
+        if host.session is not None:
+            _patch_parallel(host.session, patch)
+        for name in FUSED_OPTIMIZER_FUNCTIONS:
+            patch(torch, name, lambda original, *a, **k: _with_named_scalars(host, original, (), a, k))
+        patch(torch, "batch_norm", lambda original, *a, **k: _with_named_scalars(host, original, _BATCH_NORM, a, k))
+        patch(
+            torch, AMP_UPDATE_SCALE, lambda original, *a, **k: _with_named_scalars(host, original, _UPDATE_SCALE, a, k)
+        )
+        for name in _MATH:
+            patch(math, name, lambda original, *a, _name=name, **k: _math(_name, original, *a, **k))
+        patch(batchnorm, "float", lambda original, value: _float(value))
+        for name, method in (("min", "sym_min"), ("max", "sym_max")):
+            patch(adafactor_module(), name, lambda original, a, b, _m=method: _extremum(_m, a, b))
+        patch(nn.Module, MODULE_APPLY, _refuse_module_change)
+        patch(nn.Module, "register_parameter", _refuse_module_change)
+        patch(nn.Module, "__setattr__", _set_attribute)
+        patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
+        patch(torch.jit.ScriptFunction, "__call__", _as_written)
+        patch(torch, "set_anomaly_enabled", _refuse_anomaly)
+        patch(torch, "from_numpy", _refuse_array)
+        patch(torch, "save", _refuse_file)
+        patch(gc, "collect", lambda original, *a, **k: 0)
+        patch(torch, "tensor", partial(_tensor_of_numbers, host))
+        patch(torch, "as_tensor", partial(_tensor_of_numbers, host))
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and hasattr(masking, "is_tracing"):
+            patch(masking, "is_tracing", _causal_mask_is_traced)
+        before = validate_distributions(False)
+        stack.callback(validate_distributions, before)
+        if (propagator := sharding_propagator()) is not None:
+            patch(propagator, PROPAGATE_SHAPES, lambda original, *a: _not_recorded(host, original, *a))
+        _patch_rng(host, patch)
+        for types in foreach_type_lists():
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        yield
+
+
+_UPDATE_SCALE = (
+    "self",
+    "growth_tracker",
+    "found_inf",
+    "scale_growth_factor",
+    "scale_backoff_factor",
+    "growth_interval",
+)
+_BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+
+def _refuse_module_change(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterDataError(
+        f"the step converts or replaces parameters of a {type(module).__name__}.",
+        fix="convert the module outside of the step; to change values, write into parameters under torch.no_grad().",
+        location=user_location(),
+    )
+
+
+def _set_attribute(original: Any, module: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, nn.Parameter) and value is not vars(module).get("_parameters", {}).get(name):
+        _refuse_module_change(original, module)
+    original(module, name, value)
+
+
+def _as_written(original: Any, scripted: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the Python function of a TorchScript function: TorchScript makes tensors of its own, below all modes."""
+    return (written_function(scripted) or partial(original, scripted))(*args, **kwargs)
+
+
+def _refuse_array(original: Any, array: Any) -> Any:
+    raise CapturedTensorError(
+        f"torch.from_numpy reads an array of shape {array.shape} that the graph would not see change.",
+        fix="make the tensor outside of the step and pass it as an argument.",
+        location=user_location(),
+    )
+
+
+def _refuse_file(original: Any, *args: Any, **kwargs: Any) -> None:
+    raise SideEffectError(
+        "the step writes a file with torch.save, which a replay would not repeat.",
+        fix="save checkpoints outside of the step.",
+        location=user_location(),
+    )
+
+
+def _refuse_anomaly(original: Any, mode: bool, check_nan: bool = True) -> None:
+    if mode and check_nan:
+        raise UnsupportedError(
+            "the step looks for NaN in its backward (detect_anomaly), which raises for some values of tensors.",
+            fix="put torch.autograd.detect_anomaly() around the call: that call then runs in eager.",
+            location=user_location(),
+        )
+    original(mode, check_nan)
+
+
+def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:
+    values = host.recorder.values
+    before, values.paused = values.paused, True
+    try:
+        return original(*args)
+    finally:
+        values.paused = before
+
+
+def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    host.interrupts.check()
+    notice_module(host, module)
+    before = host.module_path
+    host.module_path = host.path_of_module(module)
+    if isinstance(module, nn.RNNBase) and module.dropout and module.training and next(module.parameters()).is_cuda:
+        raise UnsupportedError(
+            f"{host.module_path} drops out between its layers, with random numbers that cuDNN keeps to itself.",
+            fix="use dropout=0 in the RNN and nn.Dropout between single-layer RNNs.",
+            location=user_location(),
+        )
+    try:
+        if host.session is not None:
+            return host.session.call(original, module, args, kwargs)
+        return original(module, *args, **kwargs)
+    finally:
+        host.module_path = before
+
+
+def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
+    patch(nn.Module, "__getattr__", lambda original, module, name: session.attribute(original(module, name)))
+    patch(CLIP_MODULE, TOTAL_NORM, partial(total_norm, session.collectives))
+    patch(CLIP_MODULE, SCALE_BY_NORM, scale_by_norm)
+    patch(*sharding_function(), session.own_chunk)
+
+
+def _with_named_scalars(
+    host: PatchHost, original: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call with the values of graph numbers; the recorder puts the numbers themselves into the node, by name."""
+    scalars: dict[str, ScalarNode] = {}
+    plain: list[Any] = []
+    for i, arg in enumerate(args):
+        scalar = scalar_of(arg)
+        if scalar is not None and i < len(names) and scalar.hint is not None:
+            scalars[names[i]] = scalar
+            arg = scalar.hint
+        plain.append(arg)
+    for name, arg in list(kwargs.items()):
+        scalar = scalar_of(arg)
+        if scalar is not None and scalar.hint is not None:
+            scalars[name] = scalar
+            kwargs[name] = scalar.hint
+    if not scalars:
+        return original(*plain, **kwargs)
+    recorder = host.recorder
+    recorder.named_scalars, recorder.used_scalars = scalars, set()
+    try:
+        result = original(*plain, **kwargs)
+    finally:
+        recorder.named_scalars = {}
+    for scalar in scalars.values():
+        if id(scalar) not in recorder.used_scalars:
+            scalar.specialise("an operator that takes the number under another name")
+    return result
+
+
+def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    scalars = [scalar_of(a) for a in args]
+    first = next((s for s in scalars if s is not None), None)
+    if first is None or kwargs or len(args) > 2:
+        return original(*args, **kwargs)
+    operands = [s or first.wrap_float(float(a)) for s, a in zip(scalars, args, strict=True)]
+    return getattr(operands[0], _MATH[name])(*operands[1:]).as_python()
+
+
+def _tensor_of_numbers(host: PatchHost, original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.tensor(lr)`, `torch.tensor([lr, 1.0])`: a tensor of graph numbers instead of a constant."""
+    kinds = _kinds_of_numbers(data)
+    if not kinds or args or set(kwargs) - {"dtype", "device", "requires_grad"}:
+        return original(data, *args, **kwargs)
+    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if float in kinds else torch.int64)
+    if scalar_of(data) is not None:
+        return torch.full((), data, **{**kwargs, "dtype": dtype})
+    made = torch.empty(_shape_of(data), dtype=dtype, device=kwargs.get("device"))
+    node = host.recorder.emit_function(number_tensor, (_as_arguments(data), dtype, made.device), made)
+    host.recorder.values.register_result(made, node)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _kinds_of_numbers(data: Any) -> set[type]:
+    """The types of nested lists of numbers, one of which at least is a graph number; else nothing."""
+    kinds: set[type] = set()
+    symbolic = False
+    stack = [data]
+    while stack:
+        item = stack.pop()
+        scalar = scalar_of(item)
+        if scalar is not None:
+            if scalar.hint is None:
+                return set()
+            symbolic = True
+            kinds.add(scalar.kind)
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+        elif type(item) in (int, float):
+            kinds.add(type(item))
+        else:
+            return set()
+    return kinds if symbolic else set()
+
+
+def _shape_of(data: Any) -> tuple[int, ...]:
+    return (len(data), *_shape_of(data[0])) if type(data) in (list, tuple) else ()
+
+
+def _as_arguments(data: Any) -> Any:
+    if type(data) in (list, tuple):
+        return [_as_arguments(item) for item in data]
+    scalar = scalar_of(data)
+    return data if scalar is None else scalar.fx_arg()
+
+
+def _causal_mask_is_traced(original: Any, tensor: Any = None) -> bool:
+    """Hugging Face skips a look at the mask for fakes, and then computes other bits than eager. Let it look."""
+    return False
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        value = value.item()
+    scalar = scalar_of(value)
+    return scalar.sym_float().as_python() if scalar is not None else float(value)
+
+
+def _extremum(method: str, a: Any, b: Any) -> Any:
+    """Python's min and max of numbers, one of which may be known only when the step runs."""
+    for this, other in ((a, b), (b, a)):
+        scalar = scalar_of(this)
+        if scalar is not None:
+            second = scalar_of(other) or scalar.wrap_float(float(other))
+            first, last = (scalar, second) if this is a else (second, scalar)
+            return getattr(first, method)(last).as_python()
+    return min(a, b) if method == "sym_min" else max(a, b)
+
+
+def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
+    def get_state(device: str) -> Tensor:
+        state = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
+        node = host.recorder.emit_function(rng.get_rng_state, (device,), state)
+        host.recorder.values.register_result(state, node)
+        host.recorder.random_devices[device] = None
+        return state
+
+    def set_state(state: Tensor, device: str) -> None:
+        host.recorder.emit_function(rng.set_rng_state, (host.recorder.node_of(state), device), None)
+        host.recorder.random_devices[device] = None
+
+    def seed(original: Any, value: int) -> Any:
+        if not isinstance(value, int):
+            raise RandomStateError(
+                "the step seeds the generator with a value that is not a plain int.",
+                fix="seed outside of the step.",
+                location=user_location(),
+            )
+        host.recorder.emit_function(rng.manual_seed, (int(value),), None)
+        return torch.default_generator
+
+    for owner in (torch, torch.random):
+        patch(owner, "get_rng_state", lambda original: get_state("cpu"))
+        patch(owner, "set_rng_state", lambda original, new_state: set_state(new_state, "cpu"))
+        patch(owner, "manual_seed", seed)
+    patch(torch.cuda, "get_rng_state", lambda original, device="cuda": get_state(_cuda(device)))
+    patch(
+        torch.cuda,
+        "set_rng_state",
+        lambda original, new_state, device="cuda": set_state(new_state, _cuda(device)),
+    )
+
+
+def _cuda(device: Any) -> str:
+    resolved = torch.device("cuda", device) if type(device) is int else torch.device(device)
+    index: int | None = resolved.index
+    return f"cuda:{torch.cuda.current_device() if index is None else index}"
+
+
+def _state_size(device: str) -> int:
+    if device == "cpu":
+        return int(torch.default_generator.get_state().numel())
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # as in eager; before it there are no generators
+    return int(torch.cuda.default_generators[torch.device(device).index].get_state().numel())

@@ -1,0 +1,1 @@
+"""Values that the step's Python reads outside of tensors: attributes, containers, clocks, files, generators."""

@@ -1,0 +1,234 @@
+"""Which attributes the step reads, of plain objects, of classes and of Python modules, while it is traced.
+
+    object    its class gets a `__getattribute__` that notes the name          self.scale, cfg.lr
+    class     each value in its dict is replaced by a descriptor that notes it Config.scale, self.scale
+    module    its `__class__` becomes a subclass of ModuleType that notes it   config.scale
+
+A replay does not run this Python: what was read becomes a guard. What a read gives and discovery has not seen yet is
+handed to `found`, so that values deep in a tree of objects are followed as far as the step goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from wholestep.capture.objects.plain_values import PLAIN, own_dict
+from wholestep.capture.objects.slots import ABSENT, MappingSlot, Slot
+from wholestep.capture.objects.source_slots import ClassSlot
+from wholestep.capture.scalars.host_scalars import HostNumber
+from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.ir.signature import InputKind
+
+_HEAP_TYPE = 1 << 9
+
+Found = Callable[[Any, str, Slot | None], Any]
+"""Takes a value that a read gave, its path and the slot that holds it; gives what the step gets instead."""
+
+
+class ReadTracker:
+    """What the step read of one object."""
+
+    def __init__(self, obj: Any, path: str) -> None:
+        self.obj = obj
+        self.path = path
+        self.names: dict[str, None] = {}
+        """Attributes in `vars(obj)`, and names that the object did not have."""
+        self.class_values: dict[str, Any] = {}
+        """Plain values that came from a property or from `__getattr__`."""
+        self.attributes = own_dict(obj)
+        self.before = dict(self.attributes)
+        """Attributes there were when the step began."""
+        self.sees_reads = True
+
+
+class AttributeReads:
+    """All trackers of one capture. Other threads are not noted."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._thread = threading.get_ident()
+        self._objects: dict[type, dict[int, ReadTracker]] = {}
+        self._own: dict[type, Any] = {}
+        self._modules: dict[ModuleType, tuple[type, dict[str, None]]] = {}
+        self._recorders: list[_ClassValue] = []
+        self._places: dict[type, frozenset[str]] = {}
+
+    # Objects.
+
+    def track(self, obj: Any, path: str) -> ReadTracker:
+        """Note reads of an object's attributes from now on."""
+        tracker = ReadTracker(obj, path)
+        cls = type(obj)
+        if cls not in self._objects and not self._hook(cls):
+            tracker.sees_reads = False
+            self.note_all(tracker)
+            return tracker
+        self._objects[cls][id(obj)] = tracker
+        return tracker
+
+    def note_all(self, tracker: ReadTracker) -> None:
+        """Count everything that an object has as read."""
+        for name, value in tracker.before.items():
+            self._note(tracker, name, value)
+
+    def _hook(self, cls: type) -> bool:
+        """Give a class written in Python a `__getattribute__` that notes the name."""
+        if not cls.__flags__ & _HEAP_TYPE:
+            return False
+        trackers: dict[int, ReadTracker] = {}
+        read: Any = cls.__getattribute__
+        fallback: Any = getattr(cls, "__getattr__", None)
+        note = self._note
+
+        def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
+            tracker = trackers.get(id(this))
+            if tracker is None:
+                return read(this, name)
+            try:
+                value = read(this, name)
+            except AttributeError:
+                if name.startswith("__"):
+                    raise
+                tracker.names[name] = None
+                if fallback is None:
+                    raise
+                value = fallback(this, name)
+            return note(tracker, name, value)
+
+        try:
+            before = vars(cls).get("__getattribute__", ABSENT)
+            type.__setattr__(cls, "__getattribute__", __getattribute__)
+        except TypeError:  # a class that may not be changed
+            return False
+        self._own[cls] = before
+        self._objects[cls] = trackers
+        return True
+
+    def _note(self, tracker: ReadTracker, name: str, value: Any) -> Any:
+        if isinstance(value, HostNumber):
+            return value  # known only after the step ran: nothing that a guard could compare before
+        if threading.get_ident() != self._thread:
+            return value
+        if name in tracker.attributes:
+            tracker.names[name] = None
+            if not isinstance(value, PLAIN) and tracker.before.get(name) is value:
+                where = f"{tracker.path}.{name}"
+                slot = MappingSlot(InputKind.CAPTURED, where, None, tracker.attributes, name)
+                return self._found(value, where, slot)
+        elif name.startswith("__"):
+            return value
+        elif self._is_class_value(type(tracker.obj), name):
+            tracker.names[name] = None  # absent from the instance: one that shadows the class's later is a change
+            return value
+        elif isinstance(value, PLAIN) and scalar_of(value) is None:
+            tracker.class_values[name] = value
+        return value
+
+    def _is_class_value(self, cls: type, name: str) -> bool:
+        """Whether a name is a value in the dict of a class, which has a guard of its own."""
+        return any(name in self._places.get(base, ()) for base in cls.__mro__)
+
+    # Classes.
+
+    def record_class(self, cls: type, names: frozenset[str], path: str, read: dict[str, None]) -> None:
+        """Replace values in the dict of a class by descriptors that note when they are read."""
+        for name in names:
+            recorder = _ClassValue(self, vars(cls)[name], f"{path}.{name}", read, name, cls)
+            try:
+                type.__setattr__(cls, name, recorder)
+            except TypeError:  # classes made in C (ctypes.Structure) do not let theirs be replaced: no place to follow
+                read.update(dict.fromkeys(names))
+                return
+            self._recorders.append(recorder)
+        self._places[cls] = names
+
+    def found_in_class(self, recorder: _ClassValue) -> Any:
+        """Note that a value of a class is read; gives what the step gets."""
+        value = recorder.value
+        if threading.get_ident() == self._thread:
+            recorder.read[recorder.name] = None
+            if not isinstance(value, PLAIN):
+                slot = ClassSlot(InputKind.CAPTURED, recorder.path, None, recorder.owner, recorder.name)
+                return self._found(value, recorder.path, slot)
+        return value
+
+    # Python modules.
+
+    def record_module(self, module: ModuleType, path: str, read: dict[str, None]) -> None:
+        """Note reads of a module's attributes from now on."""
+        kind = type(module)
+        if module in self._modules or not issubclass(kind, ModuleType):
+            return
+        get: Any = kind.__getattribute__
+        thread, found, before = self._thread, self._found, dict(vars(module))
+
+        def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
+            if name.startswith("__") or threading.get_ident() != thread:
+                return get(this, name)
+            read[name] = None
+            value = get(this, name)
+            if not isinstance(value, PLAIN) and before.get(name) is value:
+                where = f"{path}.{name}"
+                return found(value, where, MappingSlot(InputKind.CAPTURED, where, None, vars(this), name))
+            return value
+
+        try:
+            module.__class__ = type.__new__(type, kind.__name__, (kind,), {"__getattribute__": __getattribute__})
+        except TypeError:  # a stand-in for a module, with a layout of its own
+            read.update(dict.fromkeys(vars(module)))
+            return
+        self._modules[module] = (kind, read)
+
+    def stop(self) -> None:
+        """Put the classes and modules back; what was read stays known."""
+        while self._own:
+            cls, before = self._own.popitem()
+            if before is ABSENT:
+                type.__delattr__(cls, "__getattribute__")
+            else:
+                type.__setattr__(cls, "__getattribute__", before)
+        self._objects.clear()
+        while self._recorders:
+            self._recorders.pop().remove()
+        while self._modules:
+            module, (kind, _) = self._modules.popitem()
+            module.__class__ = kind
+
+
+class _ClassValue:
+    """Stands for a value in the dict of a class: gives it to whoever reads it, and notes that."""
+
+    def __init__(
+        self, reads: AttributeReads, value: Any, path: str, read: dict[str, None], name: str, owner: type
+    ) -> None:
+        self._reads = reads
+        self.value = value
+        self.path = path
+        self.read = read
+        self.name = name
+        self.owner = owner
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self._reads.found_in_class(self)
+
+    def remove(self) -> None:
+        if vars(self.owner).get(self.name) is self:
+            type.__setattr__(self.owner, self.name, self.value)
+
+
+def class_values(cls: type) -> Iterator[tuple[str, Any]]:
+    """What a class holds that is neither a method, a descriptor nor Python's own."""
+    members: MappingProxyType[str, Any] = vars(cls)
+    for name, value in list(members.items()):
+        if not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__"):
+            yield name, value
+
+
+def class_code(cls: type) -> Iterator[tuple[str, Any]]:
+    """Methods and descriptors of a class."""
+    for name, value in list(vars(cls).items()):
+        if hasattr(type(value), "__get__") and name not in ("__getattribute__", "__dict__", "__weakref__"):
+            yield name, value

@@ -1,0 +1,185 @@
+"""What user code reads from outside of the process while a step is traced: environment variables and files.
+
+Reading them again is free of effects, so they are guards: the value of a variable, the size and time of a file. What
+cannot be read twice (random bytes of the system, other processes, the keyboard) and what is written is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import random
+import stat
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+from wholestep.capture.objects.callers import called_by_user, caller_location
+from wholestep.errors import RandomStateError, SideEffectError
+
+_SMALL = 1 << 20
+_SETTLED = 2.0
+"""Seconds after which a file that was written has another time than before."""
+_CHANGING = ("/proc/", "/sys/", "/dev/")
+UNREPEATABLE = frozenset({id(os.urandom), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open)})
+"""Functions that user code may hold on to, by identity."""
+
+
+class FileState:
+    """A file as the step read it, or that there was none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._stat = _stat_of(path)
+        self._contents = _contents(path, self._stat)
+        self._settled = False
+
+    def is_same(self) -> bool:
+        """Whether the file is as it was. A file that was written just before is compared by its contents, too: its
+        time may not tell."""
+        now = _stat_of(self.path)
+        if now != self._stat:
+            return False
+        if self._settled or now is None or self._contents is None:
+            return True
+        settled = time.time() - now[0] / 1e9 > _SETTLED
+        same = _contents(self.path, now) == self._contents
+        self._settled = settled and same
+        return same
+
+
+def _stat_of(path: str) -> tuple[int, int, int, int] | None:
+    try:
+        found = _REAL_STAT(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+
+
+def _contents(path: str, found: tuple[int, int, int, int] | None) -> bytes | None:
+    if found is None or found[1] > _SMALL or not stat.S_ISREG(found[3]):
+        return None
+    with _REAL_OPEN(path, "rb") as file:
+        data: bytes = file.read()
+        return data
+
+
+_REAL_STAT, _REAL_OPEN = os.stat, builtins.open
+
+
+class OutsideReads:
+    """What one capture read."""
+
+    def __init__(self) -> None:
+        self.environment: dict[str, str | None] = {}
+        self.whole_environment: dict[str, str] | None = None
+        self.files: dict[str, FileState] = {}
+        self._thread = threading.get_ident()
+        self.replacements: dict[int, Any] = {
+            id(os.urandom): lambda *a: self._random(os.urandom, "os.urandom", *a),
+            id(uuid.uuid1): lambda *a, **k: self._random(uuid.uuid1, "uuid.uuid1", *a, **k),
+            id(uuid.uuid4): lambda *a, **k: self._random(uuid.uuid4, "uuid.uuid4", *a, **k),
+            id(builtins.open): lambda *a, **k: self._open(_REAL_OPEN, *a, **k),
+        }
+        """What lies in the place of such functions, by their identity."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what is read in the block."""
+        with ExitStack() as stack:
+
+            def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+                real = vars(owner)[name]
+
+                def only_here(*args: Any, **kwargs: Any) -> Any:
+                    if threading.get_ident() != self._thread or not called_by_user():
+                        return real(*args, **kwargs)
+                    return replacement(real, *args, **kwargs)
+
+                setattr(owner, name, only_here)
+                stack.callback(setattr, owner, name, real)
+
+            environ = type(os.environ)
+            patch(environ, "__getitem__", self._variable)
+            patch(environ, "__iter__", self._variables)
+            patch(environ, "copy", self._variables)
+            for name in ("__setitem__", "__delitem__"):
+                patch(environ, name, self._set_variable)
+            for owner in (builtins, io):
+                patch(owner, "open", self._open)
+            for name in ("stat", "listdir", "scandir"):
+                patch(os, name, self._look)
+            patch(os, "urandom", lambda real, *a: self._random(real, "os.urandom", *a))
+            patch(random, "_urandom", lambda real, *a: self._random(real, "the system's random bytes", *a))
+            for name in ("uuid1", "uuid4"):
+                patch(uuid, name, lambda real, *a, _name=name, **k: self._random(real, f"uuid.{_name}", *a, **k))
+            patch(random.Random, "seed", self._seed)
+            patch(subprocess.Popen, "__init__", lambda real, *a, **k: _refuse("starts another process"))
+            patch(os, "system", lambda real, *a: _refuse("starts another process"))
+            patch(builtins, "input", lambda real, *a: _refuse("asks for input"))
+            yield
+
+    def _variable(self, real: Any, environ: Any, key: Any) -> Any:
+        if isinstance(key, str) and environ is os.environ:
+            try:
+                self.environment[key] = real(environ, key)
+            except KeyError:
+                self.environment[key] = None
+        return real(environ, key)
+
+    def _variables(self, real: Any, environ: Any) -> Any:
+        self.whole_environment = dict(zip(os.environ._data, os.environ._data.values(), strict=True))  # type: ignore[attr-defined]
+        return real(environ)
+
+    def _set_variable(self, real: Any, environ: Any, key: Any, *value: Any) -> NoReturn:
+        _refuse(f"sets the environment variable {key}")
+
+    def _open(self, real: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not called_by_user():
+            return real(file, mode, *args, **kwargs)
+        if set(mode) & set("wax+"):
+            _refuse(f"opens {file} for writing")
+        self._note(file)
+        return real(file, mode, *args, **kwargs)
+
+    def _look(self, real: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("dir_fd"):
+            self._note(path)
+        return real(path, *args, **kwargs)
+
+    def _note(self, file: Any) -> None:
+        if not isinstance(file, str | bytes | os.PathLike):
+            return
+        path = os.fspath(file)
+        name = os.path.abspath(os.fsdecode(path))
+        if name.startswith(_CHANGING) and name != os.devnull:
+            _refuse(f"reads {name}, which may differ each time,")
+        if name not in self.files:
+            self.files[name] = FileState(name)
+
+    def _random(self, real: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not called_by_user():
+            return real(*args, **kwargs)
+        raise RandomStateError(
+            f"the step draws from {name}; every replay would use the same value.",
+            fix="draw it outside of the step, and pass it as an argument; or draw with torch.",
+            location=caller_location(),
+        )
+
+    def _seed(self, real: Any, generator: Any, a: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if a is None:
+            self._random(real, "a generator that the system seeds (random.Random())")
+        return real(generator, a, *args, **kwargs)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise SideEffectError(
+        f"the step {what} and a replay would not.",
+        fix="do it outside of the step.",
+        location=caller_location(),
+    )

@@ -1,0 +1,150 @@
+"""What slots hold after the graph ran: an output of the graph, a constant, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
+from wholestep.capture.captured import Change
+from wholestep.capture.objects.slots import ABSENT, LocalSlot, Slot
+from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.errors import SideEffectError, UnsupportedError
+from wholestep.ir.signature import ChangeKind, OutputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+PLAIN_CONSTANTS = (int, float, bool, str, type(None))
+"""Types of values that a replay can set again."""
+
+
+class Bindings:
+    """The outputs of the graph so far, and the changes to slots that take them."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._recorder = capture.recorder
+        self.outputs: list[tuple[OutputKind, str, Any]] = []
+        self.changes: list[Change] = []
+        self._output_index: dict[Any, int] = {}
+        self._bound_nodes: set[fx.Node] = set()
+        self._kept: dict[int, tuple[Tensor, int | None]] = {}
+        """Tensors that are state after the step, by identity, with their outputs."""
+        self._containers = {id(container): path for container, path in capture.world.containers}
+
+    def output(self, kind: OutputKind, path: str, node: Any) -> int:
+        """The number of the output that holds a node."""
+        key = (kind, node)
+        if kind is not OutputKind.RESULT and key in self._output_index:
+            return self._output_index[key]
+        self.outputs.append((kind, path, node))
+        self._output_index[key] = len(self.outputs) - 1
+        return len(self.outputs) - 1
+
+    def bind(self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None) -> None:
+        """After the graph ran, the slot holds `new`."""
+        refuse_clocks(new, slot.path)
+        unless = self.skipped(flag)
+        kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
+        if new is ABSENT:
+            self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless))
+            return
+        scalar = scalar_of(new)
+        if is_dtensor(new):
+            slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(new))
+            new = local_of(new)
+        if _is_subclass(new):
+            raise UnsupportedError(
+                f"the step sets {slot.path} to a {type(new).__name__}; tensor subclasses are not captured.",
+                fix="keep plain tensors in state (for a low-bit optimizer: use the plain one), or run in eager.",
+                location=self._recorder.subclass_lines.get(type(new)),
+            )
+        if isinstance(new, Tensor):
+            self._refuse_unrepeatable(slot, new)
+            source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
+            index = self._state_output(source, slot.path)
+            self.changes.append(Change(kind, slot, output=index, unless=unless))
+        elif scalar is not None:
+            value = scalar.fx_arg()
+            if isinstance(value, fx.Node):
+                index = self.output(OutputKind.STATE, slot.path, value)
+                self.changes.append(Change(kind, slot, output=index, unless=unless))
+            else:
+                self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
+        elif _is_constant(new := _without_graph_numbers(new)):
+            self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
+        else:
+            raise SideEffectError(
+                f"the step sets {slot.path} to a {type(new).__name__}, which a replay cannot repeat.",
+                fix="set it outside of the step.",
+            )
+
+    def skipped(self, flag: fx.Node | None) -> int | None:
+        """The number of the output that says whether a change is left out."""
+        return self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
+
+    def refuse_shared(self, path: str) -> None:
+        """Refuse a change to a list or dict that two places of an optimizer share."""
+        other = self._capture.table.shared.get(path)
+        if other is not None:
+            raise UnsupportedError(
+                f"the step changes {path}, which is the same object as {other}.", fix="give each its own copy."
+            )
+
+    def own_container(self, container: Any, path: str) -> None:
+        """Refuse a list or dict that is in two places: a replay would make two of it."""
+        other = self._containers.setdefault(id(container), path)
+        if other != path:
+            raise UnsupportedError(
+                f"{path} and {other} are the same {type(container).__name__}.", fix="keep a copy in one of them."
+            )
+
+    def _state_output(self, source: Tensor, path: str) -> int:
+        """The output for a tensor that outlives the step: one for all places that hold the same tensor."""
+        _, index = self._kept.get(id(source), (source, None))
+        if index is None:
+            index = self.output(OutputKind.STATE, path, self._own_memory(self._recorder.node_of(source)))
+            self._kept[id(source)] = (source, index)
+        return index
+
+    def _refuse_unrepeatable(self, slot: Slot, new: Tensor) -> None:
+        """A replay leaves tensors without the flag that the step gave them."""
+        made_here = isinstance(new, FakeTensor) and id(new) not in self._capture.table.by_fake
+        if made_here and new.requires_grad and new.is_leaf:
+            raise SideEffectError(
+                f"the step sets {slot.path} to a tensor that requires grad, and a replay would leave one without.",
+                fix="keep it without grad: tensor.detach().",
+            )
+
+    def _own_memory(self, node: fx.Node) -> fx.Node:
+        """State that outlives the step shares memory with no input and with no other state."""
+        if node.op != "placeholder" and node not in self._bound_nodes:
+            self._bound_nodes.add(node)
+            return node
+        return self._recorder.emit(torch.ops.aten.clone.default, node)
+
+
+def _without_graph_numbers(value: Any) -> Any:
+    """A tuple or list of numbers as plain ones, under guards; anything else as it is."""
+    if type(value) not in (tuple, list) or all(scalar_of(item) is None for item in value):
+        return value
+    scalars = [(item, scalar_of(item)) for item in value]
+    why = "a tuple or list that outlives the step"
+    return type(value)(item if scalar is None else scalar.specialise(why) for item, scalar in scalars)
+
+
+def _is_subclass(value: Any) -> bool:
+    """A tensor with a dispatch of its own."""
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        return False
+    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(item, PLAIN_CONSTANTS) for item in value)
+    return isinstance(value, PLAIN_CONSTANTS)

@@ -1,0 +1,162 @@
+"""What the step left in attributes, variables, lists and dicts of the user's: bound after the graph ran, or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wholestep.capture.captured import Change
+from wholestep.capture.objects.plain_values import kind_of, own_dict, same_contents, same_plain
+from wholestep.capture.objects.slots import ABSENT, MappingSlot, Slot
+from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.python_reads.python_state import Attributes, holds_tensor
+from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.errors import ParameterDataError, SideEffectError
+from wholestep.ir.signature import ChangeKind, InputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+
+class ChangedPython:
+    """Finds and binds the changes; the rest is for guards."""
+
+    def __init__(self, capture: Capture, bindings: Bindings) -> None:
+        self._capture = capture
+        self._table = capture.table
+        self._bindings = bindings
+        self.volatile: dict[int, set[str]] = {}
+        """See `Captured`."""
+        self.rebound_variables: dict[str, tuple[Slot, Any]] = {}
+        """See `Captured`."""
+        self.kinds: list[tuple[dict[str, Any], str, str, Any]] = []
+        """See `Captured`."""
+
+    def bind(self) -> None:
+        for snapshot in self._capture.snapshots:
+            self._attributes(snapshot)
+        self._variables()
+        self._containers()
+
+    # Attributes.
+
+    def _attributes(self, snapshot: Attributes) -> None:
+        obj = snapshot.obj
+        for key, before, after in snapshot.rebound():
+            self._attribute(obj, snapshot.path, key, before, after)
+        for key, contents, container in snapshot.mutated():
+            if isinstance(obj, torch.nn.Module) and key == "_buffers":
+                self._buffers(obj, snapshot.path, contents, container)
+            else:
+                raise _changed_contents(obj, snapshot.path, key)
+
+    def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
+        where = f"{path}.{key}"
+        scalar = scalar_of(after)
+        if scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == where:
+            self.volatile.setdefault(id(obj), set()).add(key)  # an input of the graph that the step only read
+            return
+        plain = isinstance(after, PLAIN_CONSTANTS) or after is ABSENT
+        if not (plain or isinstance(after, Tensor) or scalar is not None):
+            if isinstance(obj, torch.amp.GradScaler) and not after:
+                return
+            if not holds_tensor(after) and isinstance(obj, torch.nn.Module):
+                self._keep_object(obj, where, key, after)
+                return
+            raise SideEffectError(
+                f"the step sets {where} to a {type(after).__name__}, which a replay cannot repeat.",
+                fix="return it from the step and store it outside.",
+            )
+        kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
+        slot = MappingSlot(kind, where, None, own_dict(obj), key)
+        self._bindings.bind(slot, after, created=before is ABSENT)
+        if isinstance(after, Tensor) or before is ABSENT or scalar is not None:
+            self.volatile.setdefault(id(obj), set()).add(key)
+            reader = next((r for r, _ in self._capture.readers if r.obj is obj), None)
+            if reader is None or key in reader.names or key not in reader.before:
+                self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
+
+    def _real(self, value: Any) -> Any:
+        tracked = self._table.by_fake.get(id(value))
+        return tracked.real if tracked is not None else value
+
+    def _keep_object(self, obj: Any, where: str, key: str, after: Any) -> None:
+        """A module caches an object without tensors: set the same object on each replay."""
+        refuse_clocks(after, where)
+        slot = MappingSlot(InputKind.BUFFER, where, None, own_dict(obj), key)
+        self._bindings.changes.append(Change(ChangeKind.CONSTANT, slot, constant=after))
+        self.volatile.setdefault(id(obj), set()).add(key)
+
+    def _buffers(self, module: Any, path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+        for name in {**before, **now}:
+            old, new = before.get(name, ABSENT), now.get(name, ABSENT)
+            if old is not new:
+                slot = MappingSlot(InputKind.BUFFER, f"{path}.{name}", None, module._buffers, name)
+                self._bindings.bind(slot, new, created=old is ABSENT or old is None)
+
+    # Variables and containers.
+
+    def _variables(self) -> None:
+        """Closure variables and globals that the step bound anew."""
+        seen: set[tuple[int, Any]] = set()
+        for name, slot, before in self._capture.world.variables:
+            after = slot.get()
+            where = (id(getattr(slot, "cell", None) or getattr(slot, "mapping", None)), name)
+            scalar = scalar_of(after)
+            unread = scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == name
+            if after is before or where in seen or unread or self._stands_for(after, before):
+                continue
+            seen.add(where)
+            if not (isinstance(after, (*PLAIN_CONSTANTS, Tensor)) or scalar is not None):
+                raise SideEffectError(
+                    f"the step binds {name} to a {type(after).__name__}, which a replay cannot repeat.",
+                    fix="return it from the step and bind it outside.",
+                )
+            self._bindings.bind(slot, after, created=False)
+            if isinstance(after, Tensor) or scalar is not None:
+                self.rebound_variables[name] = (slot, kind_of(before))
+
+    def _containers(self) -> None:
+        for container, path, contents in self._capture.copies:
+            if not same_contents(contents, container) and not self._only_swapped(contents, container):
+                raise _not_repeated(path)
+
+    def _only_swapped(self, before: Any, now: Any) -> bool:
+        """Whether a container differs only by fakes in the place of the tensors they stand for."""
+        if len(before) != len(now):
+            return False
+        if isinstance(before, set):
+            return {self._table.real_of(item) for item in now} == before
+        if isinstance(before, dict):
+            now = {self._table.real_of(key): value for key, value in now.items()}
+        pairs = [(before[k], now.get(k)) for k in before] if isinstance(before, dict) else zip(before, now, strict=True)
+        return all(same_plain(b, a) or self._stands_for(b, a) for a, b in pairs)
+
+    def _stands_for(self, fake: Any, real: Any) -> bool:
+        tracked = self._table.by_fake.get(id(fake))
+        return tracked is not None and tracked.real is real
+
+
+def _changed_contents(obj: Any, path: str, key: str) -> ParameterDataError | SideEffectError:
+    """Why the contents of an attribute may not change."""
+    if isinstance(obj, torch.nn.Module) and key in ("_parameters", "_modules"):
+        return ParameterDataError(
+            f"the step replaces or adds a {'parameter' if key == '_parameters' else 'module'} of {path}.",
+            fix="write into the parameter under torch.no_grad() instead: param.copy_(new).",
+        )
+    if isinstance(obj, torch.amp.GradScaler):
+        return SideEffectError(
+            f"{path} is left in the middle of an iteration.",
+            fix="call scaler.update() at the end of the step.",
+        )
+    return _not_repeated(f"{path}.{key}")
+
+
+def _not_repeated(path: str) -> SideEffectError:
+    return SideEffectError(
+        f"the step changes the contents of {path}, which a replay would not repeat.",
+        fix="return the value from the step and store it outside.",
+    )

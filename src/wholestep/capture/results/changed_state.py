@@ -1,0 +1,158 @@
+"""What the step left in gradients, optimizers and gradient scalers: bound after the graph ran, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import SCALER_TENSORS, FakeTensor
+from wholestep.capture.captured import Change
+from wholestep.capture.objects.nested_state import NESTS, FreshContainersSlot, OwnerSlot
+from wholestep.capture.objects.plain_values import same_plain
+from wholestep.capture.objects.slots import (
+    ABSENT,
+    Absent,
+    BatchGradSlot,
+    BatchSlot,
+    GradSlot,
+    HyperSlot,
+    MappingSlot,
+    OptimizerStateSlot,
+    Slot,
+)
+from wholestep.capture.objects.swapped_state import StateTable, Tracked
+from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.results.nested_changes import bind_nest
+from wholestep.capture.scalars.host_scalars import HostNumber
+from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.signature import ChangeKind, InputKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+
+def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
+    """Find what tensors and numbers the step set where training keeps its state."""
+    _gradients(capture.table, bindings)
+    seen: set[int] = set()
+    """Of state and groups that a wrapper shares with the optimizer inside of it, by identity."""
+    for optimizer, path in capture.world.optimizers.items():
+        if id(optimizer.state) not in seen:
+            _optimizer_state(capture, bindings, optimizer, path)
+        if id(optimizer.param_groups) not in seen:
+            _param_groups(capture.table, bindings, optimizer, path)
+        seen |= {id(optimizer.state), id(optimizer.param_groups)}
+    for scaler, path in capture.world.scalers.items():
+        for name in SCALER_TENSORS:
+            now = vars(scaler).get(name)
+            if isinstance(now, FakeTensor) and id(now) not in capture.table.by_fake:
+                slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{name}", None, vars(scaler), name)
+                bindings.bind(slot, now, created=True)
+
+
+def refuse_changed_requires_grad(table: StateTable) -> None:
+    """A replay would not repeat that a parameter is frozen or thawed."""
+    for tracked in table.parameters:
+        if tracked.fake.requires_grad != tracked.real.requires_grad:
+            raise SideEffectError(
+                f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
+                fix="set it back at the end of the step, or change it outside.",
+            )
+
+
+def _gradients(table: StateTable, bindings: Bindings) -> None:
+    for tracked in table.tracked.values():
+        if isinstance(tracked.slot, BatchSlot) and tracked.fake.grad is not None:
+            _batch_gradient(bindings, tracked, tracked.slot)
+    for tracked in table.parameters:
+        before = tracked.real.grad
+        before_fake = table.tracked[id(before)].fake if before is not None else None
+        after = tracked.fake.grad
+        if after is before_fake:
+            continue
+        path = f"{tracked.slot.path}.grad"
+        slot = GradSlot(InputKind.GRADIENT, path, tracked.slot.path, tracked.real)
+        if after is None:
+            bindings.changes.append(Change(ChangeKind.REMOVED, slot))
+        else:
+            bindings.bind(slot, after, created=before is None)
+
+
+def _batch_gradient(bindings: Bindings, tracked: Tracked, slot: BatchSlot) -> None:
+    """The step back-propagates into a tensor that it was given."""
+    if tracked.real.grad is not None:
+        raise UnsupportedError(
+            f"{slot.path} has a gradient already, and the step adds to it.",
+            fix="set its .grad to None before the step, or use torch.autograd.grad in it.",
+        )
+    where = BatchGradSlot(InputKind.GRADIENT, f"{slot.path}.grad", slot.path, slot.index)
+    assert tracked.fake.grad is not None
+    bindings.bind(where, tracked.fake.grad, created=True)
+
+
+def _optimizer_state(capture: Capture, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
+    flag = capture.skip_flags.get(optimizer)
+    before_all = capture.table.fake_state_before[optimizer]
+    for owner in {**before_all, **optimizer.state}:
+        tracked = capture.table.owner_of(owner)
+        if tracked is None and isinstance(owner, FakeTensor):
+            raise UnsupportedError(
+                f"{path} keeps state for a tensor of shape {tuple(owner.shape)} that is not a parameter of it.",
+                fix="key optimizer.state by the parameter itself.",
+            )
+        real_owner = owner if tracked is None else id(tracked.real) if type(owner) is int else tracked.real
+        owner_path = tracked.slot.path if tracked else str(owner)
+        of = owner_path if tracked else None
+        whole = OwnerSlot(InputKind.OPTIMIZER_STATE, f"{path}.state[{owner_path}]", of, optimizer, real_owner)
+        before, entries = before_all.get(owner, ABSENT), optimizer.state.get(owner, ABSENT)
+        if not isinstance(entries, dict) or not isinstance(before, dict | Absent):
+            _bind(bindings, whole, before, entries, flag)
+            continue
+        if before is ABSENT:
+            before = {}
+            if not entries or type(entries) is not dict:
+                fresh = FreshContainersSlot(whole.kind, whole.path, of, whole)
+                empty = copy.copy(entries)
+                empty.clear()
+                unless = bindings.skipped(flag)
+                bindings.changes.append(Change(ChangeKind.CONSTANT, fresh, constant=empty, unless=unless))
+        for name in {**before, **entries}:
+            slot = OptimizerStateSlot(
+                InputKind.OPTIMIZER_STATE, f"{whole.path}.{name}", of, optimizer, real_owner, name
+            )
+            _bind(bindings, slot, before.get(name, ABSENT), entries.get(name, ABSENT), flag)
+
+
+def _bind(bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None) -> None:
+    """Bind what a slot holds now, where that is not what it held before. Containers are compared leaf by leaf."""
+    if isinstance(new, NESTS):
+        bind_nest(bindings, slot, old, new, flag=flag)
+    elif old is not new and not _equal_plain(old, new):
+        bindings.bind(slot, new, created=old is ABSENT, flag=flag)
+
+
+def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
+    before_groups = table.fake_groups[optimizer]
+    if len(optimizer.param_groups) != len(before_groups):
+        raise SideEffectError(
+            f"the step adds or removes a param group of {path}.", fix="call add_param_group outside of the step."
+        )
+    for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
+        for key in {**before, **now}:
+            old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+            if isinstance(new, HostNumber):
+                continue
+            if key == "params":
+                if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
+                    continue
+                raise ParameterDataError(f"the step changes the parameters of {path}.param_groups[{g}].")
+            where = f"{path}.param_groups[{g}].{key}"
+            slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+            _bind(bindings, slot, old, new)
+
+
+def _equal_plain(old: Any, new: Any) -> bool:
+    return isinstance(old, PLAIN_CONSTANTS) and same_plain(new, old)

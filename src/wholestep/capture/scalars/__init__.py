@@ -1,0 +1,1 @@
+"""Python ints and floats that are inputs of the graph."""

@@ -1,0 +1,151 @@
+"""Numbers of the graph as arguments of operators: which stay numbers, and which fix the shape of a result.
+
+The trace runs on tensors of known shape, so a number that a shape depends on is fixed to its value, under a guard. What
+only moves a window of fixed size, or is a value of elements, stays a number:
+
+    x * k, x.add_(y, alpha=k)        stays
+    x[k], x[k:k + 3]                 stays; guards: k is in range, the slice has 3 elements
+    topk(x, k), x.view(k, -1)        fixed: guard k == 4
+
+`x[k]` is taken apart here (`moving_view`): torch's own indexing asks for the plain value of an index.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep._torch_compat import OpOverload, schema_of
+from wholestep.capture.graph.schema import OpFacts
+from wholestep.capture.scalars.scalars import scalar_of
+
+aten = torch.ops.aten
+
+_MOVES: dict[Any, tuple[str, ...]] = {
+    aten.select.int: ("index",),
+    aten.slice.Tensor: ("start", "end"),
+    aten.select_backward.default: ("index",),
+    aten.slice_backward.default: ("start", "end"),
+    aten.roll.default: ("shifts",),
+    aten.tril.default: ("diagonal",),
+    aten.triu.default: ("diagonal",),
+    aten.tril_.default: ("diagonal",),
+    aten.triu_.default: ("diagonal",),
+    aten.kthvalue.default: ("k",),
+    aten.randint.default: ("high",),
+    aten.randint.low: ("low", "high"),
+    aten.randint_like.default: ("high",),
+    aten.randint_like.low_dtype: ("low", "high"),
+}
+"""Arguments that are whole numbers and of which the shape of the result does not depend, but for a slice's length."""
+
+_SHAPED_BY_SCALARS = frozenset({aten.arange, aten.range, aten.linspace, aten.logspace})
+"""Operators whose `Scalar` arguments say how many elements there are."""
+
+
+@cache
+def _whole_numbers(op: OpOverload) -> frozenset[str]:
+    """Names of the arguments that may decide the shape of the result."""
+    moves = _MOVES.get(op, ())
+    every = op.overloadpacket in _SHAPED_BY_SCALARS
+    return frozenset(
+        a.name
+        for a in schema_of(op).arguments
+        if a.name not in moves and (every or _is_whole(str(a.type)) or _is_whole(str(a.real_type)))
+    )
+
+
+def _is_whole(kind: str) -> bool:
+    return any(word in kind for word in ("int", "SymInt", "bool", "SymBool"))
+
+
+def fix_metadata(
+    op: Any,
+    facts: OpFacts,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    fakes: tuple[list[Any], dict[str, Any]],
+    nodes: tuple[list[Any], dict[str, Any]],
+) -> list[Any]:
+    """Fix the numbers that decide shapes, in the arguments of a node. Returns the positional arguments by which a view
+    can be taken again: fakes, and the numbers that stay."""
+    whole = _whole_numbers(op) if op.namespace == "aten" else frozenset(facts.names)
+    again = list(fakes[0])
+    for i, arg in enumerate(given[0]):
+        if facts.names[i] in whole:
+            nodes[0][i] = _fixed(op, arg, fakes[0][i], nodes[0][i])
+        elif (scalar := scalar_of(arg)) is not None:
+            again[i] = scalar
+    for name, arg in given[1].items():
+        if name in whole:
+            nodes[1][name] = _fixed(op, arg, fakes[1][name], nodes[1][name])
+    if op is aten.select.int:
+        _guard_index(given[0])
+    elif op is aten.slice.Tensor:
+        _guard_slice(given[0], nodes[0], again)
+    return again
+
+
+def _fixed(op: Any, arg: Any, fake: Any, node: Any) -> Any:
+    """An argument with the values of its numbers."""
+    if isinstance(arg, list | tuple):
+        return [_fixed(op, a, f, n) for a, f, n in zip(arg, fake, node, strict=True)]
+    scalar = scalar_of(arg)
+    return node if scalar is None else scalar.specialise(f"the shape of {op.overloadpacket.__name__}")
+
+
+def _guard_index(args: tuple[Any, ...]) -> None:
+    index = scalar_of(args[2])
+    if index is not None:
+        index.apply("in_range", int(args[0].shape[args[1]])).specialise("an index")
+
+
+def _guard_slice(args: tuple[Any, ...], nodes: list[Any], again: list[Any]) -> None:
+    """The bounds of a slice that moves: its length is a guard."""
+    tensor: Tensor = args[0]
+    size: Any = tensor.shape[args[1] if len(args) > 1 else 0]
+    bounds = [scalar_of(a) for a in args[2:4]]
+    first = next((b for b in bounds if b is not None), None)
+    if first is None:
+        return
+    if (len(args) > 4 and args[4] != 1) or not isinstance(size, int) or not all(map(_is_bound, args[2:4])):
+        for i, bound in enumerate(bounds):
+            if bound is not None:
+                nodes[2 + i] = again[2 + i] = bound.specialise("a slice")
+        return
+    start = args[2] if len(args) > 2 and args[2] is not None else 0
+    end = args[3] if len(args) > 3 and args[3] is not None else size
+    operands = [scalar_of(a) or first.wrap_int(a) for a in (start, end)]
+    operands[0].apply("slice_length", operands[1], size).specialise("the length of a slice")
+
+
+def _is_bound(value: Any) -> bool:
+    return value is None or isinstance(value, int) or scalar_of(value) is not None
+
+
+def moving_view(tensor: Tensor, index: Any) -> Tensor | None:
+    """`tensor[index]` where a number of the graph is an index in it; None where torch's own indexing will do.
+
+    Takes whole numbers and slices, as one or as a tuple: for those indexing is a view, one dimension after the other.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if all(scalar_of(item) is None for item in items):
+        return None
+    if not all(type(item) in (int, slice) or _is_index(item) for item in items) or len(items) > tensor.dim():
+        return None
+    dim = 0
+    for item in items:
+        if not isinstance(item, slice):
+            tensor = tensor.select(dim, item)
+            continue
+        if item != slice(None):
+            tensor = tensor[(slice(None),) * dim + (item,)]
+        dim += 1
+    return tensor
+
+
+def _is_index(item: Any) -> bool:
+    scalar = scalar_of(item)
+    return scalar is not None and scalar.kind is int

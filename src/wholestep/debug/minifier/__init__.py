@@ -1,0 +1,1 @@
+"""Make a failing graph small, in processes that may fail."""

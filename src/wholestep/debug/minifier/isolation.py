@@ -1,0 +1,292 @@
+"""Run trials where they cannot hurt: in a fork (CPU), in a worker process (CUDA, which no fork survives), or here.
+
+A trial that dies is an outcome (the signal), and so is one that does not end in time: it is killed. Trials say when the
+test itself begins: to die before that is no failure of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from wholestep._torch_compat import cuda_is_initialized
+from wholestep.debug.minifier.failure import BROKEN, HANG, SIGNAL, Outcome
+from wholestep.debug.minifier.trial import Job, Recorded, perform
+from wholestep.debug.minifier.wire import Packed, pack_job, unpack_job
+from wholestep.errors import MinifyError, OptionError
+from wholestep.ir.io.repro import importable
+
+_NOTHING = Recorded({}, {}, ())
+_STARTING = 120.0
+"""Seconds that a worker may take to import torch."""
+_ORPHAN = 5.0
+
+Answer = tuple[Outcome, Recorded]
+
+
+class Place(Protocol):
+    """Where trials run."""
+
+    def run(self, job: Job) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+def place_for(isolate: str, job: Job, timeout: float, log: Path) -> Place:
+    """The place that was asked for, or the safest one that is possible."""
+    if isolate == "auto":
+        on_cuda = cuda_is_initialized()
+        sendable = job.predicate is None or importable(job.predicate) is not None
+        isolate = ("worker" if sendable else "none") if on_cuda else ("fork" if hasattr(os, "fork") else "none")
+    if isolate == "fork":
+        return Forked(timeout, log)
+    if isolate == "worker":
+        if job.predicate is not None and importable(job.predicate) is None:
+            raise MinifyError(
+                "the predicate cannot be imported by a worker process.",
+                fix="define it at the top of a module (not of the script that runs), or use isolate='none'.",
+            )
+        return Worker(timeout)
+    if isolate == "none":
+        return Here()
+    raise OptionError(f"isolate={isolate!r}", fix="use 'auto', 'fork', 'worker' or 'none'.")
+
+
+class Here:
+    """No isolation: a crash is a crash, and there is no time-out."""
+
+    def run(self, job: Job) -> Answer:
+        """The outcome of one trial. Random numbers are where they were afterwards."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda_is_initialized() else []):
+            return perform(job, lambda recorded: None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Forked:
+    """A fork for each trial: it has everything that this process has, and takes nothing back but an answer."""
+
+    def __init__(self, timeout: float, log: Path) -> None:
+        self._timeout = timeout
+        self._log = log
+
+    def run(self, job: Job) -> Answer:
+        """The outcome of one trial."""
+        text, in_time, status = run_forked(lambda writing: perform_and_tell(job, writing), self._timeout, self._log)
+        tested, _, answer = text.partition(b"\n")
+        if answer:
+            found: dict[str, Any] = json.loads(answer)
+            outcome, recorded = found["outcome"], found["recorded"]
+            outcome["types"] = tuple(outcome["types"])
+            recorded["requires_grad"] = tuple(recorded["requires_grad"])
+            return Outcome(**outcome), Recorded(**recorded)
+        return _without_answer(in_time, status, bool(tested)), _recorded_before(tested)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def run_forked(work: Callable[[int], bytes], timeout: float, log: Path) -> tuple[bytes, bool, int]:
+    """What a fork of this process writes, and then returns; whether it ended in time, and its exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    with _quiet_fork():
+        pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _child(work, writing, log)
+    os.close(writing)
+    try:
+        text, in_time = _read_until(reading, time.monotonic() + timeout)
+    finally:
+        os.close(reading)
+        status = _end(pid)
+    return text, in_time, status
+
+
+def apart(work: Callable[[], dict[str, Any]], timeout: float, log: Path) -> dict[str, Any] | Outcome:
+    """What a function returns (as JSON) in a process that may die of it; here, where forks are not possible."""
+    if cuda_is_initialized() or not hasattr(os, "fork"):
+        return work()
+    text, in_time, code = run_forked(lambda _: json.dumps(work()).encode(), timeout, log)
+    if text:
+        found: dict[str, Any] = json.loads(text)
+        return found
+    return _without_answer(in_time, code, tested=True)
+
+
+def _without_answer(in_time: bool, code: int, tested: bool) -> Outcome:
+    if not tested:
+        return Outcome(BROKEN, message="ended before the test began")
+    if not in_time:
+        return Outcome(HANG)
+    if code < 0:
+        return Outcome(SIGNAL, message=signal.Signals(-code).name)
+    return Outcome(SIGNAL, message=f"exit code {code}")
+
+
+def _recorded_before(tested: bytes) -> Recorded:
+    if not tested:
+        return _NOTHING
+    found = json.loads(tested)
+    found["requires_grad"] = tuple(found["requires_grad"])
+    return Recorded(**found)
+
+
+def _child(work: Callable[[int], bytes], writing: int, log: Path) -> None:
+    """The whole life of a fork. It leaves by `_exit`: nothing of its parent's is flushed, closed or removed."""
+    code = 1
+    try:
+        os.setsid()  # with whatever it starts itself, to be ended together
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        faulthandler.enable(file=file)
+        torch.set_num_threads(1)  # the threads of the parent are not in a fork, and OpenMP would wait for them
+        warnings.simplefilter("ignore")
+        _write(writing, work(writing))
+        code = 0
+    except BaseException as error:  # there is nobody above to raise to
+        os.write(2, "".join(traceback.format_exception(error)).encode())
+    finally:
+        os._exit(code)
+
+
+def perform_and_tell(job: Job, writing: int) -> bytes:
+    """The answer as JSON; what was recorded is told before the test, for a test that does not come back."""
+
+    def testing(recorded: Recorded) -> None:
+        _write(writing, json.dumps(asdict(recorded)).encode() + b"\n")
+
+    outcome, recorded = perform(job, testing)
+    head = b"" if outcome.kind != BROKEN else b"\n"
+    return head + json.dumps({"outcome": asdict(outcome), "recorded": asdict(recorded)}).encode()
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _read_until(file: int, end: float) -> tuple[bytes, bool]:
+    """All that comes, until the other side closes (True) or the time is over (False)."""
+    pieces: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([file], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return b"".join(pieces), False
+        piece = os.read(file, 1 << 20)
+        if not piece:
+            return b"".join(pieces), True
+        pieces.append(piece)
+
+
+def _end(pid: int) -> int:
+    """The exit code of a child that has closed its pipe or is out of time; negative: a signal."""
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextlib.contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Python 3.12 warns about forks of processes with threads; a lock that is held ends in the time-out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"This process .*is multi-threaded, use of fork\(\)", DeprecationWarning)
+        yield
+
+
+class Worker:
+    """One process for all trials, started again after one that died or was killed. For graphs on CUDA."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def run(self, job: Job) -> Answer:
+        """The outcome of one trial."""
+        if self._process is None:
+            self._start()
+        assert self._pipe is not None
+        packed = pack_job(job)
+        self._pipe.send(packed)
+        recorded, tested = _NOTHING, False
+        end = time.monotonic() + self._timeout
+        try:
+            while self._pipe.poll(max(0.0, end - time.monotonic())):
+                kind, value = self._pipe.recv()
+                if kind == "answer":
+                    answer: Answer = value
+                    return answer
+                recorded, tested = value, True
+        except (EOFError, ConnectionResetError):
+            return _without_answer(True, self._gone(), tested), recorded
+        self.close()
+        return _without_answer(False, 0, tested), recorded
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True, name="wholestep trials")
+        self._process.start()
+        theirs.close()
+        if not self._pipe.poll(_STARTING):
+            self.close()
+            raise MinifyError(f"a worker process did not start within {_STARTING:g} s.", fix="use isolate='none'.")
+        self._pipe.recv()
+
+    def _gone(self) -> int:
+        assert self._process is not None
+        self._process.join(_ORPHAN)
+        code = self._process.exitcode
+        self.close()
+        return 0 if code is None else code
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(_ORPHAN)
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def _serve(pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    pipe.send("ready")
+    while True:
+        try:
+            packed: Packed = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        answer = perform(unpack_job(packed), lambda recorded: pipe.send(("recorded", recorded)))
+        pipe.send(("answer", answer))

@@ -1,0 +1,190 @@
+"""One trial: make a case smaller and see whether it still fails. What runs here may raise, die or never end.
+
+    job -> record the values of nodes that become inputs -> apply the edit -> run the graph or the predicate -> outcome
+
+The process that asks never runs a node itself (`isolation`), and learns the recorded values only if the trial fails as
+wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep.debug.minifier.case import Case, Edit, apply_edit
+from wholestep.debug.minifier.failure import BROKEN, FALSE, RETURNED, TRUE, Outcome, raised
+from wholestep.errors import GraphFormatError
+from wholestep.ir.effects import is_communication
+from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors
+from wholestep.ir.memory import copy_tensor, copy_values
+from wholestep.passes.engine.simulated_ranks import PretendRanks
+
+Predicate = Callable[[fx.GraphModule, list[Any]], bool]
+_NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a trial needs."""
+
+    case: Case
+    edit: Edit
+    predicate: Predicate | None
+    """None: the graph itself is run, and has to raise."""
+    values: Path
+    """Where recorded values go."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Values of nodes that became inputs; tensors are in a file."""
+
+    numbers: dict[str, Any]
+    devices: dict[str, str]
+    requires_grad: tuple[str, ...]
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The values by name of node."""
+        values = dict(self.numbers)
+        tensors = read_tensors(path) if self.devices else {}
+        for name, device in self.devices.items():
+            try:
+                values[name] = tensors[name].to(device).requires_grad_(name in self.requires_grad)
+            except (KeyError, RuntimeError) as error:
+                raise GraphFormatError(
+                    f"{path} does not hold the value of {name[:60]!r} that is said of it."
+                ) from error
+        return values
+
+
+def perform(job: Job, testing: Callable[[Recorded], None]) -> tuple[Outcome, Recorded]:
+    """Run a trial here. `testing` is told what was recorded, when everything before the test itself went well."""
+    torch.manual_seed(job.seed)
+    nothing = Recorded({}, {}, ())
+    try:
+        values = _record(job.case, job.edit) if job.edit.given else {}
+        case = apply_edit(job.case, job.edit, values)
+        own = copies_of(case.inputs)
+    except Exception as error:
+        # An edit that makes no graph (a shape that does not fit) is only an edit to refuse.
+        return Outcome(BROKEN, message=f"{type(error).__name__}: {error}"), nothing
+    recorded = _keep(values, job.values)
+    testing(recorded)
+    torch.manual_seed(job.seed)
+    return _test(case.gm, own, job.predicate), recorded
+
+
+def _test(gm: fx.GraphModule, inputs: list[Any], predicate: Predicate | None) -> Outcome:
+    if predicate is None:
+        return run_to_error(gm, inputs)
+    try:
+        return Outcome(TRUE if predicate(gm, inputs) else FALSE)
+    except Exception as error:
+        return raised(error)
+
+
+def run_to_error(gm: fx.GraphModule, inputs: list[Any]) -> Outcome:
+    """Run a graph node by node; the outcome names the node that raised."""
+    runner = named_runner(gm)
+    try:
+        runner.run(*inputs, enable_io_processing=False)
+    except Exception as error:
+        return raised(error, runner.at)
+    return Outcome(RETURNED)
+
+
+class _Named(fx.Interpreter):
+    """Knows where it is. Torch's own note on that stays out of messages, which have to be comparable."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.at = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n.name
+        return super().run_node(n)
+
+
+class _NamedPretending(_Named, PretendRanks):
+    """With collectives that no other process takes part in: a trial is alone."""
+
+
+def named_runner(gm: fx.GraphModule) -> _Named:
+    """What runs a graph in a trial."""
+    communicates = any(node.op == "call_function" and is_communication(node.target) for node in gm.graph.nodes)
+    return (_NamedPretending if communicates else _Named)(gm)
+
+
+def _record(case: Case, edit: Edit) -> dict[str, Any]:
+    """Values of the nodes that are to become inputs: those that are tensors or numbers, and that can be computed."""
+    wanted = set(edit.given)
+    nodes = case.nodes
+    last = max(i for i, node in enumerate(nodes) if node.name in wanted or node.name == edit.before)
+    runner = named_runner(case.gm)
+    usable = _is_finite if all(map(_is_finite, case.inputs)) else _is_plain
+    values: dict[str, Any] = {}
+    env: dict[fx.Node, Any] = {}
+    runner.env = env
+    given = iter(copies_of(case.inputs))
+    for node in nodes[: last + 1]:
+        if node.name == edit.before:
+            break
+        if node.op == "placeholder":
+            env[node] = next(given)
+            continue
+        try:
+            env[node] = runner.run_node(node)
+        except Exception:
+            if edit.before is None:
+                break  # the failure itself: what came before it is known
+            raise
+        if node.name in wanted and edit.before is None and usable(env[node]):
+            values[node.name] = copy_of(env[node])
+    if edit.before is not None:
+        values = {node.name: copy_of(v) for node, v in env.items() if node.name in wanted and usable(v)}
+    return values
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _NUMBERS) or can_write(value)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value may become an input where all inputs are finite: NaN as an input hides who made it."""
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return can_write(value) and bool(value.isfinite().all())
+    return _is_plain(value)
+
+
+def copy_of(value: Any) -> Any:
+    """A value that can be written without anybody noticing."""
+    if isinstance(value, Tensor):
+        return copy_tensor(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, list | tuple):
+        return type(value)(copy_of(item) for item in value)
+    return value
+
+
+def copies_of(values: Sequence[Any]) -> list[Any]:
+    """The same for all inputs of a graph; those that share memory share it in the copies too."""
+    return [value if isinstance(value, Tensor) else copy_of(value) for value in copy_values(values)]
+
+
+def _keep(values: Mapping[str, Any], path: Path) -> Recorded:
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if tensors:
+        write_tensors(path, {name: tensor.detach() for name, tensor in tensors.items()})
+    return Recorded(
+        {name: value for name, value in values.items() if name not in tensors},
+        {name: str(tensor.device) for name, tensor in tensors.items()},
+        tuple(name for name, tensor in tensors.items() if tensor.requires_grad),
+    )

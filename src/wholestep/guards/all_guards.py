@@ -1,0 +1,127 @@
+"""Whether a captured graph may run for a call: all its guards, in the order in which they usually fail.
+
+Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of
+parameters, equality of module attributes, one C++ call over all tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wholestep.capture.captured import Captured
+from wholestep.guards.arguments import (
+    FoundElsewhere,
+    NoGradients,
+    SameContents,
+    SameObjects,
+    SameStructure,
+    SameTensorTwice,
+)
+from wholestep.guards.gradients import SameGradients, SameHooks, SameRequiresGrad
+from wholestep.guards.guard import Call, Guard
+from wholestep.guards.modules import (
+    EmptyBuffers,
+    OtherAttributes,
+    watched_attributes,
+    watched_parameters,
+)
+from wholestep.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
+from wholestep.guards.process_modes import SameModes
+from wholestep.guards.python_objects import (
+    SameArrays,
+    SameChains,
+    SameClassReads,
+    SameContainers,
+    SameKinds,
+    SameReads,
+    SameTensors,
+    SameVariables,
+)
+from wholestep.guards.scalars import SameBranches, SameNumberTypes, SizesInRange
+from wholestep.guards.tensor_attributes import SameTensorAttributes
+from wholestep.guards.tensors import AllThere, SameForm
+from wholestep.guards.value_sources import SameClasses, SameEnvironment, SameFiles, SameFunctions, SameThreadLocals
+from wholestep.runtime.gather import Gather
+
+
+class Guards:
+    """The conditions of one captured graph."""
+
+    def __init__(self, captured: Captured, gather: Gather) -> None:
+        self._sizes = SizesInRange(captured)
+        self._structure = SameStructure(captured)
+        everything: list[Guard] = [
+            SameModes(),
+            self._structure,
+            SameObjects(captured),
+            watched_attributes(captured),
+            watched_parameters(captured),
+            *(SameOptimizer(o, path, captured, gather) for o, path in captured.world.optimizers.items()),
+            SameGradients(captured),
+            SameRequiresGrad(captured, gather),
+            SameHooks(captured),
+            AllThere(captured),
+            SameNumberTypes(captured),
+            SameForm(captured, gather),
+            # Most steps have few of these.
+            OtherAttributes(captured),
+            EmptyBuffers(captured),
+            SameTensorAttributes(captured),
+            SameClasses(captured),
+            SameThreadLocals(captured),
+            SameFunctions(captured),
+            SameEnvironment(captured),
+            SameFiles(captured),
+            SameVariables(captured),
+            SameReads(captured),
+            SameClassReads(captured),
+            OptimizerAttributes(captured),
+            SameKinds(captured),
+            SameContents(captured),
+            SameContainers(captured),
+            SameArrays(captured),
+            SameTensors(captured),
+            SameNests(captured),
+            SameScalers(captured),
+            SameChains(captured),
+            FoundElsewhere(captured),
+            NoGradients(captured),
+            SameTensorTwice(captured),
+            self._sizes,
+            SameBranches(captured),
+        ]
+        self._guards = [guard for guard in everything if guard.is_needed()]
+        self._checks = [guard.holds for guard in self._guards]
+
+    def add_conditions_on_sizes(self) -> None:
+        """Take over what was assumed of sizes since the capture: lowering compares them too."""
+        self._sizes.renew()
+
+    def hold(self, leaves: list[Any], structure: Any, state: list[Any]) -> bool:
+        """Whether the graph may run. `state` is what `gather` read."""
+        call = Call(leaves, structure, state)
+        try:
+            for holds in self._checks:
+                if not holds(call):
+                    return False
+        except (RuntimeError, KeyError, TypeError, ValueError):
+            # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
+            return False
+        return True
+
+    def why_not(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> str:
+        """The first difference between this graph's conditions and a call, for people."""
+        call = Call(leaves, structure, state)
+        reasons = (reason for guard in self._guards for reason in guard.reasons(call))
+        return next(reasons, "a condition that could not be named")
+
+    def same_structure(self, leaves: list[Any], structure: Any) -> bool:
+        """Whether the arguments of a call are nested as those of the captured one."""
+        return self._structure.holds(Call(leaves, structure, None))
+
+    def changed_numbers(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
+        """The paths of all Python numbers that a guard holds constant and that have another value now."""
+        call = Call(leaves, structure, state)
+        if not self._structure.holds(call):
+            return set()
+        return {path for guard in self._guards for path in guard.changed_numbers(call)}

@@ -1,0 +1,177 @@
+"""Guards on modules: what a user can set on them, their submodules, parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import is_, itemgetter
+from typing import Any
+
+from wholestep.capture.captured import Captured
+from wholestep.capture.objects.discover import MODULE_INTERNALS
+from wholestep.capture.objects.plain_values import same_plain
+from wholestep.capture.objects.slots import ABSENT
+from wholestep.guards.guard import Call, Guard, Listed, Watched
+from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.signature import InputKind
+
+
+class SameAttributes(Guard):
+    """Modules have the attributes that they had. Those that the step itself sets are `OtherAttributes`."""
+
+    def __init__(self, captured: Captured) -> None:
+        modules = [(m, path) for m, path in captured.modules if id(m) not in captured.volatile]
+        self.dicts = [vars(m) for m, _ in modules]
+        self._paths = [path for _, path in modules]
+        # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
+        self._before = [{k: v for k, v in d.items() if k not in MODULE_INTERNALS} for d in self.dicts]
+        self._readers = [(_reader(list(before)), d) for d, before in zip(self.dicts, self._before, strict=True)]
+        self._values = [list(before.values()) for before in self._before]
+        self._sizes = list(map(len, self.dicts))
+
+    def holds(self, call: Call) -> bool:
+        if list(map(len, self.dicts)) != self._sizes:
+            return False
+        for (read, d), values in zip(self._readers, self._values, strict=True):
+            if not all(map(is_, read(d), values)) and not all(map(same_value, read(d), values)):
+                return False
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if key not in MODULE_INTERNALS and not same_value(new, old):
+                    yield was_and_is(f"{path}.{key}", old, new)
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
+            for key, value in before.items():
+                if is_other_number(now.get(key, ABSENT), value):
+                    yield f"{path}.{key}"
+
+
+class SameSubmodules(Guard):
+    """No submodule was replaced, added or removed."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.dicts = [vars(m)["_modules"] for m, _ in captured.modules if vars(m)["_modules"]]
+        self._before = [dict(d) for d in self.dicts]
+
+    def holds(self, call: Call) -> bool:
+        return all(map(_same_entries, self.dicts, self._before))
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        if not self.holds(call):
+            yield "a submodule was replaced, added or removed"
+
+
+class SameParameters(Guard):
+    """Parameters are the same objects."""
+
+    def __init__(self, captured: Captured) -> None:
+        slots = [(s, tracked) for s, tracked in captured.table.module_slots if s.kind is not InputKind.BUFFER]
+        self._places = [(slot.mapping, slot.key) for slot, _ in slots]
+        self._paths = [slot.path for slot, _ in slots]
+        self._objects = [tracked.real for _, tracked in slots]
+
+    def holds(self, call: Call) -> bool:
+        return all(map(is_, [mapping.get(key) for mapping, key in self._places], self._objects))
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for path, (mapping, key), known in zip(self._paths, self._places, self._objects, strict=True):
+            if mapping.get(key) is not known:
+                yield f"{path} is another parameter"
+
+
+class SameCounts(Guard):
+    """Modules have as many parameters and buffers as they had."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.dicts = [vars(m)[kind] for m, _ in captured.modules for kind in ("_parameters", "_buffers")]
+        self._counts = list(map(len, self.dicts))
+
+    def holds(self, call: Call) -> bool:
+        return list(map(len, self.dicts)) == self._counts
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        if not self.holds(call):
+            yield "a parameter or buffer was registered or removed"
+
+
+class OtherAttributes(Listed):
+    """Where the step sets attributes of a module, its other attributes are as they were."""
+
+    def __init__(self, captured: Captured) -> None:
+        volatile = captured.volatile
+        self._modules = []
+        for module, path in captured.modules:
+            if id(module) in volatile:
+                before = {k: v for k, v in vars(module).items() if k not in volatile[id(module)]}
+                self._modules.append((module, path, volatile[id(module)], before))
+        super().__init__(self._modules)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for module, path, volatile, before in self._modules:
+            now = vars(module)
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if new is not old and key not in volatile and not same_value(new, old):
+                    yield was_and_is(f"{path}.{key}", old, new)
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        for module, path, _, before in self._modules:
+            for key, value in before.items():
+                if is_other_number(vars(module).get(key, ABSENT), value):
+                    yield f"{path}.{key}"
+
+
+class EmptyBuffers(Listed):
+    """Buffers that were None still are."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._buffers = [
+            (module._buffers, name, f"{path}.{name}")
+            for module, path in captured.modules
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        ]
+        super().__init__(self._buffers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for buffers, name, path in self._buffers:
+            if buffers.get(name) is not None:
+                yield f"{path} is no longer None"
+
+
+def watched_attributes(captured: Captured) -> Watched:
+    """Attributes and submodules, looked at again where something is set on a module."""
+    attributes = SameAttributes(captured)
+    submodules = SameSubmodules(captured)
+    return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
+
+
+def watched_parameters(captured: Captured) -> Watched:
+    """Parameters and buffers, looked at again where one is set."""
+    counts = SameCounts(captured)
+    return Watched([SameParameters(captured), counts], counts.dicts)
+
+
+def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
+    """Reads some attributes at once; a name that is gone is a KeyError."""
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda attributes: (attributes[key],)
+    return itemgetter(*keys) if keys else lambda attributes: ()
+
+
+def same_value(now: Any, before: Any) -> bool:
+    """Whether an attribute holds the same object, the same plain value, or a tuple of them."""
+    if same_plain(now, before):
+        return True
+    if type(now) is tuple and type(before) is tuple:
+        return len(now) == len(before) and all(map(same_value, now, before))
+    return False
+
+
+def _same_entries(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))

@@ -1,0 +1,162 @@
+"""Guards on optimizers and gradient scalers: param groups, options, which state there is, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+
+from torch.optim import Optimizer
+
+from wholestep._torch_compat import SCALER_SETTINGS, SCALER_TENSORS
+from wholestep.capture.captured import Captured
+from wholestep.capture.objects.discover import OPTIMIZER_INTERNALS
+from wholestep.capture.objects.nested_state import structure_of
+from wholestep.capture.objects.plain_values import same_plain, skeleton
+from wholestep.capture.objects.slots import ABSENT, BatchSlot
+from wholestep.capture.objects.tree import same_objects
+from wholestep.guards.guard import Call, Guard, Listed
+from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.runtime.gather import Gather
+
+
+class SameOptimizer(Guard):
+    """An optimizer has its param groups with their options, and state for the same parameters."""
+
+    def __init__(self, optimizer: Optimizer, path: str, captured: Captured, gather: Gather) -> None:
+        self._optimizer = optimizer
+        self._path = path
+        self._gather = gather
+        groups = captured.table.groups[optimizer]
+        self._groups = [
+            (group.params, {key: skeleton(value) for key, value in group.constants.items()}) for group in groups
+        ]
+        self._options = [dict(group.constants) for group in groups]
+        self._owners = list(optimizer.state)
+        self._sizes = _sizes(optimizer.state)
+        self._good_reading = -1
+        """The reading of the state that passed: it needs no second look."""
+
+    def holds(self, call: Call) -> bool:
+        return self._state_holds() and self._groups_hold()
+
+    def _state_holds(self) -> bool:
+        if self._good_reading == self._gather.reading:
+            return True
+        if not self._same_owners() or _sizes(self._optimizer.state) != self._sizes:
+            return False
+        self._good_reading = self._gather.reading
+        return True
+
+    def _same_owners(self) -> bool:
+        return same_objects(self._optimizer.state, self._owners)
+
+    def _groups_hold(self) -> bool:
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._groups):
+            return False
+        for group, (params, options) in zip(groups, self._groups, strict=True):
+            now = group["params"]
+            if len(now) != len(params) or not all(map(is_, now, params)):
+                return False
+            for key, value in options.items():
+                if skeleton(group.get(key, ABSENT)) != value:
+                    return False
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        count, state = len(self._optimizer.param_groups), self._optimizer.state
+        if count != len(self._groups):
+            yield f"{self._path} has {count} param groups instead of {len(self._groups)}"
+        if not self._same_owners():
+            yield f"{self._path} has state for {len(state)} parameters instead of {len(self._owners)}"
+        for path, before, now in self._changed_options():
+            yield was_and_is(path, before, now)
+        if not self.holds(call):
+            yield "a parameter or the state of an optimizer changed"
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        return (path for path, before, now in self._changed_options() if is_other_number(now, before))
+
+    def _changed_options(self) -> Iterator[tuple[str, Any, Any]]:
+        """Options of param groups that have other values: path, value at capture, value now."""
+        for g, (group, options) in enumerate(zip(self._optimizer.param_groups, self._options, strict=False)):
+            for key, value in options.items():
+                now = group.get(key, ABSENT)
+                if skeleton(now) != skeleton(value):
+                    yield f"{self._path}.param_groups[{g}].{key}", value, now
+
+
+def _sizes(state: Any) -> list[int]:
+    """How many entries each parameter has; a value that is not a dict counts as one."""
+    return [len(entries) if isinstance(entries, dict) else 1 for entries in state.values()]
+
+
+class SameNests(Listed):
+    """Lists, dicts and constants in optimizer state are nested and valued as they were; shared tensors still are."""
+
+    def __init__(self, captured: Captured) -> None:
+        table = captured.table
+        self._structures = table.structures
+        self._same = [(a, b) for a, b in table.same_tensors if not isinstance(b, BatchSlot)]
+        super().__init__([*self._structures, *self._same])
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for slot, structure in self._structures:
+            if structure_of(slot.get()) != structure:
+                yield f"{slot.path} has another structure"
+        for slot, other in self._same:
+            if slot.get() is not other.get():
+                yield f"{slot.path} and {other.path} are two tensors"
+
+
+class OptimizerAttributes(Listed):
+    """What a user can set on an optimizer is as it was."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        for optimizer, path in captured.world.optimizers.items():
+            skip = (OPTIMIZER_INTERNALS - {"defaults"}) | captured.volatile.get(id(optimizer), set())
+            own = not type(optimizer).__module__.startswith("torch.")  # private attributes of torch's are its own
+            before = {k: v for k, v in vars(optimizer).items() if k not in skip and (own or not k.startswith("_"))}
+            before["step"] = vars(optimizer).get("step", ABSENT)  # a method that is replaced on the instance
+            if before:
+                self._attributes.append((vars(optimizer), path, before))
+        super().__init__(self._attributes)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for attributes, path, before in self._attributes:
+            for key, value in before.items():
+                now = attributes.get(key, ABSENT)
+                if now is not value and not same_plain(now, value):
+                    yield was_and_is(f"{path}.{key}", value, now)
+
+    def changed_numbers(self, call: Call) -> Iterator[str]:
+        for attributes, path, before in self._attributes:
+            for key, value in before.items():
+                if is_other_number(attributes.get(key, ABSENT), value):
+                    yield f"{path}.{key}"
+
+
+class SameScalers(Listed):
+    """Gradient scalers have their settings, and were used before or not."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._scalers = [(s, path, _unused(s), _settings(s)) for s, path in captured.world.scalers.items()]
+        super().__init__(self._scalers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for scaler, path, unused, settings in self._scalers:
+            if _unused(scaler) != unused:
+                yield f"{path} has {'' if any(unused) else 'no longer '}been used"
+            if _settings(scaler) != settings:
+                yield f"a setting of {path} changed"
+
+
+def _unused(scaler: Any) -> tuple[bool, ...]:
+    """Which tensors of a GradScaler do not exist yet."""
+    return tuple(vars(scaler).get(name) is None for name in SCALER_TENSORS)
+
+
+def _settings(scaler: Any) -> tuple[Any, ...]:
+    return tuple(vars(scaler).get(name) for name in SCALER_SETTINGS)

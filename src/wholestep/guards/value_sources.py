@@ -1,0 +1,148 @@
+"""Guards on places outside of instances: the code of classes, thread locals, environment variables and files."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+
+from wholestep._torch_compat import DictWatch
+from wholestep.capture.captured import Captured
+from wholestep.capture.objects.source_slots import ClassSlot
+from wholestep.capture.python_reads.attribute_reads import class_code
+from wholestep.guards.guard import Call, Guard, Listed
+
+
+class SameClasses(Guard):
+    """Classes of the user's have the methods and the names that they had. Values in them are variables of the step."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._classes = [_Class(cls, path) for cls, path in captured.world.sources.classes.items()]
+        set_by_step = {id(c.slot.owner) for c in captured.changes if isinstance(c.slot, ClassSlot)}
+        dicts = [(c, _dict_of(c.cls)) for c in self._classes]
+        self._quiet = [d for c, d in dicts if d is not None and id(c.cls) not in set_by_step]
+        """Dicts that a replay does not write: one look at their versions is enough."""
+        self._always = [c for c, d in dicts if d is None or id(c.cls) in set_by_step]
+        self._watch: DictWatch | None = None
+
+    def is_needed(self) -> bool:
+        return bool(self._classes)
+
+    def holds(self, call: Call) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return all(c.is_same() for c in self._always)
+        if not all(c.is_same() for c in self._classes):
+            return False
+        self._watch = DictWatch(self._quiet)
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for each in self._classes:
+            yield from each.differences()
+
+
+class _Class:
+    """The names of a class, and its methods and descriptors by identity."""
+
+    def __init__(self, cls: type, path: str) -> None:
+        self.cls = cls
+        self._path = path
+        self._names = _names(cls)
+        code = dict(class_code(cls))
+        self._keys, self._code = list(code), list(code.values())
+
+    def is_same(self) -> bool:
+        members = vars(self.cls)
+        return all(map(is_, map(members.get, self._keys), self._code)) and _names(self.cls) == self._names
+
+    def differences(self) -> Iterator[str]:
+        members = vars(self.cls)
+        for key, before in zip(self._keys, self._code, strict=True):
+            if members.get(key) is not before:
+                yield f"{self._path}.{key} is another function"
+        for name in sorted(_names(self.cls) ^ self._names):
+            yield f"{self._path}.{name} is {'new' if name in members else 'gone'}"
+
+
+def _names(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("__")}
+
+
+def _dict_of(cls: type) -> dict[Any, Any] | None:
+    """The dict behind `vars(cls)`, which only a proxy shows."""
+    behind = gc.get_referents(vars(cls))
+    return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
+
+
+class SameFunctions(Listed):
+    """Functions of the user's have the defaults and the attributes that they had. Their values are variables."""
+
+    def __init__(self, captured: Captured) -> None:
+        functions = captured.world.sources.functions
+        self._defaults = [(fn, path, fn.__defaults__) for fn, path, _ in functions if fn.__defaults__]
+        self._names = [(fn, path, names) for fn, path, names in functions if names]
+        super().__init__([*self._defaults, *self._names])
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for fn, path, defaults in self._defaults:
+            if fn.__defaults__ is not defaults:
+                yield f"{path} has other defaults"
+        for fn, path, names in self._names:
+            if vars(fn).keys() != names:
+                yield f"{path} has other attributes"
+
+
+class SameThreadLocals(Listed):
+    """Thread locals have, in the calling thread, the attributes that they had. Their values are variables."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._locals = [(local, path, set(vars(local))) for local, path in captured.world.sources.thread_locals]
+        super().__init__(self._locals)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for local, path, names in self._locals:
+            for name in sorted(vars(local).keys() ^ names):
+                yield f"{path}.{name} is {'gone' if name in names else 'new'}"
+
+
+class SameEnvironment(Guard):
+    """Environment variables that the step read have the values that they had."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._values = captured.outside.environment
+        self._whole = captured.outside.whole_environment
+        self._data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+        self._watch: DictWatch | None = None
+
+    def is_needed(self) -> bool:
+        return bool(self._values) or self._whole is not None
+
+    def holds(self, call: Call) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return True
+        if next(self.reasons(call), None) is not None:
+            return False
+        self._watch = DictWatch([self._data])
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for name, value in self._values.items():
+            if os.environ.get(name) != value:
+                yield f"the environment variable {name} was {value!r} and is {os.environ.get(name)!r}"
+        if self._whole is not None and self._data != self._whole:
+            yield "the environment variables changed"
+
+
+class SameFiles(Listed):
+    """Files that the step read were not written since."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._files = list(captured.outside.files.values())
+        super().__init__(self._files)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for file in self._files:
+            if not file.is_same():
+                yield f"the file {file.path} changed"

@@ -1,0 +1,1 @@
+"""Show a person what happened: drawings of graphs."""

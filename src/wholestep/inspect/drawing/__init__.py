@@ -1,0 +1,1 @@
+"""Draw a graph as SVG, DOT or PNG."""

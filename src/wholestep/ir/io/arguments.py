@@ -1,0 +1,223 @@
+"""Arguments of nodes as JSON: what JSON has stays as it is, everything else is an object with one tagged key.
+
+3, True, None, "sum", [1, 2]        the same
+0.5                                 {"float": "0x1.0000000000000p-1"}     exact, with inf, nan and -0.0
+(1, 2)                              {"tuple": [1, 2]}
+a node                              {"node": "add_1"}
+torch.bfloat16, cuda:0              {"dtype": "bfloat16"}, {"device": "cuda:0"}
+an operator as an argument          {"op": "aten::_fused_adam_"}
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import OpOverload
+from wholestep.errors import GraphFormatError
+from wholestep.ir.io.targets import TargetReader, describe_target, target_name
+
+DTYPES: dict[str, torch.dtype] = {
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
+}
+LAYOUTS: dict[str, torch.layout] = {
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.layout)
+}
+MEMORY_FORMATS: dict[str, torch.memory_format] = {
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.memory_format)
+}
+
+_DEVICE = re.compile(r"[a-z]{2,12}(?::\d{1,5})?", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_MAX_DEPTH = 50
+_PLAIN = frozenset({int, bool, str, type(None)})
+
+
+class ArgumentWriter:
+    """Turns arguments into JSON. What stands for a node or a device can be chosen (the fingerprint does)."""
+
+    def __init__(
+        self,
+        node: Callable[[fx.Node], Any] | None = None,
+        device: Callable[[torch.device], str] = str,
+    ) -> None:
+        self._node = node or (lambda n: n.name)
+        self._device = device
+
+    def write(self, value: Any) -> Any:
+        """The JSON form of one argument."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, fx.Node):
+            return {"node": self._node(value)}
+        if kind is float:
+            return {"float": value.hex()}
+        if isinstance(value, list):
+            return [self.write(item) for item in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self.write(item) for item in value]}
+        return self._write_rare(value)
+
+    def _write_rare(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {"dict": [[self.write(k), self.write(v)] for k, v in value.items()]}
+        if isinstance(value, slice):
+            return {"slice": [self.write(value.start), self.write(value.stop), self.write(value.step)]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": self._device(value)}
+        if isinstance(value, torch.layout):
+            return {"layout": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.memory_format):
+            return {"memory_format": str(value).removeprefix("torch.")}
+        if isinstance(value, complex):
+            return {"complex": [value.real.hex(), value.imag.hex()]}
+        if value is Ellipsis:
+            return {"ellipsis": True}
+        if isinstance(value, range):
+            return {"range": [value.start, value.stop, value.step]}
+        if isinstance(value, OpOverload):
+            return {"op": target_name(value)}
+        raise GraphFormatError(
+            f"an argument of type {describe_target(type(value))} has no form in the file: {value!r}."
+        )
+
+
+class ArgumentReader:
+    """Turns JSON back into arguments; anything unexpected raises GraphFormatError."""
+
+    def __init__(self, nodes: Mapping[str, fx.Node], targets: TargetReader) -> None:
+        self._nodes = nodes
+        self._targets = targets
+        self._tags: dict[str, Callable[[Any, int], Any]] = {
+            "node": self._node,
+            "float": lambda x, _: read_float(x),
+            "tuple": lambda x, depth: tuple(self._items(x, depth)),
+            "dict": self._dict,
+            "slice": self._slice,
+            "dtype": lambda x, _: _from_table(DTYPES, x, "dtype"),
+            "device": lambda x, _: read_device(x),
+            "layout": lambda x, _: _from_table(LAYOUTS, x, "layout"),
+            "memory_format": lambda x, _: _from_table(MEMORY_FORMATS, x, "memory_format"),
+            "complex": self._complex,
+            "ellipsis": lambda x, _: Ellipsis,
+            "range": self._range,
+            "op": self._op,
+        }
+
+    def read(self, data: Any, depth: int = 0) -> Any:
+        """The argument that `data` describes."""
+        if type(data) in _PLAIN:
+            return data
+        if depth > _MAX_DEPTH:
+            raise GraphFormatError("an argument is nested too deeply.")
+        if isinstance(data, list):
+            return [self.read(item, depth + 1) for item in data]
+        if isinstance(data, dict) and len(data) == 1:
+            [(tag, content)] = data.items()
+            if tag in self._tags:
+                return self._tags[tag](content, depth + 1)
+        raise GraphFormatError(f"{shown(data)} is not an argument.")
+
+    def _items(self, content: Any, depth: int) -> list[Any]:
+        if not isinstance(content, list):
+            raise GraphFormatError(f"expected a list, found {shown(content)}.")
+        return [self.read(item, depth) for item in content]
+
+    def _node(self, content: Any, _: int) -> fx.Node:
+        if isinstance(content, str) and content in self._nodes:
+            return self._nodes[content]
+        raise GraphFormatError(f"an argument refers to {shown(content)}, which is not an earlier node.")
+
+    def _dict(self, content: Any, depth: int) -> dict[Any, Any]:
+        if not (isinstance(content, list) and all(isinstance(p, list) and len(p) == 2 for p in content)):
+            raise GraphFormatError(f"expected a list of pairs, found {shown(content)}.")
+        if not all(isinstance(key, str) for key, _ in content):
+            raise GraphFormatError("the keys of a dict argument must be strings.")
+        return {key: self.read(value, depth) for key, value in content}
+
+    def _slice(self, content: Any, depth: int) -> slice:
+        parts = self._items(content, depth)
+        if len(parts) != 3 or not all(part is None or type(part) is int or isinstance(part, fx.Node) for part in parts):
+            raise GraphFormatError(f"{shown(content)} is not a slice.")
+        return slice(*parts)
+
+    def _complex(self, content: Any, _: int) -> complex:
+        if not (isinstance(content, list) and len(content) == 2):
+            raise GraphFormatError(f"{shown(content)} is not a complex number.")
+        return complex(read_float(content[0]), read_float(content[1]))
+
+    def _range(self, content: Any, _: int) -> range:
+        if not (
+            isinstance(content, list) and len(content) == 3 and all(type(x) is int for x in content) and content[2]
+        ):
+            raise GraphFormatError(f"{shown(content)} is not a range.")
+        return range(*content)
+
+    def _op(self, content: Any, _: int) -> OpOverload:
+        if not isinstance(content, str):
+            raise GraphFormatError(f"{shown(content)} is not the name of an operator.")
+        return self._targets.read_op(content)
+
+    def read_kwargs(self, data: Any) -> dict[str, Any]:
+        """Keyword arguments; their names end up in generated Python, so they must be plain identifiers."""
+        if not isinstance(data, dict):
+            raise GraphFormatError(f"expected keyword arguments, found {shown(data)}.")
+        for name in data:
+            check_identifier(name, "the name of a keyword argument")
+        return {name: self.read(value) for name, value in data.items()}
+
+
+def read_float(data: Any) -> float:
+    """A float from its hexadecimal form."""
+    if isinstance(data, str) and len(data) <= 40:
+        try:
+            return float.fromhex(data)
+        except (ValueError, OverflowError):
+            pass
+    raise GraphFormatError(f"{shown(data)} is not a float in hexadecimal form.")
+
+
+def read_device(data: Any) -> torch.device:
+    """A device from its name."""
+    if isinstance(data, str) and _DEVICE.fullmatch(data):
+        try:
+            return torch.device(data)
+        except RuntimeError:
+            pass
+    raise GraphFormatError(f"{shown(data)} is not a device of this torch.")
+
+
+def read_dtype(data: Any) -> torch.dtype:
+    """A dtype from its name without `torch.`."""
+    found: torch.dtype = _from_table(DTYPES, data, "dtype")
+    return found
+
+
+def check_identifier(name: object, what: str) -> str:
+    """The name itself if it is a plain Python identifier; otherwise GraphFormatError."""
+
+    if not (isinstance(name, str) and _IDENTIFIER.fullmatch(name)) or keyword.iskeyword(name) or len(name) > 1000:
+        raise GraphFormatError(f"{shown(name)} cannot be {what}: it is not a plain Python identifier.")
+    return name
+
+
+def shown(data: object) -> str:
+    """A piece of a file for an error message, never long."""
+    text = repr(data) if isinstance(data, str | int | float | bool | type(None)) else type(data).__name__
+    if isinstance(data, dict):
+        text = "an object with keys " + ", ".join(repr(k)[:30] for k in list(data)[:5]) if data else "an empty object"
+    return text if len(text) <= 120 else text[:120] + "..."
+
+
+def _from_table(table: Mapping[str, Any], data: Any, what: str) -> Any:
+    if isinstance(data, str) and data in table:
+        return table[data]
+    raise GraphFormatError(f"{shown(data)} is not a {what} of this torch.")

@@ -1,0 +1,1 @@
+"""Graphs in which some nodes of an iteration run in the next one."""

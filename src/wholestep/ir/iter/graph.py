@@ -1,0 +1,362 @@
+"""A graph in which some nodes of an iteration run in the next one.
+
+    before                           main, after move_to_next_iter_before([w, p1, c], t)
+    p, x, lr                         p, x, lr, cross_iter_input_0, cross_iter_input_1
+    t = t(p)                         w = wait_tensor(cross_iter_input_0)        of the last iteration
+    g = f(x, t)                      p1 = sub(p, w, alpha=cross_iter_input_1)
+    a = all_reduce(g, ..)            c = copy_(p, p1)
+    w = wait_tensor(a)               t = t(p)                                   of this iteration
+    p1 = sub(p, w, alpha=lr)         g = f(x, t)
+    c = copy_(p, p1)                 a = all_reduce(g, ..)
+    output(loss)                     output((loss, [a, lr]))                    for the next iteration
+
+The main graph is the only truth: it may be edited like any `fx.Graph`, and the graphs for the first and the last
+iteration are made from it (`iter_derived.py`). State that moved nodes write is read when they run; everything else that
+they read is carried from the iteration that they belong to, each value once.
+
+Legal if nothing else in an iteration needs what the moved nodes make, and if the destination is not after the first use
+of the state that they write. Everything is checked before anything is changed (`iter_moves.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from wholestep._torch_compat import codegen_of
+from wholestep.errors import IterMoveError
+from wholestep.ir.effects import is_collective, is_wait
+from wholestep.ir.functionalize import functionalize
+from wholestep.ir.iter.editing import NodeEdits
+from wholestep.ir.iter.moves import Move, MovePlan, check_moves, move_of, plan_moves, state_of
+
+CROSS = "cross_iter_input"
+
+
+def kept(value: Any) -> Any:
+    """A value that nobody else can change."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What an IterGraph knows besides its nodes: enough to make it again from copies of them."""
+
+    late_outputs: frozenset[int]
+    late_results: Mapping[int, fx.Node]
+    numbers: Mapping[fx.Node, int]
+    moves: int
+    cross: tuple[fx.Node, ...]
+    carried_without_output: tuple[Any, ...]
+    never_dead: frozenset[fx.Node]
+    frozen: bool
+
+
+class IterGraph(NodeEdits, fx.Graph):
+    """The main graph of an `IterGraphModule`, with the editing methods of `fx.Graph` and, as `node_*`, of `fx.Node`."""
+
+    def __init__(
+        self,
+        orig_graph: fx.Graph,
+        owning_module: fx.GraphModule | None = None,
+        tracer_cls: type[fx.Tracer] | None = None,
+        tracer_extras: dict[str, Any] | None = None,
+        *,
+        late_outputs: Iterable[int] = (),
+    ) -> None:
+        super().__init__(owning_module, tracer_cls, tracer_extras)
+        self.late_outputs = frozenset(late_outputs)
+        """Places in the user's result that may be filled by the next iteration; until then they hold None."""
+        self.late_results: dict[int, fx.Node] = {}
+        """What was moved of those."""
+        self._numbers: dict[fx.Node, int] = {}
+        """The move of each moved node."""
+        self._moves = 0
+        self._cross: list[fx.Node] = []
+        self._carried_without_output: list[Any] = []
+        """Values for the next iteration, while the graph has no output node."""
+        self._never_dead: set[fx.Node] = set()
+        self._frozen = False
+        copy_nodes(orig_graph.nodes, self, {})
+
+    # Copies.
+
+    @property
+    def moved(self) -> Moved:
+        """What has to be told to a copy of the nodes, to make it a copy of the graph."""
+        return Moved(
+            self.late_outputs,
+            dict(self.late_results),
+            dict(self._numbers),
+            self._moves,
+            tuple(self._cross),
+            tuple(self._carried_without_output),
+            frozenset(self._never_dead),
+            self._frozen,
+        )
+
+    @classmethod
+    def of_copies(cls, graph: fx.Graph, moved: Moved, made: Mapping[fx.Node, fx.Node]) -> IterGraph:
+        """The graph with the nodes of `graph`, which `made` says are copies of those that `moved` speaks of."""
+        new = cls(fx.Graph(), late_outputs=moved.late_outputs)
+        env: dict[fx.Node, fx.Node] = {}
+        copy_nodes(graph.nodes, new, env)
+        for old, node in env.items():
+            node.name = old.name
+        copies = {old: env[node] for old, node in made.items()}
+        new.late_results = {i: copies[node] for i, node in moved.late_results.items()}
+        new._numbers = {copies[node]: number for node, number in moved.numbers.items() if node in copies}
+        new._moves = moved.moves
+        new._cross = [copies[node] for node in moved.cross]
+        new._carried_without_output = [copies[node] for node in moved.carried_without_output]
+        new._never_dead = {copies[node] for node in moved.never_dead if node in copies}
+        new._frozen = moved.frozen
+        new.set_codegen(codegen_of(graph))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> IterGraph:
+        plain = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        copy_nodes(self.nodes, plain, env)
+        for old, node in env.items():
+            node.name = old.name
+        plain.set_codegen(codegen_of(self))
+        made = IterGraph.of_copies(plain, self.moved, env)
+        if memo is not None:
+            memo[id(self)] = made
+        return made
+
+    # What crosses.
+
+    @property
+    def setup_graph(self) -> fx.Graph:
+        """The graph of a first iteration, as it is now."""
+        from wholestep.ir.iter.derived import setup_graph  # which is made of this module
+
+        return setup_graph(self)
+
+    @property
+    def cleanup_graph(self) -> fx.Graph:
+        """The graph of a last iteration, as it is now."""
+        from wholestep.ir.iter.derived import cleanup_graph
+
+        return cleanup_graph(self)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether some nodes run in the next iteration; the output then is a pair (user's result, what is carried)."""
+        return self._moves > 0
+
+    @property
+    def cross_iter_inputs(self) -> tuple[fx.Node, ...]:
+        """Placeholders for what the last iteration carried over."""
+        return tuple(self._cross)
+
+    @property
+    def cross_iter_values(self) -> tuple[fx.Node, ...]:
+        """What this iteration carries over, one value per input."""
+        result: Any = find_output(self).args[0]
+        return tuple(result[1]) if self.has_moves else ()
+
+    @property
+    def num_extra_output(self) -> int:
+        """How many values cross."""
+        return len(self._cross)
+
+    @property
+    def user_result(self) -> Any:
+        """What the output node gives to the user."""
+        result: Any = find_output(self).args[0]
+        return result[0] if self.has_moves else result
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moved nodes as the graph is now; a node that reads what a moved node makes has moved with it."""
+        found: dict[int, list[fx.Node]] = {number: [] for number in range(self._moves)}
+        for node in self.nodes:
+            number = self._number_of(node)
+            if number is not None:
+                found[number].append(node)
+        cross = set(self._cross)
+        return tuple(move_of(nodes, cross) for nodes in found.values() if nodes)
+
+    def _number_of(self, node: fx.Node) -> int | None:
+        known = {self._numbers[source] for source in node.all_input_nodes if source in self._numbers}
+        own = self._numbers.get(node)
+        known |= set() if own is None else {own}
+        if node.op == "output" and known:
+            raise IterMoveError("the output needs what was moved to the next iteration.", node=str(node))
+        if len(known) > 1:
+            raise IterMoveError(f"{node.name} belongs to several moves.", node=str(node))
+        if known and own is None:
+            self._numbers[node] = min(known)
+        return min(known, default=None)
+
+    def move_to_next_iter_before(self, subgraph: Sequence[fx.Node], target_node: fx.Node) -> None:
+        """Run `subgraph` in the next iteration, right before `target_node`.
+
+        Nothing outside of `subgraph` may use its results, but for a `copy_` into a placeholder that is an output: then
+        the output is the placeholder. Several moves may follow each other.
+        """
+        self.move_all_to_next_iter([(subgraph, target_node)])
+
+    def move_all_to_next_iter(self, requests: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
+        """Several moves, each a subgraph and the node that it runs before; all of them or, with an error, none."""
+        if self._frozen:
+            raise RuntimeError("The cross-iteration movement has been frozen for the given IterGraph.")
+        for plan in plan_moves(self, requests, self.moves, self.late_outputs):
+            self._apply(plan)
+
+    def check_moves(self) -> None:
+        """Raise IterMoveError if an edit made a move illegal: something reads state before what is pending is done."""
+        check_moves(self, self.moves)
+
+    def _apply(self, plan: MovePlan) -> None:
+        result = self._result_without(set(plan.nodes))
+        values = list(self.cross_iter_values)
+        have = {_unkept(value): cross for value, cross in zip(values, self._cross, strict=True)}
+        for value, shared in plan.carried.items():
+            if value not in have:
+                have[value] = self._new_input(value)
+                values.append(self._own(value) if shared else value)
+        for constant in plan.constants:
+            plan.target.prepend(constant)
+        own = self._own_views(plan)
+        for node in (*own.values(), *plan.nodes):
+            given = {n: own[n] if n in own else have[n] for n in node.all_input_nodes if n in own or n in plan.carried}
+            node.args = fx.map_arg(node.args, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
+            node.kwargs = fx.map_arg(node.kwargs, lambda n, given=given: given.get(n, n))  # type: ignore[misc]
+            plan.target.prepend(node)
+            self._numbers[node] = self._moves
+        self._moves += 1
+        find_output(self).args = ((result, values),)
+
+    def _own_views(self, plan: MovePlan) -> dict[fx.Node, fx.Node]:
+        """New nodes for views of the state that others read too."""
+        made: dict[fx.Node, fx.Node] = {}
+        with super().inserting_before(plan.target):
+            for view in plan.views:
+                made[view] = fx.Graph.node_copy(self, view)
+                made[view].meta = dict(view.meta)
+        return made
+
+    def _result_without(self, moved: set[fx.Node]) -> Any:
+        """The user's result before what was moved is there: state itself, None for late outputs."""
+        result: Any = self.user_result
+        if self.late_outputs:
+            late = {i: value for i, value in enumerate(result) if i in self.late_outputs and value in moved}
+            self.late_results |= late
+            self._never_dead |= set(late.values())
+            result = tuple(None if i in late else value for i, value in enumerate(result))
+        return fx.map_arg(result, lambda n: state_of(n) if n in moved else n)
+
+    def _new_input(self, value: fx.Node) -> fx.Node:
+        """A default is given only so that it may follow arguments with defaults."""
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        taken = {str(node.target) for node in inputs}
+        number = len(self._cross)
+        while f"{CROSS}_{number}" in taken:
+            number += 1
+        with super().inserting_after(inputs[-1]) if inputs else super().inserting_before(next(iter(self.nodes))):
+            made = super().placeholder(f"{CROSS}_{number}", default_value=None)
+        made.meta = dict(value.meta)
+        self._cross.append(made)
+        return made
+
+    def _own(self, value: fx.Node) -> fx.Node:
+        """A copy, made before anything can write to what `value` shares memory with."""
+        after = value
+        while after.op == "placeholder" and after.next.op == "placeholder":
+            after = after.next
+        with super().inserting_after(after):
+            made = super().call_function(kept, (value,))
+        made.meta = dict(value.meta)
+        return made
+
+    def freeze_cross_iter_movement(self) -> None:
+        """Refuse further moves."""
+        self._frozen = True
+
+    # Editing, as PyTorch's IterGraph had it: the other graphs are made from this one, so they follow.
+
+    def erase_node(self, to_erase: fx.Node) -> None:
+        """Remove a node that nobody uses."""
+        if to_erase.op == "output":
+            self._carried_without_output = list(self.cross_iter_values)
+        super().erase_node(to_erase)
+        self._numbers.pop(to_erase, None)
+        self._never_dead.discard(to_erase)
+        if to_erase in self._cross:
+            raise AssertionError(f"{to_erase.name} is fed by the last iteration and cannot be erased")
+
+    def output(self, result: Argument, type_expr: Any = None) -> fx.Node:
+        """Add the output node; what is carried to the next iteration stays."""
+        whole = (result, self._carried_without_output) if self.has_moves else result
+        made: fx.Node = super().output(whole, type_expr)
+        return made
+
+    def placeholder(self, name: str, type_expr: Any = None, default_value: Any = inspect.Signature.empty) -> fx.Node:
+        """Add an input of the user."""
+        return super().placeholder(name, type_expr, default_value)
+
+    def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        """Remove nodes without users, but for effects, waits, collectives and what `keep_unused_nodes` names."""
+
+        def needed(node: fx.Node) -> bool:
+            if node in self._never_dead or is_wait(node.target) or is_collective(node.target):
+                return True
+            return node.is_impure() if is_impure_node is None else is_impure_node(node)
+
+        return super().eliminate_dead_code(needed)
+
+    def node_add_user(self, node: fx.Node, user: Any) -> None:
+        """Dead-code elimination leaves a node, as if it had one more user."""
+        self._never_dead.add(node)
+
+    def node_remove_user(self, node: fx.Node, user: Any) -> None:
+        """Take `node_add_user` back; a user that reads the node stays one."""
+        self._never_dead.discard(node)
+
+    def functionalize_optim(self) -> int:
+        """Turn optimizers that write in place into operators that give new values, and a `copy_` for each.
+
+        What has moved already stays as it is. Returns how many operators that were.
+        """
+        return functionalize(self, self._numbers)
+
+    def defunctionalize_optim(self) -> None:
+        """Nothing: PyTorch's removed the users that it had made up, and ours makes up none."""
+
+    def keep_unused_nodes(self) -> None:
+        """Dead-code elimination leaves nodes that have no users now: they are run for their effects."""
+        self._never_dead |= {node for node in self.nodes if not node.users and node.op != "output"}
+
+
+def find_output(graph: fx.Graph) -> fx.Node:
+    """The output node."""
+    last: fx.Node = next(iter(reversed(graph.nodes)))
+    if last.op != "output":
+        raise IterMoveError("the graph has no output node at its end.", node=str(last))
+    return last
+
+
+def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    """Append copies of nodes, under their names where those are free; `env` maps what they read, and gets them."""
+    for node in nodes:
+        made = fx.Graph.node_copy(into, node, env.__getitem__)
+        made.meta = dict(node.meta)
+        env[node] = made
+
+
+def _unkept(value: fx.Node) -> fx.Node:
+    inner = value.args[0] if value.target is kept else value
+    assert isinstance(inner, fx.Node)
+    return inner
+
+
+__all__ = ["CROSS", "IterGraph", "Move", "copy_nodes", "find_output", "kept"]

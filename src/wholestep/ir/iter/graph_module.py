@@ -1,0 +1,239 @@
+"""A graph module that runs its first, its last and all other iterations as different graphs.
+
+    igm = IterGraphModule(gm)
+    igm.graph.move_to_next_iter_before([wait, update, copy], first_use)
+    igm.finalize_setup()
+    igm(x)                            setup: nothing is pending before
+    igm(x)                            main
+    igm(x, last_train_step=True)      cleanup: nothing is pending after; on the first call too
+    igm.flush()                       completes what is pending, at any time
+
+Made by the `IterGraphModule` of PyTorch's `torch.distributed._spmd`, whose calls it keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import weakref
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen, PythonCode
+
+from wholestep._torch_compat import codegen_of, has_plain_codegen
+from wholestep.errors import OptionError
+from wholestep.ir.iter.derived import cleanup_graph, flush_graph, running_graph, setup_graph, single_graph
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.marks import make_marked_moves
+from wholestep.ir.iter.pending import Flush, LeftOver, Ran, flush_at_last
+
+log = logging.getLogger("wholestep.iter_graph")
+
+
+class IterGraphModule(nn.Module):
+    """Three versions of one graph (`setup_gm`, `main_gm`, `cleanup_gm`), edited together through `graph`.
+
+    Moves that a pass marked in the given graph are made at once.
+    """
+
+    main_gm: fx.GraphModule
+
+    def __init__(self, main_gm: fx.GraphModule, max_iters: int = -1, enable_inductor: bool = False) -> None:
+        super().__init__()
+        if enable_inductor:
+            raise OptionError("enable_inductor=True is not available in this version.", fix="leave it out.")
+        graph = IterGraph(main_gm.graph)
+        make_marked_moves(graph, main_gm.meta)
+        self.main_gm = fx.GraphModule(main_gm, graph)
+        self.main_gm.meta = dict(main_gm.meta)
+        self._codegen: Any = None if has_plain_codegen(main_gm.graph) else codegen_of(main_gm.graph)
+        """Flattens inputs and rebuilds outputs, where the given graph does."""
+        self._setup_gm: fx.GraphModule
+        self._cleanup_gm: fx.GraphModule
+        self._single_gm: fx.GraphModule
+        self._running: dict[str, fx.GraphModule] = {}
+        """What runs if something is pending: main and cleanup, with nodes that say which moves are done."""
+        self._inputs = inspect.Signature()
+        self._max_iters = max_iters
+        self._iter = 0
+        self._finalized = False
+        self._left = LeftOver()
+        self._complete_at_last()
+        self.recompile()
+
+    def _complete_at_last(self) -> None:
+        """A module that goes out of scope completes what is pending; at the end of the process nobody needs it."""
+        weakref.finalize(self, flush_at_last, self._left).atexit = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IterGraphModule:
+        """A copy has nothing pending: that belongs to tensors which are not part of the module."""
+        self.flush()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        made.main_gm = copy.deepcopy(self.main_gm, memo)
+        made.main_gm.meta = dict(self.main_gm.meta)
+        made._codegen, made._max_iters = self._codegen, self._max_iters
+        made._iter, made._finalized = 0, self._finalized
+        made._running = {}
+        made._left = LeftOver()
+        made._complete_at_last()
+        made.recompile()
+        return made.train(self.training)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The metadata of the main graph module: which passes ran, and what they noted."""
+        return self.main_gm.meta
+
+    @property
+    def graph(self) -> IterGraph:
+        """The main graph; edit it as any graph, `recompile` makes the others follow."""
+        graph = self.main_gm.graph
+        assert isinstance(graph, IterGraph)
+        return graph
+
+    @property
+    def setup_gm(self) -> fx.GraphModule:
+        """The first iteration. Follows edits of `graph` until `finalize_setup`, and at each `recompile`."""
+        if not self._finalized:
+            self._setup_gm = _module(self.main_gm, setup_graph(self.graph))
+        return self._setup_gm
+
+    @property
+    def cleanup_gm(self) -> fx.GraphModule:
+        """The last iteration. Follows edits as `setup_gm` does."""
+        if not self._finalized:
+            self._cleanup_gm = _module(self.main_gm, cleanup_graph(self.graph))
+        return self._cleanup_gm
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the last iteration left something to do."""
+        return self._left.exists
+
+    def recompile(self) -> PythonCode:
+        """Make all versions follow the main graph."""
+        graph = self.graph
+        code = self.main_gm.recompile()
+        self._setup_gm = _module(self.main_gm, setup_graph(graph))
+        self._cleanup_gm = _module(self.main_gm, cleanup_graph(graph))
+        self._single_gm = _module(self.main_gm, single_graph(graph))
+        self._inputs = inspect.signature(self._setup_gm.forward)
+        done = self._left.done
+        self._running = {
+            name: _module(self.main_gm, running_graph(version, graph, Ran(done)))
+            for name, version in (("main", graph), ("cleanup", self._cleanup_gm.graph))
+            if graph.has_moves
+        }
+        number = {cross: i for i, cross in enumerate(graph.cross_iter_inputs)}
+        self._left.flushes = [
+            Flush(
+                _module(self.main_gm, flush_graph(move)),
+                tuple(str(node.target) for node in move.state),
+                tuple(number[cross] for cross in move.given),
+            )
+            for move in graph.moves
+        ]
+        return code
+
+    def setup(self, max_iters: int = 0) -> None:
+        """Say how many iterations there will be, as the first versions of PyTorch's had it; moves may follow."""
+        if max_iters <= 0:
+            raise OptionError(
+                f"max_iters={max_iters} must be greater than 0.", fix="leave setup() out if it is unknown."
+            )
+        self.flush()
+        self._max_iters = max_iters
+        self._iter = 0
+
+    def finalize_setup(self) -> None:
+        """Refuse further moves and begin with a first iteration; what is pending is completed."""
+        self.flush()
+        if not self._finalized:
+            self.graph.freeze_cross_iter_movement()
+            self.recompile()
+            self._finalized = True
+        self._iter = 0
+
+    def freeze_cross_iter_movement(self) -> None:
+        """Refuse further moves."""
+        self.graph.freeze_cross_iter_movement()
+
+    def forward(self, *args: Any, last_iter: bool = False, last_train_step: bool = False, **kwargs: Any) -> Any:
+        """One iteration. After one with `last_iter` (or `last_train_step`) nothing is pending."""
+        if not self._finalized:
+            self.finalize_setup()
+        if self._codegen is not None:
+            args, kwargs = tuple(self._codegen.process_inputs(*args, **kwargs)), {}
+        inputs = self._bound(args, kwargs)
+        if self.has_pending and not self._left.goes_on(inputs):
+            self._left.flush()  # other tensors: it belongs to those of the last iteration
+        last = last_iter or last_train_step or self._iter + 1 == self._max_iters
+        result = self._complete_and_run(args, kwargs, last) if self.has_pending else self._first(last)(*args, **kwargs)
+        self._iter = 0 if last else self._iter + 1
+        if not last and self.graph.has_moves:
+            result, carried = result
+            self._left.left(carried, inputs)
+        return result if self._codegen is None else self._codegen.process_outputs(result)
+
+    def _first(self, last: bool) -> fx.GraphModule:
+        return self._single_gm if last else self.setup_gm
+
+    def _complete_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool) -> Any:
+        """An iteration that does what the last one left. If it fails, what it has done is not pending any more."""
+        left = self._left
+        left.check_unchanged()
+        names = (str(cross.target) for cross in self.graph.cross_iter_inputs)
+        pending = dict(zip(names, left.carried, strict=True))
+        module = self._running["cleanup" if last else "main"]
+        log.debug("iteration that completes the last one: %s", "cleanup" if last else "main")
+        left.done.clear()
+        try:
+            result = module(*args, **kwargs, **pending)
+        except BaseException:
+            left.keep_all_but(left.done)
+            raise
+        left.keep_all_but(range(len(left.flushes)))
+        return result
+
+    def flush(self) -> None:
+        """Complete what the last iteration left; the next one is a first one."""
+        if self.has_pending:
+            self._left.flush()
+            self._iter = 0
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of the step by name, where somebody will ask."""
+        if not self.graph.has_moves:
+            return {}
+        bound = self._inputs.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """The main graph as Python text."""
+        return str(self.main_gm.print_readable(print_output))
+
+    def print_all_graphs(self) -> None:
+        """Log the three graphs."""
+        for name, module in self._versions():
+            log.info("%s fx.Graph:\n%s", name, module.graph)
+
+    def print_all_graph_modules(self) -> None:
+        """Log the three graph modules as Python text."""
+        for name, module in self._versions():
+            log.info("%s fx.GraphModule:\n%s", name, module.print_readable(False))
+
+    def _versions(self) -> list[tuple[str, fx.GraphModule]]:
+        return [("setup", self.setup_gm), ("main", self.main_gm), ("cleanup", self.cleanup_gm)]
+
+
+def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph, with the submodules and constants that it reads."""
+    if not any(node.op == "output" for node in graph.nodes):
+        graph.output(None)
+    graph.set_codegen(CodeGen())
+    return fx.GraphModule(root, graph)

@@ -1,1 +1,0 @@
-"""How much memory a step needs, and what its backward computes again so that it needs less."""

@@ -1,0 +1,1 @@
+"""Running passes: contracts, order, verification, replay, dumps."""

@@ -1,0 +1,353 @@
+"""Run passes on a graph: order checked before, everything else after each one, and nothing left half done.
+
+After a pass: dead code goes (never a live wait), new nodes get their metadata, the signature follows renamed
+write-backs, and the verifier looks at the result. If anything is wrong the graph is what it was before the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.infra.pass_base import PassResult
+
+from wholestep._torch_compat import NODE_PARTS, codegen_of
+from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
+from wholestep.ir.effects import is_needed
+from wholestep.ir.garbage import collector_paused
+from wholestep.ir.iter.derived import single_graph
+from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.iter.graph_module import IterGraphModule
+from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
+from wholestep.ir.propagate import fill_values
+from wholestep.ir.signature import Signature, WriteBack
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.verify import verify, verify_bare
+from wholestep.passes.engine.contract import (
+    HISTORY,
+    BoundPass,
+    GraphPass,
+    applied_contracts,
+    check_normal_form,
+    check_order,
+    note_applied,
+)
+from wholestep.passes.engine.dump import Dump, current_dump
+from wholestep.passes.engine.module_state import ModuleState, adopt
+from wholestep.passes.engine.promises import Promises
+from wholestep.passes.engine.replay import Replay
+
+log = logging.getLogger("wholestep.passes")
+
+_COPY = torch.ops.aten.copy_.default
+_ABSENT = object()
+_KEPT = ("val", "wholestep")
+"""Metadata that a pass may write and a rollback restores."""
+
+
+def is_graph(value: Any) -> bool:
+    """Whether a pass runs on it at once."""
+    return isinstance(value, fx.GraphModule | StepGraph | IterGraphModule) or _iterates(value)
+
+
+def _iterates(value: Any) -> bool:
+    """Whether a value is an IterGraphModule: three graphs that are edited together."""
+    return isinstance(getattr(value, "main_gm", None), fx.GraphModule)
+
+
+def run_passes(
+    step_graph: StepGraph | fx.GraphModule,
+    passes: str | Iterable[GraphPass | BoundPass | str],
+    *,
+    level: int = 1,
+    dump: Dump | None = None,
+) -> None:
+    """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
+    from wholestep.passes.engine.registry import resolve  # that knows our passes, and they know us
+
+    dump = current_dump() if dump is None else dump
+    saved: _Saved | None = None
+    for bound in resolve(passes):
+        bound.check()
+        own = level if bound.verify is None else bound.verify
+        application = _Application(bound.graph_pass, step_graph, own, dump, saved)
+        application.run(bound.args, bound.options or {}, bound.allow_rerun)
+        saved = application.still_true
+
+
+def apply_pass(
+    graph_pass: GraphPass,
+    graph: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    allow_rerun: bool = False,
+    level: int = 1,
+    dump: Dump | None = None,
+) -> Any:
+    """Run one pass on a StepGraph, a bare graph module or an IterGraphModule; returns what it returns."""
+    if isinstance(graph, IterGraphModule) and not _iterates(graph):
+        return _apply_to_stand_in(graph_pass, graph, args, options, allow_rerun)
+    application = _Application(graph_pass, graph, level, current_dump() if dump is None else dump)
+    return application.run(args, options, allow_rerun)
+
+
+def _apply_to_stand_in(
+    graph_pass: GraphPass, stand_in: Any, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool
+) -> Any:
+    """A test may give `MagicMock(spec=IterGraphModule)`, which has no graph: only the order of passes is checked."""
+    history = vars(stand_in).get(HISTORY, ())
+    check_order(graph_pass.contract, history, allow_rerun=allow_rerun)
+    result = graph_pass.function(stand_in, *args, **options)
+    setattr(stand_in, HISTORY, (*history, graph_pass.contract))
+    return result
+
+
+def _graph_of(result: Any, given: Any, step_graph: StepGraph | None) -> Any:
+    """What a pass returned, as far as it says anything: a graph that nobody would look at is refused."""
+    if isinstance(result, PassResult):
+        result = result.graph_module
+    if isinstance(result, fx.GraphModule) or result is given or result is step_graph:
+        return result
+    if isinstance(result, fx.Graph | nn.Module | StepGraph):
+        raise VerifyError(
+            f"the pass returned a {type(result).__name__}, which nothing would use.",
+            fix="edit the graph that the pass is given and return None, or return an fx.GraphModule.",
+        )
+    return result
+
+
+class _Application:
+    def __init__(
+        self, graph_pass: GraphPass, graph: Any, level: int, dump: Dump | None, saved: _Saved | None = None
+    ) -> None:
+        self._pass = graph_pass
+        self._step_graph = graph if isinstance(graph, StepGraph) else None
+        self._given = graph.gm if isinstance(graph, StepGraph) else graph
+        self._iterates = _iterates(graph)
+        main: Any = self._given.main_gm if self._iterates else self._given
+        self._gm: fx.GraphModule = main
+        self._level = level
+        self._dump = dump
+        self.still_true = saved
+        """The graph as it is, if that is known: from before, and afterwards if the pass changed nothing."""
+
+    def run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
+        with collector_paused():
+            return self._run(args, options, allow_rerun)
+
+    def _run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
+        name, gm = self._pass.name, self._gm
+        check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
+        if self._step_graph is not None:
+            check_normal_form(self._pass.contract)
+        if self._is_about_nothing():
+            note_applied(gm, self._pass.contract)
+            if self.still_true is not None:
+                self.still_true.follow_meta()
+            return None
+        started = time.perf_counter()
+        saved = self.still_true or _Saved(gm, self._step_graph)
+        replay = None
+        if self._level >= 3 and self._pass.contract.numerics != "changes":
+            replay = Replay(self._whole(), name, noise=self._pass.contract.numerics == "reassociates")
+        try:
+            result = _graph_of(self._pass.function(self._given, *args, **options), self._given, self._step_graph)
+            if isinstance(result, fx.GraphModule) and result is not gm:
+                if self._iterates:
+                    raise VerifyError("the pass returned another graph module.", fix="edit an IterGraphModule itself.")
+                adopt(gm, result)
+                gm.graph = result.graph
+                result = gm
+            self.still_true = saved if saved.is_current() else None
+            if self.still_true is None or self._level >= 2:
+                self.still_true = None
+                try:
+                    self._tidy(gm)
+                    if self._level >= 1 and not self._iterates:
+                        saved.promises.check(gm, self._pass.contract.numerics)
+                    self._check()
+                except IterMoveError as error:  # a fault of the pass, not of what it was asked for
+                    raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
+            if replay is not None:
+                replay.compare(self._whole(), self._pass.contract.numerics)
+        except Exception as error:
+            if self._dump is not None:
+                self._dump.write_failure(name, saved.graph_module(), gm, self._signature(), error)
+            saved.restore()
+            if self._iterates:
+                self._given.recompile()
+            if isinstance(error, VerifyError) and self._step_graph is None:
+                self._check_before(error)
+            if isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
+                raise  # bad arguments, a graph that it cannot work on, or another pass inside: its own words
+            raise self._error(error) from error
+        note_applied(gm, self._pass.contract)
+        if self.still_true is not None:
+            self.still_true.follow_meta()
+        seconds = time.perf_counter() - started
+        log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
+        if self._dump is not None:
+            self._dump.write(name, saved.graph_module(), gm, self._signature(), seconds)
+        return result
+
+    def _is_about_nothing(self) -> bool:
+        """Whether the graph has none of the operators that the pass is about (torch.fx keeps an index of them)."""
+        about, graph = self._pass.contract.only_for, self._gm.graph
+        if not about or self._iterates or self._dump is not None or self._level >= 2:
+            return False
+        return not any(graph.find_nodes(op="call_function", target=op, sort=False) for op in about)
+
+    def _tidy(self, gm: fx.GraphModule) -> None:
+        if isinstance(gm.graph, IterGraph):
+            gm.graph.lint()
+            gm.graph.eliminate_dead_code(is_needed)
+        else:
+            drop_dead_code(gm.graph)
+        fill_values(gm)
+        _inherit_meta(gm.graph)
+        self._given.recompile()
+
+    def _whole(self) -> fx.GraphModule:
+        """What one iteration computes: of an IterGraphModule the graph as if nothing had moved."""
+        graph = self._gm.graph
+        return fx.GraphModule(self._gm, single_graph(graph)) if isinstance(graph, IterGraph) else self._gm
+
+    def _signature(self) -> Signature | None:
+        return None if self._step_graph is None else self._step_graph.signature
+
+    def _check(self) -> None:
+        if self._step_graph is not None:
+            graph = self._step_graph
+            graph.signature = _renamed_write_backs(graph)
+            verify(graph, min(self._level, 2))
+            return
+        if isinstance(self._gm.graph, IterGraph):
+            self._gm.graph.check_moves()
+        verify_bare(self._whole(), self._level)
+
+    def _check_before(self, error: VerifyError) -> None:
+        """A graph from elsewhere may have been wrong before: then the pass is not to blame."""
+        try:
+            verify_bare(self._whole(), min(self._level, 2))
+        except VerifyError as earlier:
+            what = f"before {self._pass.name} ran, the graph broke a rule already: {earlier.what}"
+            location = earlier.location
+            raise VerifyError(
+                what, fix=earlier.fix, node=earlier.node, location=location, around=earlier.around
+            ) from error
+
+    def _error(self, error: Exception) -> PassError:
+        name = self._pass.name
+        if isinstance(error, WholestepError):
+            text = f"{name} left a graph that breaks a rule: {error.what}"
+            return PassError(
+                text,
+                fix=f"this is a fault of the pass; leave it out ({name}) and report it. {error.fix}".strip(),
+                node=error.node,
+                location=error.location,
+                around=error.around,
+            )
+        return PassError(
+            f"{name} raised {type(error).__name__}: {error}",
+            fix=f"this is a fault of the pass or of its options; the graph is as it was before {name}.",
+        )
+
+
+class _Saved:
+    """A graph as it was, to go back to: what each node was, in order. Nodes are made again only if needed."""
+
+    def __init__(self, gm: fx.GraphModule, step_graph: StepGraph | None) -> None:
+        self._gm = gm
+        self._meta = dict(gm.meta)
+        self._step_graph = step_graph
+        self._moved = gm.graph.moved if isinstance(gm.graph, IterGraph) else None
+        self._codegen = codegen_of(gm.graph)
+        """What takes and gives trees, where `make_fx` made the graph."""
+        self._signature = None if step_graph is None else step_graph.signature
+        self._nodes: list[fx.Node] = list(gm.graph.nodes)
+        self._parts: list[tuple[Any, ...]] = list(map(NODE_PARTS, self._nodes))
+        self._known = [list(each) for each in _known(self._nodes)]
+        self._attributes = ModuleState(gm)
+        self.promises = Promises(gm.graph, self._nodes, self._parts, self._signature)
+
+    def follow_meta(self) -> None:
+        """The passes noted on the graph module are more than they were; all else is the same."""
+        self._meta = dict(self._gm.meta)
+
+    def graph_module(self) -> fx.GraphModule:
+        return fx.GraphModule(self._gm, self._graph())
+
+    def is_current(self) -> bool:
+        """Whether nothing was changed: the same nodes in the same order with the same arguments and metadata."""
+        nodes: list[fx.Node] = list(self._gm.graph.nodes)
+        if nodes != self._nodes:
+            return False
+        same_parts = map(is_, chain.from_iterable(map(NODE_PARTS, nodes)), chain.from_iterable(self._parts))
+        same_known = (map(is_, now, before) for now, before in zip(_known(nodes), self._known, strict=True))
+        return all(same_parts) and all(map(all, same_known))
+
+    def _graph(self) -> fx.Graph:
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for node, parts, *known_values in zip(self._nodes, self._parts, *self._known, strict=True):
+            op, target, args, kwargs, name, kind = parts
+            new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
+            new = graph.create_node(op, target, new_args, new_kwargs, name, kind)
+            known = {k: value for k, value in zip(_KEPT, known_values, strict=True) if value is not _ABSENT}
+            other = {key: value for key, value in node.meta.items() if key not in _KEPT}
+            new.name, new.meta = name, {**other, **known}
+            made[node] = new
+        graph.set_codegen(self._codegen)
+        return graph if self._moved is None else IterGraph.of_copies(graph, self._moved, made)
+
+    def restore(self) -> None:
+        self._attributes.restore()
+        self._gm.graph = self._graph()
+        self._gm.meta = self._meta
+        if self._step_graph is not None and self._signature is not None:
+            self._step_graph.signature = self._signature
+
+
+def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
+    """What the metadata of nodes say, key by key. No Python code runs per node."""
+    metas = list(map(attrgetter("meta"), nodes))
+    return [map(dict.get, metas, repeat(key), repeat(_ABSENT)) for key in _KEPT]
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Erase nodes that nothing uses and that have no effect."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_needed(node):
+            graph.erase_node(node)
+
+
+def _renamed_write_backs(graph: StepGraph) -> Signature:
+    """Write-backs are the `copy_` nodes into inputs: their values may have new names."""
+    found: list[WriteBack] = []
+    for node in reversed(graph.gm.graph.nodes):
+        if node.op == "output":
+            continue
+        target = node.args[0] if node.target is _COPY else None
+        if not isinstance(target, fx.Node) or target.op != "placeholder":
+            break
+        found.append(WriteBack(target.name, str(node.args[1])))
+    lost = {write.target for write in graph.signature.write_backs} - {write.target for write in found}
+    if lost:
+        return graph.signature  # the verifier says which
+    return replace(graph.signature, write_backs=tuple(reversed(found)))
+
+
+def _inherit_meta(graph: fx.Graph) -> None:
+    """New nodes belong to the module and line of what they are made from."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "wholestep" not in node.meta:
+            sources = [node_meta(source) for source in node.all_input_nodes if source.op != "placeholder"]
+            set_node_meta(node, replace(sources[-1], in_place=None) if sources else NodeMeta())

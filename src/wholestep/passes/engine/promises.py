@@ -1,0 +1,252 @@
+"""What a pass that promises its numerics cannot have done, seen from the graph alone, without running anything.
+
+    collectives      a reduce op, root or group is what it was; groups exist
+    write-backs      no input is written that was not, none gets what another one should get
+    edges            two nodes do not read what the other one read (numerics="exact")
+
+A pass that only moves, merges and splits leaves these alone, so nothing here objects to a correct one: what was made
+new is not judged, and what is the same expression may stand for each other. Values are level 3's concern (`replay`).
+Cost: the nodes that changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import compress
+from operator import is_not, itemgetter
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import (
+    NODE_ARGUMENTS,
+    NODE_SOURCES,
+    OpOverload,
+    call_targets,
+    op_name,
+    process_group_size,
+    schema_of,
+)
+from wholestep.errors import VerifyError
+from wholestep.ir.comm_block import comm_block
+from wholestep.ir.effects import is_collective, is_wait
+from wholestep.ir.graphs import epilogue
+from wholestep.ir.meta import node_meta
+from wholestep.ir.readable import format_node
+from wholestep.ir.signature import Signature
+from wholestep.passes.engine.contract import Numerics
+from wholestep.passes.plain_collectives import arguments_by_position
+
+_COPY = torch.ops.aten.copy_.default
+_MANY = 10_000
+
+Parts = tuple[Any, ...]
+Key = tuple[str, ...]
+Turned = dict[fx.Node, tuple[fx.Node, fx.Node]]
+
+
+class Promises:
+    """A graph before a pass, as nodes and what they were."""
+
+    def __init__(
+        self, graph: fx.Graph, nodes: Sequence[fx.Node], parts: Sequence[Parts], signature: Signature | None
+    ) -> None:
+        self._nodes, self._parts, self._signature = nodes, parts, signature
+        self._before = _collectives(graph)
+
+    @cached_property
+    def _was(self) -> dict[fx.Node, Parts]:
+        return dict(zip(self._nodes, self._parts, strict=True))
+
+    def check(self, gm: fx.GraphModule, numerics: Numerics) -> None:
+        """Raise VerifyError about the first thing that no such pass does."""
+        found = _collectives(gm.graph)
+        self._groups_exist(found)
+        self._writes_are_known(gm.graph)
+        if numerics == "changes":
+            return
+        self._collectives_are_the_same(found)
+        changed = list(self._changed())
+        if not changed:
+            return
+        stay = set(gm.graph.nodes)
+        changed = [node for node in changed if node in stay and not is_collective(node.target)]
+        turned = _turned(changed, self._was, stay)
+        self._waits_are_read(turned)
+        self._write_backs_stay(changed)
+        if numerics == "exact":
+            self._edges_are_not_swapped(turned)
+
+    def _changed(self) -> Iterable[fx.Node]:
+        """The nodes whose positional arguments are others now, found without Python code per node."""
+        return compress(self._nodes, map(is_not, map(NODE_ARGUMENTS, self._nodes), map(itemgetter(2), self._parts)))
+
+    # Collectives.
+
+    def _groups_exist(self, found: dict[fx.Node, Key]) -> None:
+        known = {key[2] for key in self._before.values()}
+        known.update(spec.name for spec in (self._signature.groups if self._signature is not None else ()))
+        for node, (_, _, group, _) in found.items():
+            if group not in known and not process_group_size(group):
+                _fail(node, f"{node.name} communicates in the group {group!r}, which does not exist.")
+
+    def _collectives_are_the_same(self, found: dict[fx.Node, Key]) -> None:
+        for node, key in found.items():
+            before = self._before.get(node, key)
+            if before != key and not (_is_average(before, key) and self._rescaled(node)):
+                _fail(node, f"{node.name} was {_said(before)} before the pass and is {_said(key)} now.")
+        was, now = Counter(self._before.values()), Counter(found.values())
+        for key in now - was:
+            # More of one and fewer of another one that differs in what is done to the numbers only.
+            lost = [k for k in was - now if (k[0], k[2]) == (key[0], key[2]) and not _is_average(k, key)]
+            new = [node for node, its in found.items() if its == key and node not in self._before]
+            if lost and new:
+                _fail(new[0], f"{new[0].name} is {_said(key)}; the pass has removed {_said(lost[0])}.")
+
+    def _rescaled(self, node: fx.Node) -> bool:
+        """Whether something new stands before or behind a collective: a sum may be divided there."""
+        users = [user for wait in comm_block(node).waits for user in wait.users]
+        return any(near not in self._was for near in (*node.all_input_nodes, *users))
+
+    # Edges.
+
+    def _writes_are_known(self, graph: fx.Graph) -> None:
+        if self._signature is None:
+            return
+        known = {write.target for write in self._signature.write_backs}
+        for node in epilogue(graph):
+            if str(node.args[0]) not in known:
+                _fail(node, f"{node.args[0]} is written now, and the step does not write it.")
+
+    def _waits_are_read(self, turned: Turned) -> None:
+        for node, (old, new) in turned.items():
+            if is_wait(old.target) and is_wait(new.target) and not self._same_expression(old, new):
+                _fail(node, f"{node.name} reads {new.name} instead of {old.name}, the result of another collective.")
+
+    def _write_backs_stay(self, changed: Iterable[fx.Node]) -> None:
+        copies = [node for node in changed if node.target is _COPY and len(node.args) > 1]
+        if not copies:
+            return
+        values = {
+            parts[2][1]: node.name
+            for node, parts in self._was.items()
+            if parts[1] is _COPY and len(parts[2]) > 1 and isinstance(parts[2][1], fx.Node)
+        }
+        for node in copies:
+            new, old = node.args[1], self._was[node][2][1]
+            if not isinstance(new, fx.Node) or not isinstance(old, fx.Node):
+                continue
+            others = values.get(new, node.name) != node.name
+            if others and not self._same_expression(old, new) and not self._made_from(old, new):
+                _fail(node, f"{node.args[0]} gets {new.name}, which {values[new]} writes, instead of {old.name}.")
+
+    def _edges_are_not_swapped(self, turned: Turned) -> None:
+        by_pair = {pair: node for node, pair in turned.items()}
+        for (old, new), node in by_pair.items():
+            other = by_pair.get((new, old))
+            if other is None or {node, other} & {*node.all_input_nodes, *other.all_input_nodes}:
+                continue  # in a chain: the same terms in another order
+            if not self._same_expression(old, new):
+                _fail(
+                    node, f"{node.name} reads {new.name} instead of {old.name}, and {other.name} the other way round."
+                )
+
+    def _made_from(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether a node was nothing but another one in another form, or the other way round."""
+        return other in self._alone(one) or one in self._alone(other)
+
+    def _alone(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of a node that has one, the input of that, and so on."""
+        found: list[fx.Node] = []
+        while node in self._was and len(sources := _sources(self._was[node])) == 1 and len(found) < _MANY:
+            node = next(iter(sources))
+            found.append(node)
+        return found
+
+    def _same_expression(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two nodes of the graph before were the same operators on the same inputs."""
+        stack, seen = [(one, other)], set[tuple[fx.Node, fx.Node]]()
+        while stack:
+            pair = stack.pop()
+            if pair in seen or pair[0] is pair[1]:
+                continue
+            seen.add(pair)
+            if len(seen) > _MANY:
+                return True  # nobody knows: then nobody complains
+            left, right = self._was.get(pair[0]), self._was.get(pair[1])
+            if left is None or right is None or left[0] in ("placeholder", "get_attr") or left[:2] != right[:2]:
+                return False
+            mine, theirs = list(_sources(left)), list(_sources(right))
+            if len(mine) != len(theirs) or _form(left) != _form(right):
+                return False
+            stack += zip(mine, theirs, strict=True)
+        return True
+
+
+def _turned(changed: Iterable[fx.Node], was: dict[fx.Node, Parts], stay: set[fx.Node]) -> Turned:
+    """Nodes that read one other node of before instead of one that is still there."""
+    found = {}
+    for node in changed:
+        new = NODE_SOURCES(node)
+        if not all(map(was.__contains__, new)):
+            continue  # it reads something that the pass has made
+        old = _sources(was[node])
+        gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
+        if len(gone) == len(come) == 1 and gone[0] in stay:
+            found[node] = (gone[0], come[0])
+    return found
+
+
+def _sources(parts: Parts) -> dict[fx.Node, None]:
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((parts[2], parts[3]), lambda node: found.setdefault(node))
+    return found
+
+
+def _form(parts: Parts) -> str:
+    """Arguments with nodes left out."""
+    return str(fx.map_arg((parts[2], parts[3]), lambda node: None))
+
+
+def _collectives(graph: fx.Graph) -> dict[fx.Node, Key]:
+    """For each collective: operator, first scalar, group, and its other scalars. Other nodes cost nothing."""
+    found: dict[fx.Node, Key] = {}
+    for target in filter(is_collective, call_targets(graph)):
+        known: dict[Any, Key] = {}
+        for node in graph.find_nodes(op="call_function", target=target, sort=False):
+            args, kwargs = node.args, node.kwargs
+            same = args[1:] if not kwargs and not any(isinstance(arg, list) for arg in args[1:]) else node
+            if same not in known:
+                known[same] = _key(target, args, dict(kwargs))
+            if known[same][2]:
+                found[node] = known[same]
+    return found
+
+
+def _key(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+    given = dict(zip(_argument_names(op), arguments_by_position(op, args, kwargs), strict=False))
+    group = given.pop("group_name", "")
+    scalars = [str(value) for value in given.values() if isinstance(value, str | int)]
+    named = group if isinstance(group, str) else str(getattr(group, "group_name", ""))
+    return op_name(op), scalars[0] if scalars else "", named, " ".join(scalars[1:])
+
+
+@lru_cache(maxsize=256)
+def _argument_names(op: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in schema_of(op).arguments)
+
+
+def _is_average(one: Key, other: Key) -> bool:
+    """Whether two collectives are the same but for the division by the number of ranks."""
+    return {one[1], other[1]} == {"sum", "avg"} and (one[0], *one[2:]) == (other[0], *other[2:])
+
+
+def _said(key: Key) -> str:
+    return f"{key[0].split('::')[-1]}({', '.join(filter(None, (key[1], key[3], f'group {key[2]}')))})"
+
+
+def _fail(node: fx.Node, what: str) -> NoReturn:
+    raise VerifyError(what, node=format_node(node), location=node_meta(node).location)

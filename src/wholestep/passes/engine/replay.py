@@ -1,0 +1,221 @@
+"""Run a graph before and after a pass on the same real tensors, in one process, and hold the pass to its contract.
+
+    exact            the same bits, and no result that has become one of the inputs
+    reassociates     as far apart as sums in another order may be: some rounding errors of the largest element, and what
+                     rounding errors of the inputs change by themselves (`made_up.nudged`)
+
+Inputs are made up (`made_up`), the other ranks are computed (`pretend_ranks`). A graph that runs on none of the made-up
+inputs is not replayed; the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholestep._torch_compat import pytree
+from wholestep.errors import VerifyError
+from wholestep.ir.meta import node_meta
+from wholestep.passes.engine.contract import Numerics
+from wholestep.passes.engine.example_inputs import SEED, draws, nudged
+from wholestep.passes.engine.simulated_ranks import PretendRanks
+
+log = logging.getLogger("wholestep.passes")
+
+_ROUNDINGS = 32
+"""How many rounding errors of the largest element sums in another order may be apart; half types: a fraction of it."""
+_NOISE = 64
+"""How many times more than one rounding error of each input they may be apart."""
+_AT_MOST = 1e-4
+"""However noisy a step is, of its largest element (or of 1)."""
+
+
+@dataclass
+class _Results:
+    """What a graph gave: results, contents of the inputs afterwards, and which inputs each result lives in."""
+
+    outputs: list[Any]
+    inputs: list[Any]
+    inside: list[set[int]]
+
+
+@dataclass
+class _Trial:
+    name: str
+    inputs: list[Any]
+    before: _Results
+    nudged: _Results | None = None
+
+
+class Replay:
+    """What a graph computes from made-up inputs."""
+
+    def __init__(self, gm: fx.GraphModule, name: str = "the pass", *, noise: bool = True) -> None:
+        """`noise`: also find out what rounding errors change, which only sums in another order need."""
+        self._trials: list[_Trial] = []
+        error: Exception | None = None
+        for called, inputs in draws(gm.graph):
+            try:
+                trial = _Trial(called, inputs, _run(gm, inputs))
+            except Exception as raised:  # whatever an operator says about inputs that do not fit
+                error = raised if error is None else error
+                continue
+            if _all_finite(trial.before):
+                self._trials = [trial]
+                break
+            self._trials.append(trial)
+        if not self._trials:
+            self._give_up(gm, name, error)
+        for trial in self._trials if noise else ():
+            try:
+                trial.nudged = _run(gm, nudged(trial.inputs))
+            except Exception:  # at the edge of what an operator takes: then nothing is known about noise
+                log.debug("inputs %s with rounding errors do not run", trial.name, exc_info=True)
+
+    @staticmethod
+    def _give_up(gm: fx.GraphModule, name: str, error: Exception | None) -> None:
+        unknown = [n.name for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("val") is None]
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        hint = f' Set node.meta["val"] of {", ".join(unknown[:8])}.' if unknown else ""
+        log.warning("%s is not replayed: the graph does not run on made-up inputs (%s).%s", name, what, hint)
+
+    def compare(self, gm: fx.GraphModule, numerics: Numerics) -> None:
+        """Raise VerifyError if the graph now gives other results than the contract allows."""
+        for trial in self._trials:
+            after = _run(gm, trial.inputs)
+            if len(after.outputs) != len(trial.before.outputs):
+                raise VerifyError(
+                    f"the graph has {len(after.outputs)} outputs, before the pass it had {len(trial.before.outputs)}.",
+                    node=gm.graph.output_node().name,
+                )
+            _compare(gm, numerics, trial, after)
+
+
+def _compare(gm: fx.GraphModule, numerics: Numerics, trial: _Trial, after: _Results) -> None:
+    outputs, inputs = _names(gm)
+    noise = trial.nudged or _Results([None] * len(outputs), [None] * len(inputs), [])
+    for (what, node), old, new, noisy in (
+        *zip(outputs, trial.before.outputs, after.outputs, noise.outputs, strict=True),
+        *zip(inputs, trial.before.inputs, after.inputs, noise.inputs, strict=True),
+    ):
+        if not _same(old, new, noisy, numerics):
+            _fail(
+                f"{what} has other values than before the pass, which promises numerics={numerics!r}: "
+                f"{_difference(old, new)}.",
+                node,
+            )
+    for (what, node), old_inside, new_inside in zip(outputs, trial.before.inside, after.inside, strict=True):
+        for i in sorted(new_inside - old_inside):
+            _fail(f"{what} now shares its memory with {inputs[i][0]} and did not before the pass.", node)
+
+
+def _fail(what: str, node: fx.Node | None) -> None:
+    location = node_meta(node).location if node is not None else None
+    raise VerifyError(what, node=node.name if node is not None else "", location=location)
+
+
+def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
+    own = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+    kept = [(tensor, tensor.detach().clone()) for tensor in (*gm.parameters(), *gm.buffers()) if not _is_fake(tensor)]
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(SEED)
+        # Some operators keep what their backward needs only while gradients are on (mkldnn's RNN).
+        with torch.set_grad_enabled(not any(p.requires_grad for p in gm.parameters())):
+            result = PretendRanks(gm).run(*own, enable_io_processing=False)
+    finally:
+        torch.random.set_rng_state(state)
+        with torch.no_grad():
+            for tensor, content in kept:
+                if not torch.equal(tensor, content):
+                    tensor.copy_(content)
+    outputs = _leaves(result)
+    return _Results([_apart(value) for value in outputs], own, [_inside(value, own) for value in outputs])
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _apart(value: Any) -> Any:
+    """A result as it is now: another one may be written through."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The values of an output node, those that are None too."""
+    return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
+
+
+def _inside(value: Any, inputs: list[Any]) -> set[int]:
+    """Which inputs a result shares memory with."""
+    memory = _memory(value)
+    return set() if not memory else {i for i, given in enumerate(inputs) if _memory(given) == memory}
+
+
+def _memory(value: Any) -> int:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.layout is torch.strided else 0
+
+
+Named = tuple[str, fx.Node | None]
+
+
+def _names(gm: fx.GraphModule) -> tuple[list[Named], list[Named]]:
+    outputs = _leaves(gm.graph.output_node().args[0])
+    results = [(f"output {i}", value if isinstance(value, fx.Node) else None) for i, value in enumerate(outputs)]
+    return results, [(f"input {n.name}, after the step,", n) for n in gm.graph.find_nodes(op="placeholder")]
+
+
+def _all_finite(results: _Results) -> bool:
+    floats = [v for v in (*results.outputs, *results.inputs) if isinstance(v, Tensor) and _is_inexact(v)]
+    return all(bool(value.isfinite().all()) for value in floats)
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _same(before: Any, after: Any, noisy: Any, numerics: Numerics) -> bool:
+    if isinstance(before, float) and isinstance(after, float):
+        noise = torch.tensor(noisy, dtype=torch.float64) if isinstance(noisy, float) else None
+        one, other = (torch.tensor(value, dtype=torch.float64) for value in (before, after))
+        return _close(one, other, noise, numerics, torch.float32)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return type(before) is type(after) and bool(before == after)
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if not _is_inexact(before):
+        # Where a rounding error moves a whole number (the place of a maximum), so may another order of a sum.
+        unstable = numerics != "exact" and isinstance(noisy, Tensor) and not torch.equal(before, noisy)
+        return unstable or torch.equal(before, after)
+    noise = noisy if isinstance(noisy, Tensor) and noisy.shape == before.shape else None
+    return _close(_wide(before), _wide(after), None if noise is None else _wide(noise), numerics, before.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def _close(before: Tensor, after: Tensor, noisy: Tensor | None, numerics: Numerics, dtype: torch.dtype) -> bool:
+    differ = ~((before == after) | (before.isnan() & after.isnan()))
+    if numerics == "exact" or not bool(differ.any()):
+        return not bool(differ.any())
+    gap = (before - after).abs()[differ]
+    largest = float(before[before.isfinite()].abs().max()) if bool(before.isfinite().any()) else 0.0
+    eps = torch.finfo(dtype).eps
+    roundings = _ROUNDINGS * eps if eps < 1e-4 else 4 * eps
+    noise = float((before - noisy).abs().nan_to_num(0, 0, 0).max()) if noisy is not None else 0.0
+    allowed = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
+    return bool((gap <= allowed).all())  # a gap that is no number is none that is allowed
+
+
+def _difference(before: Any, after: Any) -> str:
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape:
+        different = before != after
+        gap = (_wide(before) - _wide(after)).abs().max().item() if before.numel() else 0.0
+        return f"{int(different.sum())} of {before.numel()} elements differ, by at most {gap:.3g}"
+    return f"{before!r:.80} became {after!r:.80}"

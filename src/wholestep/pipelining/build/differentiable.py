@@ -1,0 +1,176 @@
+"""Along which values a gradient comes back: operators run on fake tensors, with autograd watching.
+
+Rules about operators would have to know that `zeros_like(h)` needs no gradient, and that `h.add_(w)` makes one of `h`.
+Layers repeat: an operator runs once for all nodes with the same shapes and with inputs that require the same gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from wholestep._torch_compat import new_fake_mode, pytree
+from wholestep.pipelining.build.example_values import example_value
+from wholestep.pipelining.build.functions import BEGIN, is_mark, marked
+from wholestep.pipelining.build.regions import Region, regions_of
+from wholestep.pipelining.build.staged import storage_of
+from wholestep.pipelining.build.writes import written_nodes
+
+
+def find_differentiable(
+    graph: fx.Graph, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]
+) -> set[fx.Node]:
+    """The nodes whose tensors require a gradient at the end of the graph."""
+    return _Watch(requires_grad, submodules).run(graph)
+
+
+class _Answer(NamedTuple):
+    """What requires a gradient after an operator."""
+
+    results: Any
+    """Like the results: True or False for each tensor."""
+    written: tuple[bool, ...]
+    """For each argument that it writes."""
+
+
+class _Watch:
+    def __init__(self, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]) -> None:
+        self._requires_grad = requires_grad
+        self._submodules = submodules
+        self._mode = new_fake_mode(None)
+        self._flags: dict[fx.Node, Any] = {}
+        self._geometry: dict[fx.Node, Any] = {}
+        self._sharing: dict[Any, list[fx.Node]] = {}
+        self._known: dict[Any, _Answer] = {}
+        self._functions: dict[Any, bool] = {}
+
+    def run(self, graph: fx.Graph) -> set[fx.Node]:
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if node.op in ("placeholder", "get_attr"):
+                can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+                self._flags[node] = can and self._requires_grad(node)
+            elif node.target is operator.getitem and isinstance(self._flags[node.args[0]], list | tuple):
+                self._flags[node] = self._flags[node.args[0]][node.args[1]]
+            elif is_mark(node):
+                self._function(node)
+            elif node.op == "call_function":
+                self._call(node)
+        return {node for node, flag in self._flags.items() if flag is True}
+
+    def _function(self, node: fx.Node) -> None:
+        """A function with a backward of its own: its results require a gradient if an input does."""
+        self._flags[node] = False
+        number = node.args[0]
+        if node.target is BEGIN:
+            enabled = next((r.settings[0] for r in reversed(regions_of(node)) if r.kind == "grad"), True)
+            self._functions[number] = enabled and any(self._flags[arg] is True for arg in marked(node))
+            return
+        for result in marked(node):
+            value = result.meta.get("val")
+            can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+            self._flags[result] = can and self._functions[number]
+
+    def _call(self, node: fx.Node) -> None:
+        written = written_nodes(node)
+        key = self._key(node)
+        answer = self._known.get(key)
+        if answer is None:
+            answer = self._known[key] = self._ask(node, written)
+        self._flags[node] = answer.results
+        for argument, flag in zip(written, answer.written, strict=True):
+            self._flags[argument] = flag
+            if flag:
+                for other in self._sharing_with(argument):
+                    if other in self._flags:
+                        self._flags[other] = True
+
+    def _sharing_with(self, node: fx.Node) -> list[fx.Node]:
+        """All tensors through which a write to this one is seen."""
+        if not self._sharing:
+            for each in node.graph.nodes:
+                self._sharing.setdefault(storage_of(each.meta.get("val")), []).append(each)
+        memory = storage_of(node.meta.get("val"))
+        return [] if memory is None else self._sharing[memory]
+
+    def _key(self, node: fx.Node) -> Any:
+        def described(arg: fx.Node) -> Any:
+            return _Text(f"{self._describe(arg)}{self._flags.get(arg)}")
+
+        args = fx.map_arg((node.args, node.kwargs), described)
+        modes = [str(region) for region in regions_of(node) if region.kind in ("autocast", "grad")]
+        return f"{node.target} {args} {modes}"
+
+    def _describe(self, node: fx.Node) -> str:
+        found = self._geometry.get(node)
+        if found is None:
+            found = self._geometry[node] = _geometry(node)
+        return str(found)
+
+    def _ask(self, node: fx.Node, written: list[fx.Node]) -> _Answer:
+        made: dict[fx.Node, Any] = {}
+
+        def operand(arg: fx.Node) -> Any:
+            if arg not in made:
+                value = example_value(arg.meta.get("val"), self._mode)
+                if value is None:
+                    value = self._submodules.get(str(arg.target))
+                made[arg] = pytree.tree_map(_require, value, self._flags[arg]) if self._any(arg) else value
+                if arg in written:
+                    made[arg] = made[arg].clone()  # a leaf cannot be written
+            return made[arg]
+
+        with torch.enable_grad(), self._mode:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+            with _inside(regions_of(node)):
+                try:
+                    results = node.target(*args, **kwargs)  # type: ignore[operator]
+                except Exception:
+                    # An operator that only export can trace. Its results follow its inputs: at most too much.
+                    given = any(self._any(arg) for arg in node.all_input_nodes) and torch.is_grad_enabled()
+                    results = pytree.tree_map(lambda v: _require(v, given), example_value(node.meta["val"], self._mode))
+        return _Answer(pytree.tree_map(_flag, results), tuple(_flag(made[argument]) for argument in written))
+
+    def _any(self, node: fx.Node) -> bool:
+        return any(flag is True for flag in pytree.tree_leaves(self._flags.get(node)))
+
+
+class _Text(str):
+    """Prints as it is within a tuple."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _geometry(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}{value.device}"
+    if isinstance(value, list | tuple):
+        return str([f"{tuple(item.shape)}{item.dtype}" for item in value if isinstance(item, torch.Tensor)])
+    return f"{node.target}" if value is None else f"{value}"
+
+
+def _require(value: Any, flag: Any) -> Any:
+    can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.requires_grad_(True) if can and flag is True else value
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+@contextmanager
+def _inside(regions: tuple[Region, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for region in regions:
+            if region.kind in ("autocast", "grad"):
+                stack.enter_context(region.enter())
+        yield

@@ -1,0 +1,1 @@
+"""Where to cut, which schedule to use, and whether it can work."""

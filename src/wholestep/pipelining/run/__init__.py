@@ -1,0 +1,1 @@
+"""Stages on ranks: what they send, receive, compute and reduce."""

@@ -1,0 +1,1 @@
+"""Ranks that cannot silently disagree, and waits that all have a deadline."""

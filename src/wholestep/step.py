@@ -1,0 +1,513 @@
+"""`compile` and `capture`: the only place that knows the whole way of a step."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+
+from torch import fx
+
+from wholestep._torch_compat import call_untraced, is_dynamo_tracing
+from wholestep._torch_compat_modes import mode_that_needs_eager
+from wholestep.capture.captured import Captured
+from wholestep.capture.objects.called import CalledObjects
+from wholestep.capture.objects.tree import leaves_of
+from wholestep.capture.scalars.scalar_policy import NumberPolicy, trace_with_numbers
+from wholestep.capture.trace import find_models, is_tracing, trace_step
+from wholestep.compilers.debug import checked_program
+from wholestep.cross_iteration import pending
+from wholestep.cross_iteration.iterations import Pending
+from wholestep.cross_iteration.pending import PendingWork, finally_flush
+from wholestep.errors import EagerWarning, OptionError, RecompileWarning, UnsupportedError
+from wholestep.ir.iter.marks import CREATES, LATE
+from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.verify import verify
+from wholestep.lower.memory_budget import fit_to_budget
+from wholestep.lower.report import Lowering as LoweringReport
+from wholestep.lower.step import Lowering
+from wholestep.options import Options
+from wholestep.passes.dedup_collectives import dedup_collectives
+from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.engine.dump import Dump
+from wholestep.passes.engine.manager import run_passes
+from wholestep.ranks.step_ranks import Ranks, RankTerms
+from wholestep.remat.policy import policy_of
+from wholestep.runtime.executor import Entry, late_outputs_of, runs_once
+from wholestep.runtime.program import program
+
+if TYPE_CHECKING:
+    from wholestep.debug.check.report import CheckReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST_GRAPHS = 128
+_LAST = "last_train_step"
+
+log = logging.getLogger("wholestep")
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a step was captured again."""
+
+    call: int
+    """The number of the call, from 1."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"call {self.call}: {self.reason}"
+
+
+class CompiledStep(Generic[P, R]):
+    """A training step that runs as one graph. Call it like the function it was made from."""
+
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
+        if not callable(fn):
+            raise OptionError(f"ws.compile got a {type(fn).__name__}.", fix="pass the function that does one step.")
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self.options = options
+        self.recompiles: list[Recompile] = []
+        """Why each capture after the first happened."""
+        self.capture_seconds = 0.0
+        """Time spent capturing, over all graphs."""
+        self._entries: list[Entry] = []
+        self._last: Entry | None = None
+        self._last_left: Pending | None = None
+        """What the last call left for the next one; void unless `_work` says that it exists."""
+        self._calls = 0
+        self._numbers = NumberPolicy()
+        self._called = CalledObjects(options)
+        self._warned = False
+        self._modes_warned: set[str] = set()
+        plan = options.parallel
+        self._ranks = None
+        if plan is not None:
+            groups = [axis.group for axis in plan.axes]
+            self._ranks = Ranks(self._name, RankTerms(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
+        compiles = options.lower == "inductor"
+        planned = options.memory_budget is not None
+        self._lowering = Lowering(
+            options.lower_options, compiles=compiles, cuda_graph=options.cuda_graph, planned=planned
+        )
+        self._work = PendingWork()
+        weakref.finalize(self, finally_flush, self._work).atexit = False
+        self._has_own_last = _has_parameter(fn, _LAST)
+        if options.check_first:
+            from wholestep.debug.check.first_calls import FirstCalls
+
+            FirstCalls.stand_in(self, options.check_first)
+
+    @property
+    def __wholestep_function__(self) -> Callable[P, R]:
+        return self._fn
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """One StepGraph per guard key, in the order of capture."""
+        return [entry.step_graph for entry in self._entries]
+
+    @property
+    def last(self) -> StepGraph | None:
+        """The graph that ran last."""
+        return self._last.step_graph if self._last is not None else None
+
+    @property
+    def executable(self) -> fx.GraphModule | None:
+        """What ran last: the graph with its compiled regions, updating in place."""
+        return self._last.executable if self._last is not None else None
+
+    @property
+    def lowering(self) -> LoweringReport | None:
+        """What was compiled of the graph that ran last, and why the rest was not; None where nothing was."""
+        return None if self._last is None else self._last.lowering
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_tracing():
+            return call_untraced(self._run, self._fn, args, kwargs)  # type: ignore[no-any-return]
+        result: R = self._run(self._fn, args, kwargs)
+        return result
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return _BoundStep(self, instance)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_tracing():
+            return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
+        last = False if self._has_own_last else bool(kwargs.pop(_LAST, False))
+        mode = mode_that_needs_eager()
+        if mode is not None:
+            return self._run_in_eager(mode, fn, args, kwargs)
+        self._calls += 1
+        leaves, structure = leaves_of((args, kwargs))
+        pending.suspend()
+        try:
+            result = self._run_one(fn, args, kwargs, leaves, structure)
+        finally:
+            pending.resume()
+        if last:
+            self.flush()
+        return result
+
+    def _run_in_eager(self, mode: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the plain function: a mode around the call acts on operators, and a replay would not honour it."""
+        if self._ranks is not None:
+            with self._ranks.compiling(self._calls):  # tells the other ranks
+                raise _needs_eager(mode)
+        if mode not in self._modes_warned:
+            self._modes_warned.add(mode)
+            warnings.warn(
+                f"{self._name} runs in eager while {mode} is on around the call: it acts on the operators that eager "
+                "runs, which a captured graph does not repeat.",
+                EagerWarning,
+                stacklevel=4,
+            )
+        self.flush()
+        pending.flush_all()
+        return fn(*args, **kwargs)
+
+    def _ready(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a graph for the next call, which finds it: a refusal comes before anything runs."""
+        if mode_that_needs_eager() is not None:
+            return
+        leaves, structure = leaves_of((args, kwargs))
+        pending.suspend()
+        self._calls += 1
+        try:
+            if self._find(leaves, structure) is None:
+                self._capture(fn, args, kwargs, leaves, structure)
+        finally:
+            self._calls -= 1
+            pending.resume()
+
+    def _run_one(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
+    ) -> Any:
+        pending.flush_others(self._work, lambda: None if self._last is None else self._last.gather.read(leaves))
+        found = self._going_on(leaves, structure) or self._find(leaves, structure)
+        if self._ranks is None:
+            entry, state = found or self._capture(fn, args, kwargs, leaves, structure)
+            return self._run_entry(entry, state, leaves)
+        if found is None:
+            with self._ranks.compiling(self._calls):
+                placing = find_models(fn, args, kwargs, self.options)
+            self._ranks.agree_on_models(self._calls, placing.lines())
+            with self._ranks.compiling(self._calls):
+                placing.run()
+                found = self._capture(fn, args, kwargs, leaves, structure)
+            self._ranks.agree(self._calls, *found)
+        else:
+            self._ranks.agree_on_choice(self._calls, found[0])
+        entry, state = found
+        with self._ranks.running(self._calls, entry, state):
+            return self._run_entry(entry, state, leaves)
+
+    def _run_entry(self, entry: Entry, state: list[Any], leaves: list[Any]) -> Any:
+        """Run a graph; what it leaves for the next call is completed by that, or by `flush`."""
+        before = self._last_left if self._work.exists else None
+        result = entry.run(state, leaves, before)
+        self._work.taken()
+        self._last_left = entry.left
+        if entry.left is not None:
+            entry.left.ask = self._work.flush
+            complete = functools.partial(_complete, entry, entry.left, self._ranks, self._calls)
+            self._work.left(complete, entry.left.state, entry.modules, entry.owners, entry.without_hooks)
+        return result
+
+    def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+        """The graph that left something, if it may run for this call; otherwise that is completed first."""
+        entry, left = self._last, self._last_left
+        if not self._work.exists or entry is None or left is None:
+            return None
+        left.check_unchanged(entry.path)
+        state = entry.gather.read(leaves)
+        if state is not None and left.goes_on(state) and entry.guards.hold(leaves, structure, state):
+            return entry, state
+        self._work.flush()
+        return None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the last call left updates for the next one (or for `flush`)."""
+        return self._work.exists
+
+    def flush(self) -> None:
+        """Complete what the last call left for the next one, if anything: parameters are then what eager has.
+
+        Needs no other rank. Happens by itself before `state_dict()`, `load_state_dict()` and eager forwards of the
+        models of this step, other compiled steps, other graphs of this one, and at the end of `with step:`.
+        """
+        self._work.release()
+        self._last_left = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.flush()
+        else:
+            finally_flush(self._work)
+
+    def _find(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+        """A graph that may run for this call, and its inputs."""
+        last = self._last
+        if last is not None:
+            state = last.gather.read(leaves)
+            if state is not None and last.guards.hold(leaves, structure, state):
+                return last, state
+        for entry in reversed(self._entries):
+            if entry is not last:
+                state = entry.gather.read(leaves)
+                if state is not None and entry.guards.hold(leaves, structure, state):
+                    self._last = entry
+                    return entry, state
+        return None
+
+    def _capture(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: Any,
+    ) -> tuple[Entry, list[Any]]:
+        reason = None
+        pending.flush_all()
+        if self._last is not None:
+            like = (e for e in reversed(self._entries) if e.guards.same_structure(leaves, structure))
+            nearest = next(
+                like, self._last
+            )  # numbers are compared with a call whose arguments were nested the same way
+            state = nearest.gather.read(leaves)
+            reason = nearest.guards.why_not(leaves, structure, state)
+            self._numbers = self._numbers.with_changed(nearest.guards.changed_numbers(leaves, structure, state))
+        captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers, self._called)
+        if self.options.memory_budget is not None:
+            captured.step_graph.memory = fit_to_budget(
+                captured.step_graph,
+                self._lowering,
+                self.options.memory_budget,
+                policy_of(self.options.policy),
+                runs_once=runs_once(captured),
+            )
+            verify(captured.step_graph, min(self.options.verify, 2))
+        make_program = checked_program if self.options.lower == "debug" else program
+        entry = Entry(captured, self._lowering, make_program)
+        self._entries.append(entry)
+        if len(self._entries) > _MOST_GRAPHS:
+            del self._entries[0]  # the oldest; the warning about recompiles came long before
+        self.capture_seconds += captured.seconds
+        log.info("%s: %d nodes captured in %.2f s", self._name, entry.step_graph.num_nodes, captured.seconds)
+        if reason is not None:
+            self.recompiles.append(Recompile(self._calls, reason))
+            log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)
+            self._warn_if_many()
+        state = entry.gather.read(leaves)
+        assert state is not None, "what was just captured can be read"
+        self._last = entry
+        return entry, state
+
+    @property
+    def _name(self) -> str:
+        """The same in every process: no address of an object."""
+        fn: Any = self._fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return self.options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+    def _warn_if_many(self) -> None:
+        if len(self.recompiles) > self.options.max_recompiles and not self._warned:
+            self._warned = True
+            reasons = "\n  ".join(str(r) for r in self.recompiles[-8:])
+            warnings.warn(
+                f"{self._name} was captured {len(self._entries)} times; the last reasons:\n  {reasons}\n"
+                "Declare varying sizes with dynamic=..., or keep what varies out of the step.",
+                RecompileWarning,
+                stacklevel=5,
+            )
+
+    def reset(self) -> None:
+        """Forget all graphs (and the models and optimizers they hold on to); the next call captures anew."""
+        self.flush()
+        self._entries.clear()
+        self._last = None
+        self.recompiles.clear()
+        self._numbers = NumberPolicy()
+
+    def __reduce__(self) -> Any:
+        # A copy, also in another process, captures for itself: graphs belong to the objects they were captured with.
+        return CompiledStep, (self._fn, self.options)
+
+    def __repr__(self) -> str:
+        return f"CompiledStep({self._name}, {len(self._entries)} graphs)"
+
+
+class _BoundStep:
+    """A compiled method bound to its object; shares the graphs of the class's step."""
+
+    def __init__(self, step: CompiledStep[Any, Any], instance: Any) -> None:
+        self._step = step
+        self._instance = instance
+
+    @property
+    def __wholestep_function__(self) -> Any:
+        return self._step._fn.__get__(self._instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return call_untraced(self._step._run, self._step._fn, (self._instance, *args), kwargs)
+        return self._step._run(self._step._fn, (self._instance, *args), kwargs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._step.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+
+@overload
+def compile(fn: Callable[P, R], **options: Any) -> CompiledStep[P, R]: ...
+
+
+@overload
+def compile(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
+
+
+def compile(fn: Any = None, **options: Any) -> Any:
+    """Turn a training step into one that runs as a single graph.
+
+    Use it as a decorator, with or without options, or as a function. The options are the fields of
+    `wholestep.options.Options`: lower, lower_options, cuda_graph, memory_budget, policy, passes, parallel, dynamic,
+    verify, check_first, max_recompiles, hooks, name.
+    """
+    chosen = Options.of(**options)
+    if fn is None:
+        return lambda function: CompiledStep(function, chosen)
+    return CompiledStep(fn, chosen)
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    steps: int = 3,
+    batches: Iterable[Any] | None = None,
+    between: Callable[[], Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Run a step in eager and compiled side by side, and report what agrees. Nothing of the user's changes.
+
+    `fn`: a function, or what `ws.compile` returned (its options are used). `args`: those of one call. `batches`: one
+    for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
+    options of `ws.compile` are options; others, and `kwargs`, go to the step.
+    """
+    from wholestep.debug.check.loop import calls_of, check_calls
+
+    known = {option.name for option in fields(Options)}
+    named = {**{key: value for key, value in options.items() if key not in known}, **(kwargs or {})}
+    chosen = {key: value for key, value in options.items() if key in known}
+    function, given = _function_and_options(fn)
+    if given is not None and chosen:
+        raise OptionError(
+            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
+        )
+    unclear = sorted(key for key in chosen if _has_parameter(function, key))
+    if unclear:
+        raise OptionError(
+            f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
+            fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
+        )
+    found = given or Options.of(**chosen)
+    found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
+    if found.parallel is not None:
+        raise OptionError(
+            "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
+            fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
+        )
+    pending.flush_all()
+    calls = calls_of(function, args, named, steps, batches)
+    # What the step sets in context variables stays in the copy.
+    return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)
+
+
+def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
+    """The plain function of a step, and its options if it is compiled."""
+    options = fn.options if isinstance(fn, CompiledStep) else fn._step.options if isinstance(fn, _BoundStep) else None
+    return getattr(fn, "__wholestep_function__", fn), options
+
+
+def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
+    """The StepGraph of one call, with nothing executed and no state changed."""
+    options = Options()
+    step: Any = fn
+    if isinstance(step, CompiledStep):
+        options = step.options
+    elif isinstance(step, _BoundStep):
+        options = step._step.options
+    function = getattr(step, "__wholestep_function__", step)
+    mode = mode_that_needs_eager()
+    if mode is not None:
+        raise _needs_eager(mode)
+    pending.flush_all()
+    if options.parallel is not None:
+        find_models(function, args, kwargs, options).run()
+    return _trace(function, args, kwargs, options)[0].step_graph
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    called: CalledObjects | None = None,
+) -> tuple[Captured, NumberPolicy]:
+    """Capture, merge equal communication, check the graph, and run the passes."""
+    traced = functools.partial(trace_step, fn, args, kwargs, options, called=called)
+    captured, numbers = trace_with_numbers(traced, numbers)
+    dedup_collectives(captured.step_graph.gm)
+    drop_dead_collectives(captured.step_graph.gm)
+    verify(captured.step_graph, min(options.verify, 2))
+    captured.step_graph.gm.meta[LATE] = late_outputs_of(captured)
+    captured.step_graph.gm.meta[CREATES] = captured.step_graph.signature.creates_optimizer_state
+    dump = None if options.dump_passes is None else Dump(options.dump_passes)
+    run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
+    return captured, numbers
+
+
+def _needs_eager(mode: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{mode} is on around the call. It acts on the operators that eager runs, which a captured graph does not "
+        "repeat.",
+        fix="leave it before the call; without parallel=, a compiled step runs in eager while it is on.",
+    )
+
+
+def _complete(entry: Entry, left: Pending, ranks: Ranks | None, call: int) -> None:
+    left.check_unchanged(entry.path)
+    if ranks is None:
+        entry.complete(left)
+        return
+    with ranks.completing(call):
+        entry.complete(left)
+
+
+def _has_parameter(fn: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(fn).parameters
+    except (ValueError, TypeError):
+        return False
