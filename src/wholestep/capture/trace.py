@@ -424,6 +424,7 @@ class Capture:
         self.fake_leaves, self.snapshots, self.readers, self.session = [], [], [], None
         self.account, self._bound_steps = Account(self), BoundSteps(self)
         self.inputs.release()
+        self.shapes.release()
         self.table.release_fakes()
         return self.recorder.values.release()
 

@@ -92,6 +92,10 @@ class Gathering:
             found = self._forward[param] = self._differentiable(param)
         return found
 
+    def release(self) -> None:
+        """After the trace: hold none of its fakes. Autograd nodes of the trace may still refer to this object."""
+        self._forward, self._backward, self._whole, self._versions = {}, {}, {}, {}
+
     def forget(self) -> None:
         """The outermost forward ended: the next one gathers anew."""
         self.check_unwritten()

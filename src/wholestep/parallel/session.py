@@ -155,7 +155,8 @@ class Session:
         self._reducer.release()
         self._sharded.clear()
         self._buffers.clear()
-        self._gathering = None
+        if self._gathering is not None:
+            self._gathering.release()
 
     def _take_buffers_of_first_rank(self) -> None:
         """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""

@@ -112,6 +112,10 @@ class Shapes:
         self._places[name] = []
         return made
 
+    def release(self) -> None:
+        """Let go of nodes and fakes: only the trace needed them."""
+        self._nodes, self._ints, self._first_tensor = {}, {}, {}
+
     def refuse_fixed(self) -> None:
         """A declared dim that the step tied to one size is not dynamic."""
         if self.env is None:

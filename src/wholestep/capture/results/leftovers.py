@@ -165,6 +165,8 @@ class _Traced:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._searched: dict[int, tuple[Any, int]] = {}
+        """Objects without a traced value in them, and how deep they were: large ones are met often."""
 
     def is_one(self, value: Any) -> bool:
         """A fake tensor of the trace, or a number of its graph."""
@@ -174,7 +176,21 @@ class _Traced:
 
     def in_value(self, value: Any) -> bool:
         """Whether a traced value is, or lies in, this one."""
-        return next(self._found(value, 0), None) is not None
+        return self._holds(value, 0)
+
+    def _holds(self, value: Any, depth: int) -> bool:
+        if self.is_one(value):
+            return True
+        parts = self._parts(value, depth)
+        if not parts:
+            return False
+        searched = self._searched.get(id(value))
+        if searched is not None and searched[1] <= depth:
+            return False
+        if any(self._holds(each, depth + 1) for each in parts):
+            return True
+        self._searched[id(value)] = (value, depth)
+        return False
 
     def identities(self, value: Any) -> tuple[int, ...]:
         """The traced values in this one."""
@@ -184,11 +200,14 @@ class _Traced:
         if self.is_one(value):
             yield id(value)
             return
+        for each in self._parts(value, depth):
+            yield from self._found(each, depth + 1)
+
+    def _parts(self, value: Any, depth: int) -> list[Any]:
         kind = type(value)
-        if depth <= _DEPTH and not issubclass(kind, _NOTHING_INSIDE):
-            parts = vars(value).values() if issubclass(kind, Tensor) else _parts(value)
-            for each in list(parts):
-                yield from self._found(each, depth + 1)
+        if depth > _DEPTH or issubclass(kind, _NOTHING_INSIDE):
+            return []
+        return list(vars(value).values() if issubclass(kind, Tensor) else _parts(value))
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -261,10 +280,13 @@ def _records(captured: Captured) -> Counter[int]:
     nodes = {id(n): n for n in captured.step_graph.gm.graph.nodes} | {id(n): n for n in captured.erased}
     for node in nodes.values():
         _count(node.meta.get("val"), counts)
+    whole: dict[int, Tensor] = {}
     for tracked in captured.table.tracked.values():
         counts[id(tracked.fake)] += 1
-        if local_of(tracked.fake) is not tracked.fake:
-            counts[id(local_of(tracked.fake))] += 1
+        whole |= {id(each): each for each in (tracked.fake, tracked.fake.grad) if each is not None}
+    for each in whole.values():
+        if local_of(each) is not each:
+            counts[id(local_of(each))] += 1
     return counts
 
 
