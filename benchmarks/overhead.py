@@ -32,7 +32,7 @@ from torch.nn.utils import stateless
 from torch.optim.sgd import sgd
 
 import wholestep as ws
-from wholestep._torch_compat import below_autograd
+from wholestep.torch_private.autograd import below_autograd
 
 
 class Narrow(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import wholestep
-from wholestep._torch_compat import FakeTensorMode
+from wholestep.torch_private.fake_tensors import FakeTensorMode
 
 _CONTAINERS = (
     dict,

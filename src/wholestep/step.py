@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 
 from torch import fx
 
-from wholestep._torch_compat import call_untraced, is_dynamo_tracing
-from wholestep._torch_compat_modes import mode_that_needs_eager
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.called import CalledObjects
 from wholestep.capture.objects.tree import leaves_of
@@ -41,6 +39,8 @@ from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.policy import policy_of
 from wholestep.runtime.executor import Entry, late_outputs_of, runs_once
 from wholestep.runtime.program import program
+from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
+from wholestep.torch_private.modes import mode_that_needs_eager
 
 if TYPE_CHECKING:
     from wholestep.debug.check.report import CheckReport

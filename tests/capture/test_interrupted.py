@@ -23,8 +23,8 @@ from torch import nn
 import wholestep as ws
 from capture.refused import World, assert_unchanged_and_trainable, plain_step
 from harness import assert_frames_equal, frame
-from wholestep._torch_compat_modes import read_modes
 from wholestep.capture.trace import Capture, is_tracing
+from wholestep.torch_private.modes import read_modes
 
 SOURCE = Path(ws.__file__).parent.parent
 

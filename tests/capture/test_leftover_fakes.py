@@ -26,8 +26,8 @@ import wholestep as ws
 from capture.refused import World, assert_points_at, assert_unchanged_and_trainable
 from cases.parts import adamw, mlp, plain_run
 from harness import Run, Story, assert_frames_equal, assert_same_story
-from wholestep._torch_compat import FakeTensor
 from wholestep.capture.results.leftovers import Leftovers
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 Use = Callable[[torch.Tensor], torch.Tensor]
 

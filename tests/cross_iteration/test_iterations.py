@@ -18,9 +18,10 @@ from torch.optim import SGD, Optimizer
 
 import wholestep as ws
 from ranks import run_ranks
-from wholestep._torch_compat import GLOBAL_PRE_HOOKS, below_autograd
 from wholestep.errors import PendingError
 from wholestep.passes.iter_move import overlap_optimizer_with_next_forward
+from wholestep.torch_private.autograd import below_autograd
+from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

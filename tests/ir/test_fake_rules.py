@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import FakeTensorMode, new_fake_mode
+from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 
 ENDS = torch.tensor([3, 7, 10], dtype=torch.int32)
 

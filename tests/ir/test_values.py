@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from wholestep._torch_compat import FakeTensor
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.values import ValueReader, ValueWriter, hint_of, kind_of, tensor_spec
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 
 def round_trip(value: Any) -> tuple[Any, ValueReader]:

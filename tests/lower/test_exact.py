@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from lower.graphs import aten, graph_of, report
-from wholestep._torch_compat import keeps_roundings
 from wholestep.lower import LowerOptions, partial_lower, plan_regions
+from wholestep.torch_private.inductor import keeps_roundings
 
 EXACT = LowerOptions(min_aten_ops=1, strict=True, exact=True)
 DTYPES = [torch.float32, torch.float64, *([torch.bfloat16, torch.float16] if keeps_roundings() else [])]

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import wholestep as ws
 from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
-from wholestep._torch_compat import keeps_order_of_draws
 from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.in_place import name_what_was_written
+from wholestep.torch_private.inductor import keeps_order_of_draws
 
 __all__ = ["interpreted"]
 

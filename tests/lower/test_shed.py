@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.steps import Trained
-from wholestep._torch_compat import keeps_order_of_draws
 from wholestep.errors import OptionError
 from wholestep.lower.cut_budget import CutSearch
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.remat import Cut
 from wholestep.lower.shed import plan, shed, sheddable
+from wholestep.torch_private.inductor import keeps_order_of_draws
 
 aten = torch.ops.aten
 

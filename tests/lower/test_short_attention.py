@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
-from wholestep._torch_compat import OpOverload
 from wholestep.lower import retrace, short_attention
+from wholestep.torch_private.operators import OpOverload
 
 pytestmark = pytest.mark.compiles
 

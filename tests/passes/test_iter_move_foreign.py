@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from wholestep._torch_compat import FakeTensorMode
 from wholestep.errors import IterMoveError, OptionError
 from wholestep.ir.functionalize import functionalize, writes_in_place
 from wholestep.passes import (
@@ -32,6 +31,7 @@ from wholestep.passes import (
     remove_copy_from_optimizer,
     schedule_comm_wait,
 )
+from wholestep.torch_private.fake_tensors import FakeTensorMode
 
 pytestmark = pytest.mark.fake_group
 

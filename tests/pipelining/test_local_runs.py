@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipelining.models import CASES, make
-from wholestep._torch_compat import pytree
 from wholestep.pipelining import Pipe, pipeline
+from wholestep.torch_private.pytrees import pytree
 
 
 def tensors(result: Any) -> list[torch.Tensor]:

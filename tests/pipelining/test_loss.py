@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pipelining.models import CASES, make
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineLossError
 from wholestep.pipelining import (
     DetachExecutor,
@@ -25,6 +24,7 @@ from wholestep.pipelining import (
     stage_backward,
 )
 from wholestep.pipelining.build.backward import stage_backward_input, stage_backward_weight
+from wholestep.torch_private.pytrees import pytree
 
 
 class WithLoss(LossWrapper):

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 import wholestep as ws
-from wholestep import _torch_compat_schedules as compat
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs
 from wholestep.pipelining.planning.stage_measures import measure_costs
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
+from wholestep.torch_private import pipelining as compat
 
 MIB = 2**20
 

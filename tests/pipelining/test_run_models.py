@@ -11,8 +11,8 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from pipelining.models import CASES, bert, gpt2, make, t5
 from ranks import run_ranks
-from wholestep._torch_compat import pytree
 from wholestep.pipelining import Pipe, clip_grad_norm_, pipeline, schedule
+from wholestep.torch_private.pytrees import pytree
 
 MICROBATCHES = 4
 STEPS = 5

@@ -14,8 +14,8 @@ from torch import nn
 from pipelining.models import CASES, make, numbers
 from pipelining.test_blocks_and_modes import Blocks, OwnBackward
 from pipelining.test_values_and_state import IDS, Tied
-from wholestep._torch_compat import pytree
 from wholestep.pipelining import Pipe, pipe_split, pipeline
+from wholestep.torch_private.pytrees import pytree
 
 
 def tensors(result: Any) -> list[torch.Tensor]:

@@ -14,11 +14,11 @@ from torch import nn
 from pipelining.models import CASES, UNet, gpt2, make, numbers, tokens
 from pipelining.test_blocks_and_modes import Blocks
 from ranks import run_ranks
-from wholestep._torch_compat import FakeTensorMode
 from wholestep.errors import GraphFormatError, PipelineError, StageError
 from wholestep.ir.io.tensor_file import read_tensors
 from wholestep.pipelining import Pipe, SplitPoint, load_stage, pipe_split, pipeline, save_stage
 from wholestep.pipelining.run.saving import read_stage, write_stage
+from wholestep.torch_private.fake_tensors import FakeTensorMode
 
 
 def run(stages: list[Any], values: Any) -> Any:

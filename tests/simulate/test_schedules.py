@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from wholestep import _torch_compat_schedules as compat
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.simulate import pipeline
 from wholestep.simulate.pipeline import Schedule, named_schedule, parse, schedule_of, simulate
+from wholestep.torch_private import pipelining as compat
 
 LISTED = [name for name in pipeline.NAMES if name not in ("GPipe", "1F1B")]
 

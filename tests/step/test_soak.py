@@ -16,8 +16,8 @@ from torch import nn
 import wholestep as ws
 from harness import device
 from soak import SoakTrainer, cache_sizes, grown, live_objects, resident_bytes
-from wholestep import _torch_compat
 from wholestep import step as api
+from wholestep.torch_private import fake_tensors
 
 _MEGABYTE = 2**20
 
@@ -158,11 +158,11 @@ def test_new_compiled_steps_do_not_add_up() -> None:
 
 
 def test_what_torch_remembers_of_fake_operators_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_compat, "_MOST_FAKE_RULES", 200)
+    monkeypatch.setattr(fake_tensors, "_MOST_FAKE_RULES", 200)
     step = ws.compile(lambda x: (x * 2).sin().sum(), lower="eager")
     sizes = []
     for rows in range(2, 102):
         step(torch.randn(rows, 3))
-        sizes.append(len(_torch_compat.FakeTensorMode.cache))
+        sizes.append(len(fake_tensors.FakeTensorMode.cache))
     assert max(sizes) < 250
     assert sizes != sorted(sizes)

@@ -15,14 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import (
-    SCALER_STEP,
-    SCALER_TENSORS,
-    SCALER_UNSCALE,
-    FakeTensorMode,
-    is_dtensor,
-    new_fake_mode,
-)
 from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.graph.dynamic_shapes import Shapes
 from wholestep.capture.graph.inputs import Inputs
@@ -71,6 +63,9 @@ from wholestep.ir.signature import InputKind
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
 from wholestep.parallel.session import Session
+from wholestep.torch_private.dtensor import is_dtensor
+from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
+from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
 _one_capture_at_a_time = threading.RLock()
 _tracing = threading.local()

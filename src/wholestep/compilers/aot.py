@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep._torch_compat import aot_function, pytree, storage_key
-from wholestep._torch_compat_debug import shape_env_of_trace
 from wholestep.compilers.assumed_sizes import AssumedSizes, pattern_of
 from wholestep.errors import UnsupportedError
+from wholestep.torch_private.aot import aot_function
+from wholestep.torch_private.dumps import shape_env_of_trace
+from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.pytrees import pytree
 
 
 def aot(fn: Callable[..., Any], **settings: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep._torch_compat import shape_guards
-from wholestep._torch_compat_debug import symbols_by_value
+from wholestep.torch_private.dumps import symbols_by_value
+from wholestep.torch_private.symbolic_shapes import shape_guards
 
 
 def pattern_of(tensor: Tensor) -> tuple[Hashable, ...]:

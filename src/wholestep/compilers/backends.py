@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import aot_backend
 from wholestep.compilers.boxed import Compiler
 from wholestep.compilers.debug import debug_nop
 from wholestep.compilers.debug_compile import FOLDER, debug_compile
@@ -24,6 +23,7 @@ from wholestep.compilers.plain import nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
 from wholestep.errors import OptionError
 from wholestep.inspect.drawing.draw import draw_graph_compile
+from wholestep.torch_private.aot import aot_backend
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

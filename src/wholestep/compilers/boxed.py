@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import mark_boxed
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.aot import mark_boxed
 
 Compiled = Callable[..., Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Compiled]

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat_memory import extract_forward_backward
 from wholestep.ir.graphs import tensors_in
 from wholestep.remat.budget import Budget
 from wholestep.remat.fit import Effort, Fitting
@@ -18,6 +17,7 @@ from wholestep.remat.outline import Outline
 from wholestep.remat.plans import Plans
 from wholestep.remat.policy import policy_of
 from wholestep.remat.policy_check import check_policy
+from wholestep.torch_private.allocator import extract_forward_backward
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import pytree
 from wholestep.compilers.symbol_values import SymbolValues
+from wholestep.torch_private.pytrees import pytree
 
 _NUMBERS = (int, float, bool)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import graph_being_compiled
 from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
 from wholestep.compilers.dump import GraphDump, new_folder
 from wholestep.compilers.plain import nop
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.aot import graph_being_compiled
 
 log = logging.getLogger("wholestep.compilers")
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, may_copy, pytree, schema_of, shares_storage, storage_key
 from wholestep.compilers.check_values import Difference, differences
 from wholestep.compilers.known_faults import is_known, unknown_places
 from wholestep.compilers.origin import location_of_node, module_path
@@ -27,6 +26,9 @@ from wholestep.ir.effects import draws, written_positions
 from wholestep.ir.meta import KEY, node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
+from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.operators import OpOverload, may_copy, schema_of, shares_storage
+from wholestep.torch_private.pytrees import pytree
 
 _WRONG_METADATA = (
     "the operator's fake kernel, or the pass that last changed this node, is wrong; or the graph ran on inputs that it "

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, without_modes
 from wholestep.compilers.boxed import attribute_of, copy_graph_module
 from wholestep.compilers.input_records import (
     LARGEST,
@@ -41,6 +40,7 @@ from wholestep.ir.io.targets import TargetReader
 from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.signature import InputKind, InputSpec, OutputKind, OutputSpec, Signature
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.fake_tensors import FakeTensor, without_modes
 
 FORMAT = "wholestep.inputs"
 VERSION = 1

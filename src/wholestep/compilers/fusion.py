@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import (
-    compile_inductor,
-    decompositions_of,
-    inductor_decompositions,
-    min_cut_partition,
-)
 from wholestep.compilers.aot import aot
 from wholestep.compilers.boxed import Compiled, boxed, copy_graph_module
 from wholestep.compilers.budget import partition_within
 from wholestep.errors import OptionError
+from wholestep.torch_private.aot import decompositions_of, inductor_decompositions, min_cut_partition
+from wholestep.torch_private.inductor import compile_inductor
 
 _SETTINGS = {"fallback_random": True}
 _DEFAULT = (

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import FakeTensor
 from wholestep.errors import DumpError
 from wholestep.ir.io.arguments import DTYPES
 from wholestep.ir.io.values import hint_of
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 LARGEST = 1 << 32
 """Bytes that made-up or kept inputs may take, unless the caller allows more."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import storage_key
 from wholestep.compilers.input_records import InputRecord, placed
 from wholestep.compilers.safe_files import read_bytes
 from wholestep.errors import DumpError, GraphFormatError
 from wholestep.ir.io.tensor_file import can_write, from_bytes, to_bytes
 from wholestep.ir.memory import spanned
+from wholestep.torch_private.fake_tensors import storage_key
 
 
 def keep_values(

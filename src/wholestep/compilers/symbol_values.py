@@ -11,7 +11,7 @@ from typing import Any
 
 import sympy
 
-from wholestep._torch_compat import symbol_range
+from wholestep.torch_private.symbolic_shapes import symbol_range
 
 
 class SymbolValues:

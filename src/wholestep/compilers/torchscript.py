@@ -14,18 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from wholestep._torch_compat import (
-    OpOverload,
-    jit_remove_mutation,
-    jit_without_autocast,
-    op_name,
-    packet_of,
-    without_modes,
-)
 from wholestep.compilers.aot import aot
 from wholestep.compilers.boxed import Compiled, boxed, copy_graph_module, graph_module
 from wholestep.errors import LowerError
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.aot import jit_remove_mutation, jit_without_autocast
+from wholestep.torch_private.fake_tensors import without_modes
+from wholestep.torch_private.operators import OpOverload, op_name, packet_of
 
 aten = torch.ops.aten
 _KINDS = ((bool | torch.SymBool, bool), (int | torch.SymInt, int), (float | torch.SymFloat, float))

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import local_of, storage_of, version_of
 from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
@@ -31,6 +30,8 @@ from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.step import Lowering
 from wholestep.runtime.program import program
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import storage_of, version_of
 
 log = logging.getLogger("wholestep")
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import no_torch_function, pytree
+from wholestep.torch_private.fake_tensors import no_torch_function
+from wholestep.torch_private.pytrees import pytree
 
 
 class LateTensor(torch.Tensor):

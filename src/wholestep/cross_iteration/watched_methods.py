@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import WATCHED_METHODS
+from wholestep.torch_private.modules_and_optimizers import WATCHED_METHODS
 
 Ask = Callable[[Any], None]
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import cuda_is_initialized
 from wholestep.capture.objects.tree import leaves_of
 from wholestep.debug import judge
 from wholestep.debug.found import Found
@@ -35,6 +34,7 @@ from wholestep.errors import BisectError, MinifyError
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.options import Options
+from wholestep.torch_private.guard_checks import cuda_is_initialized
 
 _LEVEL = 2
 _MOST_TRIALS = 80

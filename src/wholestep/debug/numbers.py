@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import pytree
 from wholestep.passes.engine.contract import Numerics
+from wholestep.torch_private.pytrees import pytree
 
 _ROUNDINGS = 64
 _NOISE = 64

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholestep._torch_compat import is_gloo
+from wholestep.torch_private.distributed import is_gloo
 
 _NONE = 1 << 40
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, below_autograd, cuda_is_initialized, op_name
 from wholestep.debug.minifier.trial import copies_of
 from wholestep.ir.effects import is_communication
 from wholestep.passes.engine.simulated_ranks import PretendRanks
+from wholestep.torch_private.autograd import below_autograd
+from wholestep.torch_private.guard_checks import cuda_is_initialized
+from wholestep.torch_private.operators import OpOverload, op_name
 
 SEED = 20261115
 _EMPTY = frozenset(

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import has_plain_codegen, pytree
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.tree import leaves_of
 from wholestep.capture.trace import find_models, trace_step
@@ -28,6 +27,8 @@ from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, appl
 from wholestep.passes.engine.manager import run_passes
 from wholestep.runtime.executor import Entry, late_outputs_of
 from wholestep.runtime.gather import Gather
+from wholestep.torch_private.fx_graphs import has_plain_codegen
+from wholestep.torch_private.pytrees import pytree
 
 _WORST: tuple[Numerics, ...] = ("exact", "reassociates", "changes")
 

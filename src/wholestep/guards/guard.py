@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep._torch_compat import DictWatch
+from wholestep.torch_private.guard_checks import DictWatch
 
 
 @dataclass(slots=True)

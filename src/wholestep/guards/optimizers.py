@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_SETTINGS, SCALER_TENSORS
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.discover import OPTIMIZER_INTERNALS
 from wholestep.capture.objects.nested_state import structure_of
@@ -18,6 +17,7 @@ from wholestep.capture.objects.tree import same_objects
 from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.guards.wording import is_other_number, was_and_is
 from wholestep.runtime.gather import Gather
+from wholestep.torch_private.modules_and_optimizers import SCALER_SETTINGS, SCALER_TENSORS
 
 
 class SameOptimizer(Guard):

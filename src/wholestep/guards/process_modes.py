@@ -1,11 +1,11 @@
-"""Guard on the modes and settings of the process that decide what eager would compute (`_torch_compat_modes`)."""
+"""Guard on the modes and settings of the process that decide what eager would compute (`torch_private.modes`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep._torch_compat_modes import MODES, read_modes, same_mode
 from wholestep.guards.guard import Call, Guard
+from wholestep.torch_private.modes import MODES, read_modes, same_mode
 
 
 class SameModes(Guard):

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep._torch_compat import TensorChecks
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.slots import BatchSlot, GeneratorSlot, ModuleSlot, Slot
 from wholestep.guards.guard import Call, Guard
 from wholestep.ir.signature import InputKind
 from wholestep.runtime.gather import Gather, picker
+from wholestep.torch_private.guard_checks import TensorChecks
 
 _NUMBER = (int, float)
 

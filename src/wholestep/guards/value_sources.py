@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-from wholestep._torch_compat import DictWatch
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.source_slots import ClassSlot
 from wholestep.capture.python_reads.attribute_reads import class_code
 from wholestep.guards.guard import Call, Guard, Listed
+from wholestep.torch_private.guard_checks import DictWatch
 
 
 class SameClasses(Guard):

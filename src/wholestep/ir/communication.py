@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_wait, keeps_elements
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
@@ -27,6 +26,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.signature import Signature
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _GROUP_ARGUMENTS = frozenset({"group_name", "group_size"})
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.mutable import call_on_copies
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
 

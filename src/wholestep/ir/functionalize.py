@@ -23,9 +23,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, find_overloads, op_name, overload_name, schema_of
 from wholestep.ir.effects import is_collective, shared_inputs, writes, written_positions
 from wholestep.ir.meta import KEY, update_node_meta
+from wholestep.torch_private.operators import OpOverload, find_overloads, op_name, overload_name, schema_of
 
 _COPY = torch.ops.aten.copy_.default
 _NOTHING: frozenset[fx.Node] = frozenset()

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, process_group_size, schema_of
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.signature import GroupSpec
+from wholestep.torch_private.distributed import process_group_size
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 
 def group_of(node: fx.Node) -> str | None:

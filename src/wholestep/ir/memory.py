@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep._torch_compat import storage_key
+from wholestep.torch_private.fake_tensors import storage_key
 
 _SPARSE = 64
 """How many times their elements tensors may span; of what spans more, strides and sharing are not kept."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import Location
+from wholestep.torch_private.operators import OpOverload
 
 KEY = "wholestep"
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import OpOverload, schema_of, storage_key
+from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 
 def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:

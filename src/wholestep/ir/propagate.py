@@ -14,14 +14,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from wholestep._torch_compat import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    OpOverload,
-    UnsupportedOperatorException,
-    fake_tensor,
-)
 from wholestep.ir.effects import is_data_dependent
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.constants import find_constant
@@ -29,6 +21,14 @@ from wholestep.ir.io.values import hint_of, is_shape_symbol, kind_of
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import describe_value
 from wholestep.ir.rng import SIDE_EFFECTS
+from wholestep.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    fake_tensor,
+)
+from wholestep.torch_private.operators import OpOverload
 
 Fail = Callable[[fx.Node, str], NoReturn]
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import Location
 from wholestep.ir.io.result_tree import render
 from wholestep.ir.io.targets import describe_target
 from wholestep.ir.meta import NodeMeta, node_meta
 from wholestep.ir.signature import Signature, StateChange, TensorSpec
+from wholestep.torch_private.operators import OpOverload
 
 _SHORT = {
     "float64": "f64",

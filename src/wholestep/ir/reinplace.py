@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, lazy_graph_module, schema_of
 from wholestep.ir.comm_block import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.fx_graphs import lazy_graph_module
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 

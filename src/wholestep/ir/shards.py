@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wholestep._torch_compat import process_group_rank
+from wholestep.torch_private.distributed import process_group_rank
 
 
 def own_chunk(tensor: Tensor, dim: int, size: int, group_name: str) -> Tensor:

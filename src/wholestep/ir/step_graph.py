@@ -15,13 +15,13 @@ from typing import TextIO
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from wholestep._torch_compat import has_plain_codegen
 from wholestep.ir.fingerprint import fingerprint
 from wholestep.ir.groups import rebind_groups, renamed_groups
 from wholestep.ir.io.serialize import read_step_graph, write_step_graph
 from wholestep.ir.memory_report import MemoryReport
 from wholestep.ir.readable import readable
 from wholestep.ir.signature import Signature
+from wholestep.torch_private.fx_graphs import has_plain_codegen
 
 
 class StepGraph:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import NODE_SOURCES, OpOverload
 from wholestep.errors import VerifyError
 from wholestep.ir.effects import (
     is_collective,
@@ -40,6 +39,8 @@ from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.rng import get_rng_state
 from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.fx_graphs import NODE_SOURCES
+from wholestep.torch_private.operators import OpOverload
 
 _COPY = torch.ops.aten.copy_.default
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import lazy_graph_module
 from wholestep.errors import LowerWarning
 from wholestep.lower.looks import Looks
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.sizes import SizeConditions
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 log = logging.getLogger("wholestep.lower")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wholestep._torch_compat import is_profiling
 from wholestep.errors import LowerError
 from wholestep.lower.assumptions import Assumptions
+from wholestep.torch_private.autograd import is_profiling
 
 Compiled = Callable[[list[Any]], Any]
 

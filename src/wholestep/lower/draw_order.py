@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, keeps_order_of_draws, plain_name
 from wholestep.ir.effects import draws
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.values import is_packed, size_hint
 from wholestep.lower.in_place import written_nodes
+from wholestep.torch_private.inductor import keeps_order_of_draws
+from wholestep.torch_private.operators import OpOverload, plain_name
 
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 """Operators that look at the shape and the layout of a tensor, not at what it holds."""

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, keeps_roundings, plain_name, schema_of
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.graphs import tensors_in
 from wholestep.lower.support import is_number
+from wholestep.torch_private.inductor import keeps_roundings
+from wholestep.torch_private.operators import OpOverload, plain_name, schema_of
 
 SETTINGS: dict[str, Any] = {
     "emulate_precision_casts": True,

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, decomposed
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta
+from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.inductor import decomposed
 
 aten = torch.ops.aten
 _OPENED = frozenset(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.lower.scalars import Number, call
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 aten = torch.ops.aten
 _PREFIX = "aten::_foreach_"

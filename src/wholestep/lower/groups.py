@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_communication, is_custom_operator, may_write, writes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
+from wholestep.torch_private.operators import OpOverload
 
 
 @dataclass(eq=False)

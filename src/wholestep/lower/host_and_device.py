@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_communication
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.lower.scalars import pack_numbers
+from wholestep.torch_private.fx_graphs import lazy_graph_module
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _TENSOR_LR = {
     "aten::_fused_adam_",

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.effects import may_write, shared_inputs, writes, written_positions
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _OTHER_MEMORY = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::detach_"})
 """Change what a tensor is, rather than what it holds; torch tags most others like them `inplace_view`."""

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import compile_inductor, improve_joint, shape_env_of, symbols_in
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.retrace import Retraced
+from wholestep.torch_private.inductor import compile_inductor, improve_joint
+from wholestep.torch_private.symbolic_shapes import shape_env_of, symbols_in
 
 log = logging.getLogger("wholestep.lower")
 

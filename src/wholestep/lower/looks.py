@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import SymInt, Tensor, fx
 
-from wholestep._torch_compat import expression_of, why_unreadable
 from wholestep.ir.readable import describe_value
+from wholestep.torch_private.fake_tensors import why_unreadable
+from wholestep.torch_private.symbolic_shapes import expression_of
 
 _MOST_KNOWN = 1024
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import lazy_graph_module
 from wholestep.ir.garbage import collector_paused
 from wholestep.ir.graphs import copy_graph, tensors_in
 from wholestep.ir.io.values import tensor_bytes
@@ -40,6 +39,7 @@ from wholestep.remat.rewrite import recompute
 from wholestep.remat.stand_in import tell_unknown_sizes
 from wholestep.remat.timeline import Timeline, timeline
 from wholestep.remat.workspace import OperatorMemory
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 log = logging.getLogger("wholestep.memory")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from wholestep._torch_compat import unknown_inductor_settings
 from wholestep.errors import OptionError
 from wholestep.lower.regions import MIN_ATEN_OPS
+from wholestep.torch_private.inductor import unknown_inductor_settings
 
 
 @dataclass(frozen=True)

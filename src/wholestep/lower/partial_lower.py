@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import copy_codegen
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.assumptions import Assumptions
@@ -36,6 +35,7 @@ from wholestep.lower.scalars import pack_numbers
 from wholestep.lower.settings import region_settings
 from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of, tell_sizes
 from wholestep.lower.support import is_generator
+from wholestep.torch_private.fx_graphs import copy_codegen
 
 log = logging.getLogger("wholestep.lower")
 

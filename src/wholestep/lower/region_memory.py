@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import below_autograd
 from wholestep.ir.io.values import tensor_bytes
 from wholestep.lower.compiled import CompiledRegion
 from wholestep.lower.scalars import pack_numbers
 from wholestep.remat.measure import bytes_at_most
 from wholestep.remat.stand_in import stand_in
 from wholestep.remat.workspace import OperatorMemory
+from wholestep.torch_private.autograd import below_autograd
 
 
 class RegionMemory:

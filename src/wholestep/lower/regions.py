@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import may_copy, shares_storage
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
 from wholestep.ir.graphs import epilogue
@@ -38,6 +37,7 @@ from wholestep.lower.support import (
     touches_cpu,
     why_not,
 )
+from wholestep.torch_private.operators import may_copy, shares_storage
 
 MIN_ATEN_OPS = 10
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import compile_inductor, improve_joint, min_cut
 from wholestep.ir.effects import draws, shared_inputs
 from wholestep.ir.io.values import tensor_bytes
 from wholestep.ir.meta import node_meta
@@ -26,6 +25,7 @@ from wholestep.lower.groups import is_ordered
 from wholestep.lower.regions import Region
 from wholestep.lower.retrace import Retraced
 from wholestep.lower.shed import owning, shed, sheddable
+from wholestep.torch_private.inductor import compile_inductor, improve_joint, min_cut
 
 log = logging.getLogger("wholestep.lower")
 

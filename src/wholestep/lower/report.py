@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import LowerError
+from wholestep.torch_private.operators import OpOverload
 
 _KEY = "wholestep.lowering"
 

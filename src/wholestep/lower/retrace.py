@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, OpOverload, decomposed, may_copy
 from wholestep.ir.effects import shared_inputs, write_condition, writes, written_positions
 from wholestep.lower.draw_order import draw, needs_layout
 from wholestep.lower.draws import throw_opaque_coins
@@ -23,6 +22,9 @@ from wholestep.lower.layout import lay_out_results
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalars import Number, call
 from wholestep.lower.short_attention import call_short_attention, is_short_attention
+from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.inductor import decomposed
+from wholestep.torch_private.operators import OpOverload, may_copy
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name, plain_name, schema_of
+from wholestep.torch_private.operators import OpOverload, op_name, plain_name, schema_of
 
 aten = torch.ops.aten
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholestep._torch_compat import unknown_inductor_settings
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.values import tensor_bytes
 from wholestep.lower.exact import SETTINGS
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region
 from wholestep.lower.retrace import device_of
+from wholestep.torch_private.inductor import unknown_inductor_settings
 
 _SHORT = 32 * 2**20
 """Bytes of a tensor that a GPU reads in the time of some launches."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import draws, may_write, shared_inputs
 from wholestep.ir.io.values import tensor_bytes
+from wholestep.torch_private.operators import OpOverload
 
 prims = torch.ops.prims
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from wholestep._torch_compat import shape_env_of, shape_guards, symbol_in, symbols_in
 from wholestep.ir.effects import is_measure
+from wholestep.torch_private.symbolic_shapes import shape_env_of, shape_guards, symbol_in, symbols_in
 
 Place = tuple[fx.Node, int | None]
 """An input of a graph, and the dimension of it that a symbol is; None: the input itself is the number."""

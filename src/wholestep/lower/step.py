@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.ir.effects import may_write, writes
 from wholestep.ir.graphs import copy_graph, epilogue
 from wholestep.ir.meta import node_meta
@@ -20,6 +19,8 @@ from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
 from wholestep.lower.predicates import NodePredicate, any_node
 from wholestep.lower.report import lowering_of
+from wholestep.torch_private.fx_graphs import lazy_graph_module
+from wholestep.torch_private.operators import OpOverload, op_name
 
 log = logging.getLogger("wholestep.lower")
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, HigherOrderOperator, OpOverload, op_name
 from wholestep.ir.effects import is_communication, is_data_dependent, may_write
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
@@ -19,6 +18,8 @@ from wholestep.lower.draw_order import why_not_drawn
 from wholestep.lower.foreach import is_foreach
 from wholestep.lower.in_place import changes_memory
 from wholestep.lower.scalars import can_take_numbers
+from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, op_name
 
 _PLAIN_LAYOUT = torch.strided
 

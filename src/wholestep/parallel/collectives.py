@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.parallel.axes import Axis
+from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
 
 _comm = torch.ops._c10d_functional
 aten = torch.ops.aten

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholestep._torch_compat import dtensor_over, graph_task, is_dtensor, local_of, spec_of
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.tensor_values import Value
 from wholestep.capture.location import user_location
@@ -31,6 +30,8 @@ from wholestep.ir.meta import update_node_meta
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import Form
 from wholestep.parallel.plan import FullyShard
+from wholestep.torch_private.autograd import graph_task
+from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
 
 
 @dataclass(eq=False)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from wholestep._torch_compat import is_dtensor, local_of, spec_of
 from wholestep.parallel.axes import Axis, axes_of
 from wholestep.parallel.collectives import Collectives
+from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 
 Norm = Callable[..., Tensor]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, respec, spec_of
 from wholestep.errors import ShardedOptimizerError
+from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
 
 _ELEMENTWISE = (
     torch.optim.SGD,

@@ -23,18 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from wholestep._torch_compat import (
-    forward_hook_registries,
-    is_dtensor,
-    is_fsdp_hook,
-    local_of,
-    module_hooks,
-    spec_of,
-)
 from wholestep.errors import PlanError, WrappedError
 from wholestep.parallel.axes import check_device
 from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan
+from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
+from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 
 if TYPE_CHECKING:
     from wholestep.capture.objects.discover import World

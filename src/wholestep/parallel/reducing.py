@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
-from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, respec, spec_of
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
@@ -27,6 +26,7 @@ from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.norms import is_unreduced
 from wholestep.parallel.plan import FullyShard, Plan
+from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
 
 
 @dataclass(eq=False)

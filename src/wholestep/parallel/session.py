@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import is_dtensor, pytree
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.location import user_location
 from wholestep.errors import UnsupportedError
@@ -25,6 +24,8 @@ from wholestep.parallel.optimizers import on_shards, step_sharded
 from wholestep.parallel.place import placement_of
 from wholestep.parallel.plan import FullyShard, Plan
 from wholestep.parallel.reducing import Reducer, Whole
+from wholestep.torch_private.dtensor import is_dtensor
+from wholestep.torch_private.pytrees import pytree
 
 if TYPE_CHECKING:
     from wholestep.capture.objects.discover import World

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wholestep._torch_compat import MODE_SWITCHES
 from wholestep.errors import SplitError
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
+from wholestep.torch_private.autograd import MODE_SWITCHES
 
 CALLS = frozenset({"call_function", "call_method", "call_module"})
 OUTSIDE = -1

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wholestep._torch_compat import is_non_persistent
 from wholestep.partition.assign import Attributes
+from wholestep.torch_private.modules_and_optimizers import is_non_persistent
 
 
 class FlatNames:

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from wholestep._torch_compat import GraphWriter, keep_calling_convention, light_graph_module, name_of_target
 from wholestep.partition.assign import Assignment, Attributes, Partition
 from wholestep.partition.attributes import FlatNames, install, keep_persistence
 from wholestep.partition.children import Style
 from wholestep.partition.shapes import KEYS
+from wholestep.torch_private.fx_graphs import GraphWriter, keep_calling_convention, light_graph_module, name_of_target
 
 
 class BaseWriter:

@@ -22,12 +22,12 @@ from typing import Protocol, overload, runtime_checkable
 import torch
 from torch import fx, nn
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import PartitionError
 from wholestep.ir.io.targets import describe_target
 from wholestep.partition.graphs import Cuttable, error_at, graph_of, is_body, makes_tuple, sound_nodes, unpacked_from
 from wholestep.partition.levels import UnitGraph, components, levels, sink
 from wholestep.partition.order_edges import Edges, order_edges
+from wholestep.torch_private.operators import OpOverload
 
 _NOT_COMPUTE: tuple[object, ...] = ("_operator.getitem", torch.ops.aten.view)
 

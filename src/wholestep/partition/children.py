@@ -9,12 +9,18 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from wholestep._torch_compat import GraphWriter, is_marked_impure, light_graph_module, mark_impure, name_of_target
 from wholestep.ir.effects import is_needed
 from wholestep.partition.assign import Attributes, Partition
 from wholestep.partition.attributes import FlatNames, install
 from wholestep.partition.node_effects import EffectReader
 from wholestep.partition.regions import Leaving, ModeWriter, Regions
+from wholestep.torch_private.fx_graphs import (
+    GraphWriter,
+    is_marked_impure,
+    light_graph_module,
+    mark_impure,
+    name_of_target,
+)
 
 
 @dataclass(frozen=True)

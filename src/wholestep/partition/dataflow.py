@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from wholestep._torch_compat import EXIT_AUTOCAST
 from wholestep.partition.assign import OUTSIDE, Assignment
 from wholestep.partition.node_effects import EffectReader
 from wholestep.partition.order_edges import order_edges
 from wholestep.partition.shapes import Symbols
+from wholestep.torch_private.autograd import EXIT_AUTOCAST
 
 
 class Flow:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from wholestep._torch_compat import lazy_graph_module, mark_impure
 from wholestep.errors import PartitionError
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.partition.by_support import SupportedPartitions
 from wholestep.partition.graphs import is_body
+from wholestep.torch_private.fx_graphs import lazy_graph_module, mark_impure
 
 
 def fuse_partitions(gm: fx.GraphModule, partitions: SupportedPartitions, prefix: str = "fused_") -> fx.GraphModule:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep._torch_compat import OpOverload, schema_of
 from wholestep.errors import PartitionError
 from wholestep.ir.io.values import hint_of
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 Cuttable = fx.GraphModule | fx.Graph | StepGraph
 

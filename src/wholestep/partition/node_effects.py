@@ -14,22 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep._torch_compat import (
-    ASSERTIONS,
-    MODE_SWITCHES,
-    HigherOrderOperator,
-    OpOverload,
-    op_name,
-    plain_name,
-    schema_of,
-    storage_of,
-)
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_wait, may_write, shared_inputs
 from wholestep.ir.iter.moves import written_inputs
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.partition.python_calls import is_fence, is_switched_off, written_by_function
+from wholestep.torch_private.autograd import MODE_SWITCHES
+from wholestep.torch_private.fake_tensors import storage_of
+from wholestep.torch_private.fx_graphs import ASSERTIONS
+from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, op_name, plain_name, schema_of
 
 RANDOM, COLLECTIVE, EFFECT = "random", "collective", "effect"
 

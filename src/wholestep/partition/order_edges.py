@@ -18,8 +18,8 @@ import operator
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name
 from wholestep.partition.node_effects import EffectReader
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _POINTERS = frozenset(
     "view view_as t transpose swapaxes swapdims permute movedim moveaxis expand expand_as squeeze unsqueeze select "

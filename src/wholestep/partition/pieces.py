@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from wholestep._torch_compat import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
 from wholestep.ir.comm_block import comm_block, communicates
 from wholestep.partition.graphs import makes_tuple, unpacked_from
+from wholestep.torch_private.autograd import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
 
 NOT_WORK = frozenset({"placeholder", "get_attr", "output"})
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from wholestep._torch_compat import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, GraphWriter, name_of_target
 from wholestep.partition.assign import CALLS, Assignment, error_at
+from wholestep.torch_private.autograd import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
+from wholestep.torch_private.fx_graphs import GraphWriter, name_of_target
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.ir.groups import group_size
 from wholestep.ir.meta import node_meta
 from wholestep.passes.buckets import Member
+from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name
 from wholestep.errors import GraphFormatError
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.effects import is_collective, is_data_dependent, is_wait, shared_inputs, sharing_with_outputs, writes
@@ -33,6 +32,7 @@ from wholestep.ir.io.targets import PYTHON_FUNCTIONS, target_name
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.passes.engine.contract import graph_optimization_pass
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _COPY = torch.ops.aten.copy_.default
 _NAMESPACES = frozenset({"aten", "prims"})

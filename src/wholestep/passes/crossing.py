@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.comm_block import collective_of
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
 from wholestep.ir.iter.moves import needed_outputs, roots_of, state_of
 from wholestep.ir.meta import node_meta
+from wholestep.torch_private.operators import OpOverload, op_name
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.comm_block import comm_block, communicates
 from wholestep.ir.effects import is_wait, writes
 from wholestep.ir.mutable import call_on_copies
+from wholestep.torch_private.operators import OpOverload
 
 
 def drop_dead_collectives(gm: fx.GraphModule) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.effects import sharing_with_outputs
 from wholestep.ir.meta import node_meta, update_node_meta
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 
 def note_updates(graph: fx.Graph, write_backs: Iterable[fx.Node]) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import is_communication, may_write
 from wholestep.passes.write_windows import WriteWindows
+from wholestep.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

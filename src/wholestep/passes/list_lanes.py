@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.ir.meta import node_meta
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _AFTERWARDS = (torch.ops.aten.copy_.default, torch.ops.aten.where.self)
 """What becomes of a new value whatever the phase: it is written back, or a gradient scaler chooses the old one."""

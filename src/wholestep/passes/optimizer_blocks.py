@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, OpOverloadPacket
 from wholestep.errors import OptionError
 from wholestep.ir.effects import keeps_elements
 from wholestep.ir.functionalize import writes_in_place
@@ -36,6 +35,7 @@ from wholestep.passes.list_lanes import (
     returns_several_lists,
     width,
 )
+from wholestep.torch_private.operators import OpOverload, OpOverloadPacket
 
 OptimOp = str | OpOverload | OpOverloadPacket
 """How optimizers are named: the beginning of an operator's name (`"_fused_adam"`), or the operator."""

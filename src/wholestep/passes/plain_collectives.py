@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensorMode, OpOverload, fake_tensor, schema_of
 from wholestep.errors import PassError
 from wholestep.ir.effects import is_wait
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
+from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -21,10 +21,10 @@ import operator
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name, plain_name
 from wholestep.ir.effects import is_needed, keeps_elements, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import graph_optimization_pass
+from wholestep.torch_private.operators import OpOverload, op_name, plain_name
 
 _COPY = torch.ops.aten.copy_.default
 _OPTIMIZERS = ("aten::_fused_", "aten::_foreach_")

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import is_arithmetic, may_write, shared_inputs, writes
+from wholestep.torch_private.operators import OpOverload
 
 
 class WriteWindows:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
 from wholestep.pipelining.build.calls import CallForm, ResultForm
 from wholestep.pipelining.build.capture import Program
@@ -25,6 +24,7 @@ from wholestep.pipelining.planning.check import check
 from wholestep.pipelining.run.stage import Stage
 from wholestep.pipelining.run.stage_building import build_stage
 from wholestep.simulate.pipeline import Timeline
+from wholestep.torch_private.pytrees import pytree
 
 
 def get_submod_name(stage_idx: int) -> str:

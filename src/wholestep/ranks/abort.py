@@ -18,10 +18,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from wholestep._torch_compat import abort_nccl, group_names, is_gloo
+from wholestep.torch_private.distributed import abort_nccl, group_names, is_gloo
 
 if TYPE_CHECKING:
-    from wholestep._torch_compat import Store
+    from wholestep.torch_private.distributed import Store
 
 log = logging.getLogger("wholestep")
 

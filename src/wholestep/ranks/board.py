@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wholestep._torch_compat import own_client, store_under
+from wholestep.torch_private.distributed import own_client, store_under
 
 if TYPE_CHECKING:
-    from wholestep._torch_compat import Store
+    from wholestep.torch_private.distributed import Store
 
 T = TypeVar("T")
 

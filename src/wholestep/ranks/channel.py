@@ -31,13 +31,13 @@ from typing import Any
 
 from torch.distributed import DistError, get_backend
 
-from wholestep._torch_compat import default_group, default_store
 from wholestep.errors import DesyncError, PeerFailedError
 from wholestep.ranks.board import Board, StoreGoneError
 from wholestep.ranks.digest import GraphDigest
 from wholestep.ranks.failure import Failure, Kind, as_error, first_lines, node_in
 from wholestep.ranks.peers import Position, State
 from wholestep.ranks.watchdog import BEAT, Job, Watchdog
+from wholestep.torch_private.distributed import default_group, default_store
 
 DEADLINE = 15.0
 """Seconds since its last beat after which a rank counts as dead."""

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_NUMBERS, SCALER_SETTINGS, OpOverload, schema_of
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.slots import HyperSlot, Slot
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_SETTINGS
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 SAMPLED_EVERY = 64
 """Calls between two readings of a scalar that lies on an accelerator: each reading waits for the device."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from wholestep._torch_compat import flight_recording, flight_recording_prefix, group_names, uses_accelerator
 from wholestep.ranks.abort import Address, abort_groups, gloo_addresses
 from wholestep.ranks.board import Board, StoreGoneError
 from wholestep.ranks.failure import Failure, Kind
@@ -27,6 +26,7 @@ from wholestep.ranks.rounds import Answers
 from wholestep.ranks.scalar_watch import ScalarWatch
 from wholestep.ranks.stopping import Stopping
 from wholestep.ranks.trail import Trail
+from wholestep.torch_private.distributed import flight_recording, flight_recording_prefix, group_names, uses_accelerator
 
 log = logging.getLogger("wholestep")
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, packet_of
 from wholestep.ir.graphs import tensors_in
 from wholestep.simulate.machine import machine_of
 from wholestep.simulate.operators import is_counted, work_of
+from wholestep.torch_private.operators import OpOverload, packet_of
 
 _FUSED = 0.25
 _NANO = 1e9

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import is_profiling
-from wholestep._torch_compat_memory import cpu_bytes_at_most
+from wholestep.torch_private.allocator import cpu_bytes_at_most
+from wholestep.torch_private.autograd import is_profiling
 
 
 def bytes_at_most(function: Callable[[], Any], device: torch.device) -> tuple[Any, int | None]:

@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import (
     draws,
     is_arithmetic,
@@ -30,6 +29,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.remat.costs import is_fused, time_of
 from wholestep.remat.policy import Policy, policy_of
 from wholestep.remat.storage import Pieces, find_pieces, is_unsafe_split, read_by
+from wholestep.torch_private.operators import OpOverload
 
 Plan = frozenset[int]
 """Places of the nodes that are computed again."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, OpOverloadPacket, packet_of
 from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
+from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, packet_of
 
 _WORDS = ("save", "recompute")
 _FIX = 'use {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node.'

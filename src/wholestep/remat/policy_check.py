@@ -8,11 +8,11 @@ from difflib import get_close_matches
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import MemoryPolicyWarning
 from wholestep.ir.meta import node_meta
 from wholestep.remat.outline import Outline
 from wholestep.remat.policy import Rule
+from wholestep.torch_private.operators import OpOverload
 
 _FAR = 0.4
 

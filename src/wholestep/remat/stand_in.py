@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, below_autograd, op_name, plain_name
 from wholestep.ir.io.values import size_hint
+from wholestep.torch_private.autograd import below_autograd
+from wholestep.torch_private.operators import OpOverload, op_name, plain_name
 
 _OWN = {"aten::mkldnn_rnn_layer": 3, "aten::_cudnn_rnn": 3}
 """Operators with a result that only their backward can read, and which one it is."""

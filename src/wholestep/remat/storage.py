@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, may_copy, op_name, shares_storage
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.io.values import tensor_bytes
+from wholestep.torch_private.operators import OpOverload, may_copy, op_name, shares_storage
 
 _UNSAFE_SPLITS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"})
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, below_autograd
 from wholestep.ir.effects import (
     draws,
     is_communication,
@@ -27,6 +26,8 @@ from wholestep.ir.io.values import is_packed, tensor_bytes
 from wholestep.remat.costs import is_elementwise
 from wholestep.remat.measure import bytes_at_most
 from wholestep.remat.stand_in import stand_in
+from wholestep.torch_private.autograd import below_autograd
+from wholestep.torch_private.operators import OpOverload
 
 
 class OperatorMemory:

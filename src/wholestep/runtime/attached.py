@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wholestep._torch_compat import error_in_backward
 from wholestep.errors import NoGraphError
+from wholestep.torch_private.autograd import error_in_backward
 
 _refuse = error_in_backward(
     str(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
-from wholestep._torch_compat import below_autograd, dtensor_over, local_of, mark_stepped
 from wholestep.capture.captured import Captured, Change
 from wholestep.capture.objects.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.cross_iteration.iterations import Iterations, Pending, iterations_of
@@ -33,6 +32,9 @@ from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.runtime.attached import attach
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.program import program
+from wholestep.torch_private.autograd import below_autograd
+from wholestep.torch_private.dtensor import dtensor_over, local_of
+from wholestep.torch_private.modules_and_optimizers import mark_stepped
 
 log = logging.getLogger("wholestep")
 

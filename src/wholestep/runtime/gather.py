@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep._torch_compat import DictWatch, local_of
 from wholestep.capture.objects.slots import (
     ABSENT,
     BatchSlot,
@@ -19,6 +18,8 @@ from wholestep.capture.objects.slots import (
     OptimizerStateSlot,
     Slot,
 )
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.guard_checks import DictWatch
 
 _NOTHING: dict[Any, Any] = {}
 

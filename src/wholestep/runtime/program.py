@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, kernel_call, op_name
 from wholestep.ir.meta import node_meta
+from wholestep.torch_private.operators import OpOverload, kernel_call, op_name
 
 _programs = itertools.count()
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from wholestep._torch_compat_schedules import torchs_action, with_torchs_communication
 from wholestep.simulate.actions import Action, Kind
 from wholestep.simulate.schedule import Schedule
+from wholestep.torch_private.pipelining import torchs_action, with_torchs_communication
 
 _OTHER_END = {
     Kind.SEND_F: (Kind.RECV_F, 1),

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from wholestep import _torch_compat_schedules as torchs
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.simulate.actions import Action, Kind, together
 from wholestep.simulate.communication import with_communication
 from wholestep.simulate.schedule import Schedule
+from wholestep.torch_private import pipelining as torchs
 
 NAMES = (
     "GPipe",

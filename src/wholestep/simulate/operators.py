@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from wholestep._torch_compat import OpOverload, op_name, packet_of
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.values import size_hint, tensor_bytes
 from wholestep.simulate.machine import Work
+from wholestep.torch_private.operators import OpOverload, op_name, packet_of
 
 
 def work_of(node: fx.Node) -> Work:

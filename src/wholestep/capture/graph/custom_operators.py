@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import has_autograd_kernel, storage_key
 from wholestep.capture.graph.schema import OpFacts
 from wholestep.capture.graph.tensor_values import OPAQUE, Value
 from wholestep.capture.location import user_location
@@ -29,6 +28,8 @@ from wholestep.errors import AliasError
 from wholestep.ir.effects import is_view_of_first
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
+from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.operators import has_autograd_kernel
 
 if TYPE_CHECKING:
     from wholestep.capture.graph.recorder import Recorder

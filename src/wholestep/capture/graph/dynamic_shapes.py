@@ -18,18 +18,17 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import (
-    FakeTensorMode,
+from wholestep.capture.location import user_location
+from wholestep.errors import DynamicShapeError, Location
+from wholestep.options import Dim
+from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
+from wholestep.torch_private.symbolic_shapes import (
     ShapeEnv,
     fixed_symbols,
-    new_fake,
     new_symbol,
     shape_guards,
     sympy_function_names,
 )
-from wholestep.capture.location import user_location
-from wholestep.errors import DynamicShapeError, Location
-from wholestep.options import Dim
 
 
 class WatchedShapeEnv(ShapeEnv):

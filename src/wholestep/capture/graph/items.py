@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import local_of, without_modes
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.known_values import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.capture.graph.recorder import Recorder
@@ -17,6 +16,8 @@ from wholestep.capture.scalars.scalar_policy import NumberPolicy
 from wholestep.capture.scalars.scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
 from wholestep.ir.signature import InputKind
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import without_modes
 
 
 class ItemHost(ScalarHost, Protocol):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, without_modes
 from wholestep.ir.effects import is_collective, is_custom_operator
 from wholestep.ir.signature import InputKind
+from wholestep.torch_private.fake_tensors import without_modes
+from wholestep.torch_private.operators import OpOverload
 
 KNOWN_KINDS = frozenset(
     {

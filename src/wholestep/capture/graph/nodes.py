@@ -11,15 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from wholestep._torch_compat import (
-    OpOverload,
-    autograd_sequence_number,
-    current_autograd_node,
-    node_sequence_number,
-)
 from wholestep.capture.location import location_of, user_frame
 from wholestep.errors import Location
 from wholestep.ir.meta import KEY, NodeMeta
+from wholestep.torch_private.autograd import autograd_sequence_number, current_autograd_node, node_sequence_number
+from wholestep.torch_private.operators import OpOverload
 
 
 class Place(Protocol):

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor
 from wholestep.capture.graph.tensor_values import Values
 from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 _VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 

@@ -21,16 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import (
-    DataDependentOutputException,
-    DispatchMode,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    HigherOrderOperator,
-    UnsupportedOperatorException,
-    shapes_by_python,
-)
 from wholestep.capture.graph.custom_operators import CustomOperators
 from wholestep.capture.graph.nodes import Nodes
 from wholestep.capture.graph.operands import Operands
@@ -55,6 +45,16 @@ from wholestep.errors import (
 )
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
+from wholestep.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DispatchMode,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from wholestep.torch_private.operators import HigherOrderOperator
+from wholestep.torch_private.symbolic_shapes import shapes_by_python
 
 aten = torch.ops.aten
 prim = torch.ops.prim

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import storage_key
 from wholestep.capture.location import user_location
 from wholestep.errors import AliasError, DataShapeError, OverlapError, UnsupportedError
+from wholestep.torch_private.fake_tensors import storage_key
 
 _BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})
 

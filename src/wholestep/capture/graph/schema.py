@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from wholestep._torch_compat import OpOverload, find_overloads, op_name, overload_name, schema_of
 from wholestep.ir.effects import is_custom_operator, write_condition, written_positions
+from wholestep.torch_private.operators import OpOverload, find_overloads, op_name, overload_name, schema_of
 
 aten = torch.ops.aten
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import local_of, storage_key
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import AliasError
 from wholestep.ir.meta import NodeMeta, set_node_meta
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import storage_key
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import is_accumulating_gradient
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.graph.schema import OpFacts, bind
 from wholestep.capture.location import user_location
@@ -26,6 +25,7 @@ from wholestep.errors import OverlapError, UnsupportedError
 from wholestep.ir.effects import is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
+from wholestep.torch_private.autograd import is_accumulating_gradient
 
 if TYPE_CHECKING:
     from wholestep.capture.graph.recorder import Recorder

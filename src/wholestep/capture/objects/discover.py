@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep._torch_compat import generator_key
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.libraries import is_foreign
 from wholestep.capture.objects.plain_values import CONTAINERS, own_dict
@@ -34,6 +33,7 @@ from wholestep.capture.objects.reachable import Chain, Link, has_own_dict, searc
 from wholestep.capture.objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.errors import WrappedError
 from wholestep.ir.signature import InputKind
+from wholestep.torch_private.guard_checks import generator_key
 
 _MAX_DEPTH = 6
 TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.ir.signature import InputKind
+from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
 
 
 class Absent:

@@ -17,19 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import (
-    SCALER_NUMBERS,
-    SCALER_TENSORS,
-    FakeTensor,
-    FakeTensorMode,
-    dtensor_over,
-    is_dtensor,
-    is_transformed,
-    local_of,
-    mark_parameter,
-    new_fake,
-    spec_of,
-)
 from wholestep.capture.objects.discover import World, owns
 from wholestep.capture.objects.identity import swap_id, swap_keys, swap_type
 from wholestep.capture.objects.nested_state import (
@@ -57,6 +44,10 @@ from wholestep.capture.objects.tensor_attributes import TensorAttributes
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
+from wholestep.torch_private.autograd import is_transformed
+from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, mark_parameter, new_fake
+from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_TENSORS
 
 MakeScalar = Callable[[Slot, Any], Any]
 """Turns a number in a slot into the SymFloat or SymInt that the step will see."""

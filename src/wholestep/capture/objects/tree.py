@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import pytree
+from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

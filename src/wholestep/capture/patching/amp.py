@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import local_of
 from wholestep.capture.graph.recorder import Recorder
+from wholestep.torch_private.dtensor import local_of
 
 aten = torch.ops.aten
 

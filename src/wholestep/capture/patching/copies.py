@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep._torch_compat import mark_parameter, storage_key
 from wholestep.capture.location import user_location
 from wholestep.errors import ItemError, UnsupportedError
+from wholestep.torch_private.fake_tensors import mark_parameter, storage_key
 
 _COPY = copy.copy.__code__
 _NEAR = 12

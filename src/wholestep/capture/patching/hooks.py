@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholestep._torch_compat import (
-    global_module_hooks,
-    module_hooks,
-    optimizer_step_hooks,
-    post_accumulate_hooks,
-    tensor_hooks,
-    weight_computing_hooks,
-)
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import HookError
+from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
+from wholestep.torch_private.modules_and_optimizers import (
+    global_module_hooks,
+    module_hooks,
+    optimizer_step_hooks,
+    weight_computing_hooks,
+)
 
 _PURE = weight_computing_hooks()
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_STEP, SCALER_UNSCALE
 from wholestep.capture.captured import HostCall
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.location import user_location
@@ -22,6 +21,7 @@ from wholestep.capture.scalars.scalars import Number, scalar_of
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.parallel.session import Session
+from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_UNSCALE
 
 
 class StepHost(Protocol):

@@ -35,23 +35,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
-from wholestep._torch_compat import (
-    AMP_UPDATE_SCALE,
-    CLIP_MODULE,
-    FUSED_OPTIMIZER_FUNCTIONS,
-    MODULE_APPLY,
-    PROPAGATE_SHAPES,
-    RNN_WEIGHTS_CHANGED,
-    SCALE_BY_NORM,
-    TOTAL_NORM,
-    FakeTensor,
-    adafactor_module,
-    foreach_type_lists,
-    sharding_function,
-    sharding_propagator,
-    validate_distributions,
-    written_function,
-)
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.location import user_location
 from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
@@ -68,6 +51,19 @@ from wholestep.ir import rng
 from wholestep.ir.number_tensor import number_tensor
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
+from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator
+from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.modules_and_optimizers import (
+    CLIP_MODULE,
+    MODULE_APPLY,
+    RNN_WEIGHTS_CHANGED,
+    SCALE_BY_NORM,
+    TOTAL_NORM,
+    adafactor_module,
+    validate_distributions,
+    written_function,
+)
+from wholestep.torch_private.operators import AMP_UPDATE_SCALE, FUSED_OPTIMIZER_FUNCTIONS, foreach_type_lists
 
 _MATH = {
     name: name

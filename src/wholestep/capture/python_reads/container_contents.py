@@ -17,8 +17,8 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from wholestep._torch_compat import DictWatch
 from wholestep.capture.objects.plain_values import same_plain
+from wholestep.torch_private.guard_checks import DictWatch
 
 _MOST_BYTES = 64 << 20
 """Larger arrays are not compared: reading them in a step is refused."""

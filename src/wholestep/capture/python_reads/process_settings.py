@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from wholestep._torch_compat_modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
 from wholestep.capture.location import user_location
 from wholestep.errors import SideEffectError, UnsupportedError
+from wholestep.torch_private.modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
 
 
 class ProcessSettings:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import cuda_is_initialized, generator_key
 from wholestep.capture.objects.discover import World
 from wholestep.errors import RandomStateError
+from wholestep.torch_private.guard_checks import cuda_is_initialized, generator_key
 
 
 def default_generators() -> dict[int, tuple[torch.Generator, str]]:

@@ -23,13 +23,16 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensor, OpOverload, gradient_leaves, local_of, version_of
 from wholestep.capture.location import user_location
 from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import Location, LostError
 from wholestep.ir.effects import calls_custom_operator
 from wholestep.ir.mutable import call_on_copies
+from wholestep.torch_private.autograd import gradient_leaves
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import FakeTensor, version_of
+from wholestep.torch_private.operators import OpOverload
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import SCALER_TENSORS, FakeTensor
 from wholestep.capture.captured import Change
 from wholestep.capture.objects.nested_state import NESTS, FreshContainersSlot, OwnerSlot
 from wholestep.capture.objects.plain_values import same_plain
@@ -29,6 +28,8 @@ from wholestep.capture.results.nested_changes import bind_nest
 from wholestep.capture.scalars.host_scalars import HostNumber
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.modules_and_optimizers import SCALER_TENSORS
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

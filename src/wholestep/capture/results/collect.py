@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import lazy_graph_module
 from wholestep.capture.captured import Captured
 from wholestep.capture.graph.known_values import ItemLeaf, Recipe
 from wholestep.capture.graph.signing import sign
@@ -21,6 +20,7 @@ from wholestep.capture.results.changed_state import bind_changed_state, refuse_c
 from wholestep.capture.results.returned import describe_result, returned_leaves
 from wholestep.ir.effects import is_needed
 from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

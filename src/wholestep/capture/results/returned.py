@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep._torch_compat import FakeTensor, is_dtensor, local_of, spec_of
 from wholestep.capture.graph.known_values import ItemLeaf
 from wholestep.capture.objects.tree import Flat
 from wholestep.capture.python_reads.clocks import refuse_clocks
@@ -22,6 +21,8 @@ from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
 from wholestep.errors import ItemError, UnsupportedError
 from wholestep.ir.io.result_tree import describe, describe_leaf
 from wholestep.ir.signature import OutputKind
+from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import OpOverload, schema_of
 from wholestep.capture.graph.schema import OpFacts
 from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, schema_of, without_modes
 from wholestep.capture.captured import Captured
 from wholestep.errors import Location, UnsupportedError, WholestepError
 from wholestep.ir.meta import node_meta
 from wholestep.ir.number_tensor import number_tensor
 from wholestep.ir.signature import ChangeKind
+from wholestep.torch_private.fake_tensors import without_modes
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 

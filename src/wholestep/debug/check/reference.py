@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import DispatchMode, pytree, storage_key
 from wholestep.debug.check.observation import Observation
 from wholestep.debug.check.reachable import Part, Reached
 from wholestep.debug.check.tensor_memory import can_be_saved
 from wholestep.ir.memory import has_plain_memory
 from wholestep.passes.engine.example_inputs import nudged
+from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
+from wholestep.torch_private.pytrees import pytree
 
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64} | {
     torch.complex32: torch.complex128,

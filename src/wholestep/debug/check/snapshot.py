@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import cuda_is_initialized
 from wholestep.debug.check.children import saved, saved_variable
 from wholestep.debug.check.iterators import IteratorPosition
 from wholestep.debug.check.reachable import Part, Reached, reach
 from wholestep.debug.check.tensor_memory import SavedTensors, can_be_saved
+from wholestep.torch_private.guard_checks import cuda_is_initialized
 
 Roots = list[tuple[str, Any]]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import storage_key
-from wholestep._torch_compat_debug import set_version
 from wholestep.ir.memory import extent_of
+from wholestep.torch_private.dumps import set_version
+from wholestep.torch_private.fake_tensors import storage_key
 
 
 @dataclass(frozen=True)

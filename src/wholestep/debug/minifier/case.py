@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensorMode, lazy_graph_module
 from wholestep.ir.effects import is_needed
 from wholestep.ir.propagate import fill_values
+from wholestep.torch_private.fake_tensors import FakeTensorMode
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 _VALUES = ("val", "tensor_meta", "example_value")
 

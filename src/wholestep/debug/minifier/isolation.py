@@ -26,12 +26,12 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep._torch_compat import cuda_is_initialized
 from wholestep.debug.minifier.failure import BROKEN, HANG, SIGNAL, Outcome
 from wholestep.debug.minifier.trial import Job, Recorded, perform
 from wholestep.debug.minifier.wire import Packed, pack_job, unpack_job
 from wholestep.errors import MinifyError, OptionError
 from wholestep.ir.io.repro import importable
+from wholestep.torch_private.guard_checks import cuda_is_initialized
 
 _NOTHING = Recorded({}, {}, ())
 _STARTING = 120.0

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from wholestep._torch_compat import has_plain_codegen, lazy_graph_module, pytree
 from wholestep.debug.minifier.answers import Answer, Answers
 from wholestep.debug.minifier.case import Case, Edit, apply_edit
 from wholestep.debug.minifier.failure import HANG, RAISED, SIGNAL, TRUE, Outcome, is_asked_for, same_failure
@@ -31,6 +30,8 @@ from wholestep.debug.minifier.search import Search
 from wholestep.debug.minifier.trial import Job, Predicate
 from wholestep.errors import MinifyError, OptionError
 from wholestep.ir.graphs import copy_graph
+from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
+from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep.debug")
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep._torch_compat import OpOverload, lazy_graph_module, op_name
 from wholestep.debug.minifier.case import Case, Edit
 from wholestep.debug.minifier.trial import Job
 from wholestep.ir.io.repro import importable
+from wholestep.torch_private.fx_graphs import lazy_graph_module
+from wholestep.torch_private.operators import OpOverload, op_name
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name
 from wholestep.compilers.origin import location_of_node, module_path, phase
 from wholestep.ir.io.targets import describe_target
 from wholestep.ir.readable import describe_value
+from wholestep.torch_private.operators import OpOverload, op_name
 
 MOST_BOXES = 150
 """A drawing with more boxes than this is collapsed further, as long as module paths allow it."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.targets import TargetReader, describe_target, target_name
+from wholestep.torch_private.operators import OpOverload
 
 DTYPES: dict[str, torch.dtype] = {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import FakeTensor
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.arguments import check_identifier, read_device, read_dtype, shown
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 _MAX_DIM = 1 << 40
 _FREE_NUMEL = 1 << 20

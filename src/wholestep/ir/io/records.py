@@ -14,10 +14,10 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from wholestep._torch_compat import OpOverload
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.arguments import read_float, shown
 from wholestep.ir.io.targets import TargetReader, target_name
+from wholestep.torch_private.operators import OpOverload
 
 T = TypeVar("T")
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep._torch_compat import OpOverload, op_name
-from wholestep._torch_compat_debug import module_that_registers, operator_namespace
 from wholestep.ir.io.tensor_file import can_write, write_tensors
 from wholestep.ir.memory import copy_tensor, extent_of, shared, spanned
+from wholestep.torch_private.dumps import module_that_registers, operator_namespace
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _INLINE = 32
 """Tensors of up to so many elements are part of the text."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wholestep._torch_compat import pytree_children
 from wholestep.errors import GraphFormatError
+from wholestep.torch_private.pytrees import pytree_children
 
 _SCALARS = (int, float, str, bool, type(None))
 _MAX_DEPTH = 100

@@ -16,9 +16,9 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from wholestep._torch_compat import register_symbol, symbol_range, symbolic_functions
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.arguments import read_float, shown
+from wholestep.torch_private.symbolic_shapes import register_symbol, symbol_range, symbolic_functions
 
 Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 

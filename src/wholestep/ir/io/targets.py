@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 from wholestep.errors import GraphFormatError
 from wholestep.ir import mutable, number_tensor, rng, rnn, shards
+from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 
 Target = Callable[..., Any]
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep._torch_compat import FakeTensorMode, fake_tensor
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io.arguments import read_device, read_dtype, read_float, shown
 from wholestep.ir.io.symbols import Symbolic, SymbolReader, SymbolWriter
 from wholestep.ir.signature import TensorSpec
+from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
 
 _LIMIT = 1 << 62
 _MAX_DEPTH = 20

@@ -28,12 +28,12 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from wholestep._torch_compat import codegen_of
 from wholestep.errors import IterMoveError
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.functionalize import functionalize
 from wholestep.ir.iter.editing import NodeEdits
 from wholestep.ir.iter.moves import Move, MovePlan, check_moves, move_of, plan_moves, state_of
+from wholestep.torch_private.fx_graphs import codegen_of
 
 CROSS = "cross_iter_input"
 

@@ -22,12 +22,12 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.graph import CodeGen, PythonCode
 
-from wholestep._torch_compat import codegen_of, has_plain_codegen
 from wholestep.errors import OptionError
 from wholestep.ir.iter.derived import cleanup_graph, flush_graph, running_graph, setup_graph, single_graph
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.marks import make_marked_moves
 from wholestep.ir.iter.pending import Flush, LeftOver, Ran, flush_at_last
+from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
 
 log = logging.getLogger("wholestep.iter_graph")
 

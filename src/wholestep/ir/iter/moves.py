@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, schema_of
 from wholestep.errors import IterMoveError
 from wholestep.ir.effects import shared_inputs, writes, written_positions
 from wholestep.ir.meta import node_meta
+from wholestep.torch_private.operators import OpOverload, schema_of
 
 _COPY = torch.ops.aten.copy_.default
 # The same memory under another name: who reads that reads the state, later.

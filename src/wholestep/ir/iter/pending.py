@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep._torch_compat import local_of, storage_of, version_of
 from wholestep.errors import PendingError
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import storage_of, version_of
 
 log = logging.getLogger("wholestep.iter_graph")
 

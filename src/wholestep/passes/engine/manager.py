@@ -18,7 +18,6 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
-from wholestep._torch_compat import NODE_PARTS, codegen_of
 from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
 from wholestep.ir.effects import is_needed
 from wholestep.ir.garbage import collector_paused
@@ -43,6 +42,7 @@ from wholestep.passes.engine.dump import Dump, current_dump
 from wholestep.passes.engine.module_state import ModuleState, adopt
 from wholestep.passes.engine.promises import Promises
 from wholestep.passes.engine.replay import Replay
+from wholestep.torch_private.fx_graphs import NODE_PARTS, codegen_of
 
 log = logging.getLogger("wholestep.passes")
 

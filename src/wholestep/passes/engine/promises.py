@@ -21,15 +21,6 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from wholestep._torch_compat import (
-    NODE_ARGUMENTS,
-    NODE_SOURCES,
-    OpOverload,
-    call_targets,
-    op_name,
-    process_group_size,
-    schema_of,
-)
 from wholestep.errors import VerifyError
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait
@@ -39,6 +30,9 @@ from wholestep.ir.readable import format_node
 from wholestep.ir.signature import Signature
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position
+from wholestep.torch_private.distributed import process_group_size
+from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_SOURCES, call_targets
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _COPY = torch.ops.aten.copy_.default
 _MANY = 10_000

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import VerifyError
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.example_inputs import SEED, draws, nudged
 from wholestep.passes.engine.simulated_ranks import PretendRanks
+from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep.passes")
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep._torch_compat import OpOverload, op_name
 from wholestep.ir.effects import is_collective, is_wait, written_positions
 from wholestep.ir.groups import group_of, group_size
 from wholestep.passes.plain_collectives import arguments_by_position
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _STEP = 1 / 8
 _BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -23,9 +23,9 @@ import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge
 
-from wholestep._torch_compat import pytree, pytree_children
 from wholestep.pipelining.run.backward_halves import stage_backward_input as stage_backward_input
 from wholestep.pipelining.run.backward_halves import stage_backward_weight as stage_backward_weight
+from wholestep.torch_private.pytrees import pytree, pytree_children
 
 
 def stage_backward(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineCallError, PipelineInputError
+from wholestep.torch_private.pytrees import pytree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
-from wholestep._torch_compat_pipelining import quiet_torch
 from wholestep.ir.known_draws import KnownDraws
 from wholestep.pipelining.build.calls import Call, CallForm, export_call
 from wholestep.pipelining.build.failures import capture_error
 from wholestep.pipelining.build.flatten import Flattener
 from wholestep.pipelining.build.regions import RegionMarks
+from wholestep.torch_private.pipelining import quiet_torch
+from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
 from wholestep.pipelining.build.backward import stage_backward
+from wholestep.torch_private.pytrees import pytree
 
 
 def not_on_its_own(*args: Any, **kwargs: Any) -> NoReturn:

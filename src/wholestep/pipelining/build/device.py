@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import FakeTensor, fake_tensor
 from wholestep.pipelining.build.regions import RegionModule
+from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
 
 
 def change_device(module: torch.nn.Module, graph: fx.Graph, old: torch.device, new: torch.device) -> None:

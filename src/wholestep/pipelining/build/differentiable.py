@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from wholestep._torch_compat import new_fake_mode, pytree
 from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.functions import BEGIN, is_mark, marked
 from wholestep.pipelining.build.regions import Region, regions_of
 from wholestep.pipelining.build.staged import storage_of
 from wholestep.pipelining.build.writes import written_nodes
+from wholestep.torch_private.fake_tensors import new_fake_mode
+from wholestep.torch_private.pytrees import pytree
 
 
 def find_differentiable(

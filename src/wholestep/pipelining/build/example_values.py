@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import FakeTensorMode, fake_tensor
 from wholestep.ir.io.values import hint_of
+from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
 
 
 def example_value(value: Any, mode: FakeTensorMode) -> Any:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload
-from wholestep._torch_compat_pipelining import checks_of_export, region_operators
 from wholestep.ir.mutable import mutated_arguments, returns_written
 from wholestep.pipelining.build import functions
 from wholestep.pipelining.build.regions import BEGIN, END, KEY, Region
+from wholestep.torch_private.operators import OpOverload
+from wholestep.torch_private.pipelining import checks_of_export, region_operators
 
 
 class Flattener:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
-from wholestep._torch_compat_pipelining import define_tensor_marker
+from wholestep.torch_private.pipelining import define_tensor_marker
+from wholestep.torch_private.pytrees import pytree
 
 BEGIN = define_tensor_marker("wholestep::function_begin")
 END = define_tensor_marker("wholestep::function_end")

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.utils.hooks import RemovableHandle
 
-from wholestep._torch_compat_pipelining import define_marker, hooks_around, torchs_markers
 from wholestep.errors import NoSuchModuleError, PipelineError
+from wholestep.torch_private.pipelining import define_marker, hooks_around, torchs_markers
 
 SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from wholestep._torch_compat import FakeTensor
 from wholestep.errors import PipelineError
 from wholestep.pipelining.build.stage_module import StageModule, follow_device
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 BuffersFrom = torch.nn.Module | Callable[[str], torch.Tensor]
 

@@ -22,9 +22,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from wholestep._torch_compat_pipelining import checkpoints_replaced, define_marker, functions_replaced
 from wholestep.pipelining.build import functions
 from wholestep.pipelining.build.functions import FunctionCall, tensors_of, traced_call
+from wholestep.torch_private.pipelining import checkpoints_replaced, define_marker, functions_replaced
 
 KEY = "wholestep_regions"
 BEGIN = define_marker("wholestep::region_begin", "(int number) -> ()")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import storage_key
 from wholestep.pipelining.build.capture import Program
 from wholestep.pipelining.build.regions import KEY, regions_of
+from wholestep.torch_private.fake_tensors import storage_key
 
 NO_STAGE = ("placeholder", "get_attr", "output")
 

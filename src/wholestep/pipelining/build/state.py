@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import is_non_persistent
+from wholestep.torch_private.modules_and_optimizers import is_non_persistent
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from wholestep._torch_compat import new_fake_mode
 from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.modes import MismatchError
 from wholestep.pipelining.build.routing import Need, Routing, plan_routes
 from wholestep.pipelining.build.staged import Staged
+from wholestep.torch_private.fake_tensors import new_fake_mode
 
 
 def find_needs(staged: Staged, differentiable: set[fx.Node]) -> dict[str, Need]:

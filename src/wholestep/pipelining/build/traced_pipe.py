@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineError
 from wholestep.pipelining.build.detach import DetachExecutor, not_on_its_own
 from wholestep.pipelining.build.traced_split import Cut
 from wholestep.pipelining.pipe import Pipe
+from wholestep.torch_private.pytrees import pytree
 
 
 class TracedPipe(Pipe):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import pytree
-from wholestep._torch_compat_pipelining import RecordCalls, torchs_markers
 from wholestep.errors import PipelineError
 from wholestep.pipelining.build.backward import insert_backward
 from wholestep.pipelining.build.loss import Result, default_spec, find_loss
@@ -24,6 +22,8 @@ from wholestep.pipelining.build.traced_pipe import TracedPipe
 from wholestep.pipelining.build.traced_split import choose_homes, cut, keep_unused, stages_of
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.run.chunks import split_args_kwargs_into_chunks
+from wholestep.torch_private.pipelining import RecordCalls, torchs_markers
+from wholestep.torch_private.pytrees import pytree
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, op_name, schema_of
 from wholestep.errors import PipelineError
 from wholestep.ir.effects import written_positions
 from wholestep.pipelining.build.staged import Staged, storage_of
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _RUNNING_STATISTICS = {"aten::batch_norm": 5, "aten::instance_norm": 5, "aten::native_batch_norm": 5}
 """Operators that write arguments 3 and 4 if a flag is set, whatever their schema says."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from wholestep._torch_compat import OpOverload
 from wholestep.ir.effects import shared_inputs, writes, written_positions
+from wholestep.torch_private.operators import OpOverload
 
 
 def written_inputs(module: nn.Module) -> frozenset[int]:

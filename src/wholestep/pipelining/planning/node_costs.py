@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep._torch_compat import OpOverload, pytree
 from wholestep.ir.effects import shared_inputs
 from wholestep.pipelining.build.functions import is_mark
 from wholestep.pipelining.build.regions import regions_of
@@ -23,6 +22,8 @@ from wholestep.pipelining.build.staged import NO_STAGE
 from wholestep.pipelining.build.writes import written_nodes
 from wholestep.simulate.machine import Machine, timed
 from wholestep.simulate.operators import work_of
+from wholestep.torch_private.operators import OpOverload
+from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

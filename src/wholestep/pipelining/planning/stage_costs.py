@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholestep._torch_compat import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.routing import Routing
 from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.operators import work_of_call
 from wholestep.simulate.pipeline import Bytes, Times
+from wholestep.torch_private.fake_tensors import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 
 _PHASES = ("forward", "backward_input", "backward_weight")
 

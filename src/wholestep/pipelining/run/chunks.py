@@ -12,9 +12,9 @@ from typing import Any
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks as _split
 
-from wholestep._torch_compat import pytree
-from wholestep._torch_compat_pipelining import WholeValue
 from wholestep.errors import PipelineInputError
+from wholestep.torch_private.pipelining import WholeValue
+from wholestep.torch_private.pytrees import pytree
 
 
 def split_args_kwargs_into_chunks(

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from wholestep._torch_compat import version_of
 from wholestep.errors import PlanError
 from wholestep.parallel.plan import FullyShard, Plan, Replicate
+from wholestep.torch_private.fake_tensors import version_of
 
 _BUCKET = 64 * 2**20
 

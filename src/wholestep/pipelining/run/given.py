@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from wholestep._torch_compat import pytree
 from wholestep.errors import PipelineInputError
+from wholestep.torch_private.pytrees import pytree
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -26,14 +26,22 @@ import torch
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from wholestep._torch_compat import pytree
-from wholestep._torch_compat_running import chunk_specs, has_merge_spec, reduced_stages, stages_of
-from wholestep._torch_compat_schedules import actions_that_run, has_loss, is_single, stages_and_ranks
 from wholestep.errors import OptionError, ScheduleError, StageError
 from wholestep.pipelining.run.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.run.given import check_target, rows_of
 from wholestep.pipelining.run.stage import Stage
 from wholestep.pipelining.run.stage_building import own_stages
+from wholestep.torch_private.pipelining import (
+    actions_that_run,
+    chunk_specs,
+    has_loss,
+    has_merge_spec,
+    is_single,
+    reduced_stages,
+    stages_and_ranks,
+    stages_of,
+)
+from wholestep.torch_private.pytrees import pytree
 
 _OPTIONS = ("losses", "return_outputs", "loss_kwargs")
 """Arguments of `step` that are not the model's."""

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from wholestep._torch_compat_running import let_graph_go
 from wholestep.errors import StageError
 from wholestep.parallel.plan import Plan
 from wholestep.pipelining.build.written_inputs import written_inputs
@@ -32,6 +31,7 @@ from wholestep.pipelining.run.linked_stage import Forwarded, LinkedStage
 from wholestep.pipelining.run.messages import check_values
 from wholestep.pipelining.run.rank_step import RankStep
 from wholestep.pipelining.run.stage_source import Source
+from wholestep.torch_private.pipelining import let_graph_go
 
 Weights = Literal["rows", "equal"]
 

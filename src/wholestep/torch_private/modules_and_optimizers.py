@@ -1,0 +1,175 @@
+"""nn.Module, optimizers and gradient scalers: private methods, hooks and attributes. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as _pytree
+
+MODULE_APPLY = "_apply"
+"""The method of nn.Module behind `.to()`, `.half()`, `.cuda()`. 2.11, 2.13."""
+
+
+RNN_WEIGHTS_CHANGED = "_weights_have_changed"
+"""The method of nn.RNNBase that re-packs weights; fakes in place of weights would look like a change. 2.11, 2.13."""
+
+
+SCALER_TENSORS = ("_scale", "_growth_tracker")
+
+
+SCALER_NUMBERS = ("_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+SCALER_SETTINGS = ("_enabled", "_init_scale")
+
+
+SCALER_STEP = "_maybe_opt_step"
+"""Where a GradScaler keeps its state, its numbers and its settings, and the method that branches on inf. 2.11, 2.13."""
+
+
+def validate_distributions(value: bool) -> bool:
+    """Whether `torch.distributions` check their arguments, which branches on data; returns what it was. 2.11, 2.13."""
+    before = bool(torch.distributions.Distribution._validate_args)
+    torch.distributions.Distribution.set_default_validate_args(value)
+    return before
+
+
+def adafactor_module() -> Any:
+    """The module of torch's Adafactor, whose `min` and `max` compare numbers that a graph does not know. 2.11, 2.13."""
+    from torch.optim import _adafactor
+
+    return _adafactor
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the optimizer stepped; without it they warn about their order. 2.11, 2.13."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Hooks around `optimizer.step` and the global ones. 2.11, 2.13."""
+    from torch.optim import optimizer as _optimizer
+
+    found: list[Any] = []
+    for hooks in (
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),  # absent where __init__ of Optimizer was not called
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def weight_computing_hooks() -> tuple[type, ...]:
+    """Hooks that torch installs to compute a weight from others: pure arithmetic. 2.11, 2.13."""
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    return WeightNorm, SpectralNorm
+
+
+def module_hooks(module: torch.nn.Module) -> list[Any]:
+    """Forward and backward hooks of one module. 2.11, 2.13."""
+    found: list[Any] = []
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """The live dictionaries that hold hooks, to see at each call whether any was added. 2.11, 2.13."""
+    from torch.nn.modules import module as _module
+    from torch.optim import optimizer as _optimizer
+
+    found: list[Any] = [
+        _module._global_forward_pre_hooks,
+        _module._global_forward_hooks,
+        _module._global_backward_hooks,
+        _module._global_backward_pre_hooks,
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    ]
+    for m in modules:
+        found += [m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks]
+    for o in optimizers:
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        found += [getattr(o, name, {}) for name in names]  # absent where __init__ of Optimizer was not called
+    return found
+
+
+def global_module_hooks() -> list[Any]:
+    """Hooks registered for every module of the process. 2.11, 2.13."""
+    from torch.nn.modules import module as _module
+
+    found: list[Any] = []
+    for hooks in (
+        _module._global_forward_pre_hooks,
+        _module._global_forward_hooks,
+        _module._global_backward_hooks,
+        _module._global_backward_pre_hooks,
+    ):
+        found.extend(hooks.values())
+    return found
+
+
+def written_function(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that `torch.jit.script` was given (`_torchdynamo_inline`); None for others. 2.11, 2.13."""
+    return getattr(scripted, "_torchdynamo_inline", None)
+
+
+CLIP_MODULE = sys.modules["torch.nn.utils.clip_grad"]
+
+
+TOTAL_NORM, SCALE_BY_NORM = "_get_total_norm", "_clip_grads_with_norm_"
+# The two halves of `clip_grad_norm_`. 2.11, 2.13.
+
+
+SCALER_UNSCALE = "_unscale_grads_"
+# GradScaler's loop over gradients; returns found_inf per device. 2.11, 2.13.
+
+
+def forward_hook_registries(module: Any) -> list[dict[int, Any]]:
+    """Where a module keeps its forward pre-hooks and forward hooks. 2.11, 2.13."""
+    return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether a forward hook is one of `fully_shard`'s (a method of its `FSDPState`). 2.11, 2.13."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+
+def _global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    from torch.nn.modules import module as _module
+    from torch.optim import optimizer as _optimizer
+
+    return _module._global_forward_pre_hooks, _optimizer._global_optimizer_pre_hooks
+
+
+GLOBAL_PRE_HOOKS = _global_pre_hooks()
+"""The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
+
+
+WATCHED_METHODS: tuple[tuple[type, str], ...] = (
+    (torch.nn.Module, "_apply"),
+    (torch.nn.Module, "_named_members"),
+    (torch.nn.Module, "train"),
+    (torch.optim.Optimizer, "__getstate__"),
+)
+"""What casts and moves go through (`half`, `to`), `parameters` and `buffers`, `eval`, and a copy of an optimizer.
+2.11, 2.13."""
+
+
+def is_non_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer stays out of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
+    return name in module._non_persistent_buffers_set

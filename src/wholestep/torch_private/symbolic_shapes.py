@@ -1,0 +1,150 @@
+"""Symbolic sizes: the ShapeEnv, its symbols, ranges and guards. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.utils import _pytree as _pytree
+from torch.utils._sympy import functions as _sympy_functions
+from torch.utils._sympy.numbers import int_oo as _int_oo
+from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
+
+
+def symbolic_functions() -> dict[str, type]:
+    """The sympy functions that symbolic shapes are written with (`torch.utils._sympy.functions`). 2.11, 2.13."""
+    names = (
+        "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt LShift RShift Max Min "
+        "PowByNatural FloatPow FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt "
+        "RoundToInt RoundDecimal ToFloat Identity BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"
+    ).split()
+    unary = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2".split()
+    names += [f"OpaqueUnaryFn_{name}" for name in unary]
+    return {name: getattr(_sympy_functions, name) for name in names if hasattr(_sympy_functions, name)}
+
+
+def symbol_range(env: ShapeEnv, symbol: Any) -> tuple[int | None, int | None]:
+    """The range a ShapeEnv knows for an integer symbol; None where it is unbounded. 2.11, 2.13."""
+    found = env.var_to_range.get(symbol)
+    if found is None or not found.is_int:
+        return None, None
+    lower = None if found.lower == -_int_oo else int(found.lower)
+    upper = None if found.upper == _int_oo else int(found.upper)
+    return lower, upper
+
+
+def register_symbol(env: ShapeEnv, symbol: Any, hint: int | float | None, lower: int | None, upper: int | None) -> None:
+    """Make a symbol read from a file known to a ShapeEnv, under its own name. 2.11, 2.13."""
+    if hint is not None:
+        env.backed_var_to_val[symbol] = sympy.Integer(hint) if symbol.is_integer else sympy.Float(hint)
+    env.var_to_sources[symbol] = []
+    if symbol.is_integer:
+        env.var_to_range[symbol] = _ValueRanges(
+            -_int_oo if lower is None else lower, _int_oo if upper is None else upper
+        )
+    else:
+        env.var_to_range[symbol] = _ValueRanges(-sympy.oo, sympy.oo)
+
+
+def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.SymInt:
+    """A symbolic size with a known value, taken to be at least 2 (see `capture.shapes`). 2.11, 2.13."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    source = ConstantSource(f"wholestep_dim{len(env.var_to_range)}")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    made: Any = env.create_symintnode(symbol, hint=hint, source=source)
+    top = high if high is not None else 2**31
+    env.var_to_range[made.node.expr] = ValueRanges(max(low, 2), max(top, 2))
+    return made  # type: ignore[no-any-return]
+
+
+def fixed_symbols(env: ShapeEnv) -> list[tuple[str, int]]:
+    """Symbols that the trace found to have one value only. 2.11, 2.13."""
+    return [(str(symbol), int(value)) for symbol, value in env.replacements.items() if value.is_Integer]
+
+
+def shape_guards(env: ShapeEnv) -> list[Any]:
+    """The sympy conditions that a trace relied on. 2.11, 2.13."""
+    return [guard.expr for guard in env.guards]
+
+
+def sympy_function_names(expression: Any) -> str:
+    """The name of the outermost operation of a size expression."""
+    return type(expression).__name__
+
+
+@contextmanager
+def _some_shape_env(mode: Any) -> Iterator[None]:
+    """Inductor's cache wants to note conditions on sizes; without a place for them it does not cache."""
+    if mode is None or mode.shape_env is not None:
+        yield
+        return
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = None
+
+
+def symbol_in(size: Any) -> Any:
+    """The symbol that a size is, if it is nothing but a symbol; None otherwise (`SymInt.node`). 2.11, 2.13."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expression if getattr(expression, "is_Symbol", False) else None
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a symbolic size; None of a number (`SymInt.node`). 2.11, 2.13."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def symbols_in(val: Any) -> set[Any]:
+    """The symbols in a size, or in the sizes and strides of a tensor. 2.11, 2.13."""
+    if isinstance(val, torch.Tensor):
+        items: list[Any] = [*val.shape, *(val.stride() if val.layout is torch.strided else ())]
+    else:
+        items = [val]
+    sizes = [item for item in items if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return set().union(*(getattr(size.node.expr, "free_symbols", ()) for size in sizes))
+
+
+def shape_env_of(val: Any) -> ShapeEnv | None:
+    """The environment that the symbols of a fake value belong to. 2.11, 2.13."""
+    if isinstance(val, torch.SymInt):
+        found: ShapeEnv | None = val.node.shape_env
+        return found
+    return val.fake_mode.shape_env if isinstance(val, _fake_tensor.FakeTensor) else None
+
+
+def dynamo_source(node: fx.Node) -> str:
+    """How dynamo reaches an input of its graph, `L['self']._modules['fc']._parameters['weight']`; else the node's name
+    (`_dynamo_source`, `grapharg`). 2.11, 2.13."""
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name) if name is not None else node.name
+
+
+def input_source(node: fx.Node) -> int | str | None:
+    """Which input of its caller a placeholder of AOTAutograd is: a place, a parameter's name, or -1 for none of them
+    (a tangent). None where the graph does not say (`desc`, from 2.9 on). 2.11, 2.13."""
+    described = node.meta.get("desc")
+    if described is None:
+        return None
+    found = getattr(described, "idx", getattr(described, "target", -1))
+    plain = type(described).__name__ in ("PlainAOTInput", "ParamAOTInput", "BufferAOTInput")
+    return found if plain and isinstance(found, int | str) else -1
+
+
+def shapes_by_python() -> Any:
+    """While this is on, operators find the shapes of results by torch's Python kernels where there are some: those in
+    C++ ask for sizes as numbers, which fixes a size that varies (`torch._C._EnablePythonDispatcher`). 2.11, 2.13."""
+    return torch._C._EnablePythonDispatcher()
