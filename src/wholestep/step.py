@@ -16,7 +16,6 @@ from torch import fx
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.called import CalledObjects
-from wholestep.capture.objects.tree import leaves_of
 from wholestep.capture.scalars.scalar_policy import NumberPolicy, trace_with_numbers
 from wholestep.capture.trace import find_models, is_tracing, trace_step
 from wholestep.compilers.debug import checked_program
@@ -26,6 +25,7 @@ from wholestep.cross_iteration.pending import PendingWork, finally_flush
 from wholestep.errors import EagerWarning, OptionError, RecompileWarning, UnsupportedError
 from wholestep.ir.iter.marks import CREATES, LATE
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.report import Lowering as LoweringReport

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from wholestep.capture.graph.dynamic_shapes import Shapes
 from wholestep.capture.graph.known_values import Recipe
 from wholestep.capture.objects.reachable import Link
-from wholestep.capture.objects.slots import BatchSlot, Slot
 from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.python_reads.outside_reads import OutsideReads
 from wholestep.capture.scalars.scalars import ScalarGuard
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 if TYPE_CHECKING:
     from wholestep.capture.objects.discover import World

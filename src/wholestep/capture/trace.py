@@ -20,14 +20,10 @@ from wholestep.capture.graph.dynamic_shapes import Shapes
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.location import location_of_exception, location_of_function, user_location
 from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
 from wholestep.capture.objects.called import Behind, CalledObjects, FoundByCall
 from wholestep.capture.objects.discover import World, discover
-from wholestep.capture.objects.plain_values import assign_contents, copy_of, own_dict, same_contents
-from wholestep.capture.objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
-from wholestep.capture.objects.tree import Flat, flatten, leaves_of, same_objects
 from wholestep.capture.patching.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.patching.intercept import FunctionMode
 from wholestep.capture.patching.interrupts import Interrupts
@@ -60,6 +56,10 @@ from wholestep.errors import (
 from wholestep.ir.garbage import collector_paused
 from wholestep.ir.known_draws import KnownDraws
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_location import location_of_exception, location_of_function, user_location
+from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
+from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
 from wholestep.parallel.session import Session

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.objects.slots import Slot
 from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.cross_iteration.watched_methods import unwatch, watch
+from wholestep.ir.user_objects.slots import Slot
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture.objects.tree import leaves_of
 from wholestep.debug import judge
 from wholestep.debug.found import Found
 from wholestep.debug.judge import Verdict
@@ -33,6 +32,7 @@ from wholestep.debug.versions import Call, capture_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.options import Options
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 

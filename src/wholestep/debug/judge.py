@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.capture.objects.tree import leaves_of
 from wholestep.compilers.check_values import differences
 from wholestep.compilers.known_faults import is_known, unknown_places
 from wholestep.compilers.symbol_values import SymbolValues
@@ -28,6 +27,7 @@ from wholestep.debug.versions import Call, Version, copy_step_graph, lowered_cal
 from wholestep.errors import WholestepError
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.options import Options
 from wholestep.passes.engine.contract import BoundPass
 from wholestep.runtime.gather import Gather

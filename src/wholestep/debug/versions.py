@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.tree import leaves_of
 from wholestep.capture.trace import find_models, trace_step
 from wholestep.cross_iteration import pending
 from wholestep.errors import BisectError
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.iter.marks import CREATES, LATE
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.lower.step import Lowering
 from wholestep.options import Options
 from wholestep.passes.dedup_collectives import dedup_collectives

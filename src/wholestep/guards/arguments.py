@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.plain_values import CONTAINERS, same_plain
-from wholestep.capture.objects.slots import BatchSlot, Slot
-from wholestep.capture.python_reads.container_contents import ArrayCopy, Contents, is_array
 from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.guards.wording import is_other_number
+from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_array
+from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain
+from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 
 class SameStructure(Guard):

@@ -8,8 +8,8 @@ from operator import attrgetter
 from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.slots import LocalSlot
 from wholestep.guards.guard import Call, Guard, Listed
+from wholestep.ir.user_objects.slots import LocalSlot
 from wholestep.runtime.gather import Gather
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 from wholestep.torch_private.modules_and_optimizers import hook_registries

@@ -8,11 +8,11 @@ from typing import Any
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.discover import MODULE_INTERNALS
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import ABSENT
 from wholestep.guards.guard import Call, Guard, Listed, Watched
 from wholestep.guards.wording import is_other_number, was_and_is
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import ABSENT
 
 
 class SameAttributes(Guard):

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from wholestep.capture.captured import Captured
 from wholestep.capture.objects.discover import OPTIMIZER_INTERNALS
-from wholestep.capture.objects.nested_state import structure_of
-from wholestep.capture.objects.plain_values import same_plain, skeleton
-from wholestep.capture.objects.slots import ABSENT, BatchSlot
-from wholestep.capture.objects.tree import same_objects
 from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.user_objects.call_tree import same_objects
+from wholestep.ir.user_objects.nested_containers import structure_of
+from wholestep.ir.user_objects.plain_values import same_plain, skeleton
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.runtime.gather import Gather
 from wholestep.torch_private.modules_and_optimizers import SCALER_SETTINGS, SCALER_TENSORS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.plain_values import kind_of, own_dict, same_plain
-from wholestep.capture.objects.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
-from wholestep.capture.python_reads.container_contents import ArrayCopy, Contents, is_large
 from wholestep.guards.guard import Call, Listed
 from wholestep.guards.wording import is_other_number, was_and_is
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_large
+from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_plain
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
 
 
 class SameVariables(Listed):

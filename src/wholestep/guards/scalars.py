@@ -10,8 +10,8 @@ from torch import Tensor
 from wholestep.capture.captured import Captured
 from wholestep.capture.graph.dynamic_shapes import out_of_range
 from wholestep.capture.graph.known_values import ItemLeaf
-from wholestep.capture.objects.slots import BatchSlot, Slot
 from wholestep.guards.guard import Call, Listed
+from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 
 class SizesInRange(Listed):

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import ABSENT, BatchSlot
 from wholestep.capture.objects.tensor_attributes import OwnAttributes
 from wholestep.guards.guard import Call, Guard
 from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.torch_private.guard_checks import DictWatch
 
 

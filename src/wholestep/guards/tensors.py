@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.slots import BatchSlot, GeneratorSlot, ModuleSlot, Slot
 from wholestep.guards.guard import Call, Guard
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.slots import BatchSlot, GeneratorSlot, ModuleSlot, Slot
 from wholestep.runtime.gather import Gather, picker
 from wholestep.torch_private.guard_checks import TensorChecks
 

@@ -9,9 +9,9 @@ from operator import is_
 from typing import Any
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.source_slots import ClassSlot
 from wholestep.capture.python_reads.attribute_reads import class_code
 from wholestep.guards.guard import Call, Guard, Listed
+from wholestep.ir.user_objects.slots import ClassSlot
 from wholestep.torch_private.guard_checks import DictWatch
 
 

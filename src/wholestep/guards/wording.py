@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import PLAIN, same_plain
-from wholestep.capture.objects.slots import ABSENT
+from wholestep.ir.user_objects.plain_values import PLAIN, same_plain
+from wholestep.ir.user_objects.slots import ABSENT
 
 
 def was_and_is(path: str, before: Any, now: Any) -> str:

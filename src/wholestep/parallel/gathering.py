@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.tensor_values import Value
-from wholestep.capture.location import user_location
 from wholestep.errors import ParameterDataError
 from wholestep.ir.meta import update_node_meta
+from wholestep.ir.user_location import user_location
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import Form
 from wholestep.parallel.plan import FullyShard

@@ -24,11 +24,11 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep.capture.captured import Captured
-from wholestep.capture.objects.slots import HyperSlot, Slot
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.slots import HyperSlot, Slot
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_SETTINGS
 from wholestep.torch_private.operators import OpOverload, schema_of
 

@@ -18,13 +18,13 @@ from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
 from wholestep.capture.captured import Captured, Change
-from wholestep.capture.objects.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.cross_iteration.iterations import Iterations, Pending, iterations_of
 from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.errors import LowerWarning
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.ir.user_objects.slots import BatchGradSlot, GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering

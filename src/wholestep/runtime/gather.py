@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.slots import (
+from wholestep.ir.user_objects.slots import (
     ABSENT,
     BatchSlot,
     GradSlot,

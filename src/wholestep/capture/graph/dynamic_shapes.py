@@ -18,8 +18,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.location import user_location
 from wholestep.errors import DynamicShapeError, Location
+from wholestep.ir.user_location import user_location
 from wholestep.options import Dim
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (

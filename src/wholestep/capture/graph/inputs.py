@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.location import user_location
 from wholestep.capture.objects.discover import World
-from wholestep.capture.objects.slots import GeneratorSlot, Slot
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.python_reads.random_state import default_generators
 from wholestep.errors import CapturedTensorError, RandomStateError, UnsupportedError
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_location import user_location
+from wholestep.ir.user_objects.slots import GeneratorSlot, Slot
 from wholestep.torch_private.fake_tensors import is_unmade_zero, without_modes
 from wholestep.torch_private.guard_checks import generator_key
 

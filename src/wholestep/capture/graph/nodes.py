@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from wholestep.capture.location import location_of, user_frame
 from wholestep.errors import Location
 from wholestep.ir.meta import KEY, NodeMeta
+from wholestep.ir.user_location import location_of, user_frame
 from wholestep.torch_private.autograd import autograd_sequence_number, current_autograd_node, node_sequence_number
 from wholestep.torch_private.operators import OpOverload
 

@@ -33,7 +33,6 @@ from wholestep.capture.graph.refusals import (
 from wholestep.capture.graph.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.graph.tensor_values import Value, Values
 from wholestep.capture.graph.writes import Writes
-from wholestep.capture.location import user_location
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.scalar_operands import fix_metadata
 from wholestep.capture.scalars.scalars import ScalarNode
@@ -45,6 +44,7 @@ from wholestep.errors import (
 )
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import (
     DataDependentOutputException,
     DispatchMode,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.location import user_location
 from wholestep.errors import AliasError, DataShapeError, OverlapError, UnsupportedError
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import storage_key
 
 _BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})

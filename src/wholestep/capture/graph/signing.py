@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 
 from wholestep.capture.captured import Change
-from wholestep.capture.objects.slots import LocalSlot, Slot
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.ir.groups import group_table
 from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.signature import InputSpec, OutputSpec, Signature, StateChange, TensorSpec, WriteBack
+from wholestep.ir.user_objects.slots import LocalSlot, Slot
 from wholestep.torch_private.dtensor import describe_placement
 
 if TYPE_CHECKING:

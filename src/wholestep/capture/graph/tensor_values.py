@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from wholestep.capture.graph.nodes import Nodes
 from wholestep.capture.graph.refusals import opaque_view
 from wholestep.capture.graph.views import GETITEM, invert_view
-from wholestep.capture.location import user_location
 from wholestep.capture.scalars.scalars import ScalarNode
 from wholestep.errors import UnsupportedError
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
 
 aten = torch.ops.aten

@@ -20,11 +20,11 @@ from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.graph.schema import OpFacts, bind
-from wholestep.capture.location import user_location
 from wholestep.errors import OverlapError, UnsupportedError
 from wholestep.ir.effects import is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.autograd import is_accumulating_gradient
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.tree import Flat
 from wholestep.errors import DynamicShapeError
+from wholestep.ir.user_objects.call_tree import Flat
 from wholestep.options import Dim, Options
 
 

@@ -11,8 +11,8 @@ import numpy
 import torch
 
 import wholestep
-from wholestep.capture.location import location_of
 from wholestep.errors import Location
+from wholestep.ir.user_location import location_of
 
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))

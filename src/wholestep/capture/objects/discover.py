@@ -27,12 +27,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.libraries import is_foreign
-from wholestep.capture.objects.plain_values import CONTAINERS, own_dict
-from wholestep.capture.objects.plain_values import PLAIN as _PLAIN
 from wholestep.capture.objects.reachable import Chain, Link, has_own_dict, search
-from wholestep.capture.objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.errors import WrappedError
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_values import CONTAINERS, own_dict
+from wholestep.ir.user_objects.plain_values import PLAIN as _PLAIN
+from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.torch_private.guard_checks import generator_key
 
 _MAX_DEPTH = 6

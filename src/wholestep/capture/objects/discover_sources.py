@@ -28,14 +28,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.objects.libraries import is_foreign
-from wholestep.capture.objects.slots import MappingSlot, Slot
-from wholestep.capture.objects.source_slots import ClassSlot, ContextVarSlot, MemberSlot, ThreadLocalSlot
 from wholestep.capture.python_reads.attribute_reads import class_values
 from wholestep.capture.python_reads.clocks import CLOCKS
-from wholestep.capture.python_reads.container_contents import is_array, is_large
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
 from wholestep.capture.python_reads.stand_ins import is_consumed
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.container_contents import is_array, is_large
+from wholestep.ir.user_objects.slots import ClassSlot, ContextVarSlot, MappingSlot, MemberSlot, Slot, ThreadLocalSlot
 
 _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes, Python modules and `__slots__` may hold more of these than the step uses."""

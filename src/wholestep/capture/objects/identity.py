@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import assign_contents, copy_of
+from wholestep.ir.user_objects.plain_values import assign_contents, copy_of
 
 Undo = Callable[[], None]
 

@@ -36,8 +36,8 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import PLAIN
-from wholestep.capture.objects.slots import ABSENT
+from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.slots import ABSENT
 
 _MOST_OBJECTS = 5_000
 _CACHED = type(functools.lru_cache(lambda: None))

@@ -19,7 +19,11 @@ from torch.optim import Optimizer
 
 from wholestep.capture.objects.discover import World, owns
 from wholestep.capture.objects.identity import swap_id, swap_keys, swap_type
-from wholestep.capture.objects.nested_state import (
+from wholestep.capture.objects.tensor_attributes import TensorAttributes
+from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.errors import CapturedTensorError, UnsupportedError
+from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.nested_containers import (
     OwnerSlot,
     copy_nest,
     map_leaves,
@@ -28,7 +32,7 @@ from wholestep.capture.objects.nested_state import (
     refuse_sets_of_tensors,
     structure_of,
 )
-from wholestep.capture.objects.slots import (
+from wholestep.ir.user_objects.slots import (
     FixedSlot,
     GradSlot,
     GroupParamSlot,
@@ -40,10 +44,6 @@ from wholestep.capture.objects.slots import (
     Slot,
     in_users_objects,
 )
-from wholestep.capture.objects.tensor_attributes import TensorAttributes
-from wholestep.capture.scalars.scalars import scalar_of
-from wholestep.errors import CapturedTensorError, UnsupportedError
-from wholestep.ir.signature import InputKind
 from wholestep.torch_private.autograd import is_transformed
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, mark_parameter, new_fake

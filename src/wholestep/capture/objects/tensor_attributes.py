@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 
 if TYPE_CHECKING:
     from wholestep.capture.objects.discover import World

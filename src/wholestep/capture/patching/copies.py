@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.location import user_location
 from wholestep.errors import ItemError, UnsupportedError
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import mark_parameter, storage_key
 
 _COPY = copy.copy.__code__

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from wholestep.capture.location import user_location
 from wholestep.capture.patching.copies import deep_copy, reduce_traced
 from wholestep.capture.patching.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.python_reads.clocks import refuse_clocks
@@ -18,6 +17,7 @@ from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.graph_numbers import graph_number
 from wholestep.capture.scalars.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 

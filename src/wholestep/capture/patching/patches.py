@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.location import user_location
 from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
 from wholestep.capture.patching.interrupts import Interrupts
 from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
@@ -49,6 +48,7 @@ from wholestep.errors import (
 )
 from wholestep.ir import rng
 from wholestep.ir.number_tensor import number_tensor
+from wholestep.ir.user_location import user_location
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from wholestep.capture.objects.plain_values import PLAIN, own_dict
-from wholestep.capture.objects.slots import ABSENT, MappingSlot, Slot
-from wholestep.capture.objects.source_slots import ClassSlot
 from wholestep.capture.scalars.host_scalars import HostNumber
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_values import PLAIN, own_dict
+from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot
 
 _HEAP_TYPE = 1 << 9
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from wholestep.capture.location import user_location
 from wholestep.errors import SideEffectError, UnsupportedError
+from wholestep.ir.user_location import user_location
 from wholestep.torch_private.modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
 
 

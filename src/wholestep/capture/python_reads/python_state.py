@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import (
+from wholestep.ir.user_objects.plain_values import (
     CONTAINERS,
     assign_contents,
     copy_of,
@@ -21,7 +21,7 @@ from wholestep.capture.objects.plain_values import (
     same_plain,
     skeleton,
 )
-from wholestep.capture.objects.slots import ABSENT
+from wholestep.ir.user_objects.slots import ABSENT
 
 
 class Attributes:

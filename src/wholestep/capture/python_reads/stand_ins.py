@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 
 import numpy
 
-from wholestep.capture.location import user_location
 from wholestep.capture.objects.libraries import is_foreign
-from wholestep.capture.objects.slots import Slot
-from wholestep.capture.python_reads.container_contents import is_large
 from wholestep.errors import CapturedTensorError, SideEffectError
+from wholestep.ir.user_location import user_location
+from wholestep.ir.user_objects.container_contents import is_large
+from wholestep.ir.user_objects.slots import Slot
 
 _QUEUES = (
     queue.Queue,

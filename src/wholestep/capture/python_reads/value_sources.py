@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.objects.plain_values import copy_of, same_plain
-from wholestep.capture.objects.slots import ABSENT, MappingSlot, Slot
-from wholestep.capture.objects.source_slots import ClassSlot, ThreadLocalSlot
 from wholestep.capture.python_reads.attribute_reads import AttributeReads, class_values
 from wholestep.capture.python_reads.clocks import Clocks
-from wholestep.capture.python_reads.container_contents import ArrayCopy, is_large
 from wholestep.capture.python_reads.outside_reads import OutsideReads
 from wholestep.capture.python_reads.stand_ins import StandIns
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.container_contents import ArrayCopy, is_large
+from wholestep.ir.user_objects.plain_values import copy_of, same_plain
+from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot, ThreadLocalSlot
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep.capture.location import user_location
-from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import Location, LostError
 from wholestep.ir.effects import calls_custom_operator
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.user_location import user_location
+from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.torch_private.autograd import gradient_leaves
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, version_of

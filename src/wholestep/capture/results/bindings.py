@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.captured import Change
-from wholestep.capture.objects.slots import ABSENT, LocalSlot, Slot
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.signature import ChangeKind, OutputKind
+from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, Slot
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 

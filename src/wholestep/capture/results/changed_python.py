@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from wholestep.capture.captured import Change
-from wholestep.capture.objects.plain_values import kind_of, own_dict, same_contents, same_plain
-from wholestep.capture.objects.slots import ABSENT, MappingSlot, Slot
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.python_state import Attributes, holds_tensor
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
 from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_contents, same_plain
+from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

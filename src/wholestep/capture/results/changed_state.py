@@ -9,9 +9,15 @@ from torch import fx
 from torch.optim import Optimizer
 
 from wholestep.capture.captured import Change
-from wholestep.capture.objects.nested_state import NESTS, FreshContainersSlot, OwnerSlot
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import (
+from wholestep.capture.objects.swapped_state import StateTable, Tracked
+from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.results.nested_changes import bind_nest
+from wholestep.capture.scalars.host_scalars import HostNumber
+from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.signature import ChangeKind, InputKind
+from wholestep.ir.user_objects.nested_containers import NESTS, FreshContainersSlot, OwnerSlot
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import (
     ABSENT,
     Absent,
     BatchGradSlot,
@@ -22,12 +28,6 @@ from wholestep.capture.objects.slots import (
     OptimizerStateSlot,
     Slot,
 )
-from wholestep.capture.objects.swapped_state import StateTable, Tracked
-from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
-from wholestep.capture.results.nested_changes import bind_nest
-from wholestep.capture.scalars.host_scalars import HostNumber
-from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
-from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.modules_and_optimizers import SCALER_TENSORS
 

@@ -12,14 +12,14 @@ from wholestep.capture.captured import Captured
 from wholestep.capture.graph.known_values import ItemLeaf, Recipe
 from wholestep.capture.graph.signing import sign
 from wholestep.capture.graph.write_backs import add_write_backs
-from wholestep.capture.objects.slots import ABSENT
-from wholestep.capture.objects.tree import flatten
 from wholestep.capture.results.bindings import Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
 from wholestep.capture.results.returned import describe_result, returned_leaves
 from wholestep.ir.effects import is_needed
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import flatten
+from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 if TYPE_CHECKING:

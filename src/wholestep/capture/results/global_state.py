@@ -21,8 +21,8 @@ from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
-from wholestep.capture.objects.plain_values import PLAIN, assign_contents, copy_of
-from wholestep.capture.objects.slots import ABSENT
+from wholestep.ir.user_objects.plain_values import PLAIN, assign_contents, copy_of
+from wholestep.ir.user_objects.slots import ABSENT
 
 _LARGE = 20_000
 _LRU_CACHE = type(functools.lru_cache(len))

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.capture.results.global_state import GlobalState, Leftover, attributes_of
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import Location, SideEffectError
 from wholestep.ir.meta import node_meta
+from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, held_by_torch
 

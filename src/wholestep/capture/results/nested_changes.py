@@ -13,7 +13,10 @@ from typing import Any
 from torch import fx
 
 from wholestep.capture.captured import Change
-from wholestep.capture.objects.nested_state import (
+from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.ir.signature import ChangeKind
+from wholestep.ir.user_objects.nested_containers import (
     NESTS,
     FreshContainersSlot,
     leaves,
@@ -21,11 +24,8 @@ from wholestep.capture.objects.nested_state import (
     mutable_nests,
     nested_slot,
 )
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import Slot
-from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
-from wholestep.capture.scalars.scalars import scalar_of
-from wholestep.ir.signature import ChangeKind
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import Slot
 
 
 def bind_nest(bindings: Bindings, slot: Slot, old: Any, new: Any, *, flag: fx.Node | None = None) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep.capture.graph.known_values import ItemLeaf
-from wholestep.capture.objects.tree import Flat
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.python_state import holds_tensor
 from wholestep.capture.python_reads.stand_ins import real_of
@@ -21,6 +20,7 @@ from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
 from wholestep.errors import ItemError, UnsupportedError
 from wholestep.ir.io.result_tree import describe, describe_leaf
 from wholestep.ir.signature import OutputKind
+from wholestep.ir.user_objects.call_tree import Flat
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 

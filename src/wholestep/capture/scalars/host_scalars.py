@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.location import user_location
-from wholestep.capture.objects.slots import ABSENT, Slot
 from wholestep.errors import SideEffectError
+from wholestep.ir.user_location import user_location
+from wholestep.ir.user_objects.slots import ABSENT, Slot
 
 
 @dataclass(frozen=True, eq=False)

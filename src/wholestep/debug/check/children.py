@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.debug.check.user_code import named_by, unwrapped
+from wholestep.ir.user_objects.plain_values import PLAIN
 
 Child = tuple[str, Any]
 Restore = Callable[[], None]

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep.capture.objects.plain_values import same_plain
-from wholestep.capture.objects.slots import ABSENT
 from wholestep.debug.check.observation import Observation, same_bits
 from wholestep.debug.check.reachable import Part
 from wholestep.debug.numbers import Gap, gap_between
+from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.passes.engine.contract import Numerics
 
 _AS_CLOSE = 4.0

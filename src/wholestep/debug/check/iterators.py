@@ -10,7 +10,7 @@ import warnings
 from types import GeneratorType
 from typing import Any
 
-from wholestep.capture.objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_values import PLAIN
 
 
 class IteratorPosition:

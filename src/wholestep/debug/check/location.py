@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture.objects.tree import leaves_of
 from wholestep.debug.bisect import bisect
 from wholestep.debug.check.findings import Finding
 from wholestep.debug.compare import compare_versions
@@ -23,6 +22,7 @@ from wholestep.errors import Location
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.user_objects.call_tree import leaves_of
 
 _SECONDS = 120.0
 

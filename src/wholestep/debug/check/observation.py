@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.objects.slots import ABSENT
 from wholestep.debug.check.children import random_state_of
 from wholestep.debug.check.reachable import Part, reach
 from wholestep.debug.check.snapshot import Roots, process_values
 from wholestep.debug.check.tensor_memory import can_be_saved
 from wholestep.ir.memory import copy_tensor
+from wholestep.ir.user_objects.slots import ABSENT
 
 
 @dataclass(frozen=True)

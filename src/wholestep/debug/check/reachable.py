@@ -33,9 +33,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from wholestep.capture.objects.discover import MODULE_INTERNALS
-from wholestep.capture.objects.plain_values import PLAIN
 from wholestep.debug.check.children import children_of, has_contents, is_optimizer, is_random_object
 from wholestep.debug.check.user_code import global_names, is_foreign, named_by
+from wholestep.ir.user_objects.plain_values import PLAIN
 
 
 class Part(StrEnum):

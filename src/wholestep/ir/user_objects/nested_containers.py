@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wholestep.capture.objects.plain_values import skeleton
-from wholestep.capture.objects.slots import ABSENT, Slot
 from wholestep.errors import UnsupportedError
+from wholestep.ir.user_objects.plain_values import skeleton
+from wholestep.ir.user_objects.slots import ABSENT, Slot
 
 NESTS = (list, tuple, dict, deque)
 """Containers whose leaves are slots."""

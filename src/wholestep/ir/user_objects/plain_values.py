@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.objects.slots import ABSENT
+from wholestep.ir.user_objects.slots import ABSENT
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 """Types whose instances are values: immutable and compared by content."""

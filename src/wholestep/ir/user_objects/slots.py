@@ -5,15 +5,18 @@
     optimizer.state[model.fc.weight].step  OptimizerStateSlot(optimizer, weight, "step")
     optimizer.param_groups[0].betas[1]     HyperSlot(optimizer, 0, "betas", 1)
     batch['x']                             BatchSlot(3)
+    Config.scale                           ClassSlot(Config, "scale")
 
 Slots hold the objects that own the state, never the state, so `load_state_dict` between two steps is seen.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import MutableMapping, MutableSequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -230,3 +233,75 @@ class GeneratorSlot(Slot):
 
     def get(self) -> Any:
         return self.generator
+
+
+@dataclass(frozen=True, eq=False)
+class ClassSlot(Slot):
+    """An attribute in the dict of a class: `Config.scale`, and `self.scale` where the instance has none."""
+
+    owner: type
+    name: str
+
+    def get(self) -> Any:
+        return vars(self.owner).get(self.name, ABSENT)
+
+    def set(self, value: Any) -> None:
+        type.__setattr__(self.owner, self.name, value)
+
+    def remove(self) -> None:
+        if self.name in vars(self.owner):
+            type.__delattr__(self.owner, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class MemberSlot(Slot):
+    """An attribute of an object whose class lists it in `__slots__`."""
+
+    holder: Any
+    member: MemberDescriptorType
+
+    def get(self) -> Any:
+        try:
+            return self.member.__get__(self.holder, type(self.holder))
+        except AttributeError:
+            return ABSENT
+
+    def set(self, value: Any) -> None:
+        self.member.__set__(self.holder, value)
+
+    def remove(self) -> None:
+        if self.get() is not ABSENT:
+            self.member.__delete__(self.holder)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextVarSlot(Slot):
+    """The value of a `contextvars.ContextVar` in the context of the caller."""
+
+    variable: ContextVar[Any]
+
+    def get(self) -> Any:
+        return self.variable.get(ABSENT)
+
+    def set(self, value: Any) -> None:
+        self.variable.set(value)
+
+    def remove(self) -> None:
+        """A context variable cannot be unset; a capture runs in a copy of the context, which is dropped."""
+
+
+@dataclass(frozen=True, eq=False)
+class ThreadLocalSlot(Slot):
+    """An attribute of a `threading.local` in the calling thread."""
+
+    local: threading.local
+    name: str
+
+    def get(self) -> Any:
+        return vars(self.local).get(self.name, ABSENT)
+
+    def set(self, value: Any) -> None:
+        vars(self.local)[self.name] = value
+
+    def remove(self) -> None:
+        vars(self.local).pop(self.name, None)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from wholestep.capture.objects.plain_values import same_plain
+from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.torch_private.guard_checks import DictWatch
 
 _MOST_BYTES = 64 << 20
