@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "lower": {"remat"},
     "guards": {"capture", "runtime"},
     "runtime": {"capture", "cross_iteration", "guards", "lower", "remat"},  # it runs what these made
-    "cross_iteration": {"capture", "lower", "runtime"},
+    "cross_iteration": {"lower", "runtime"},
     "ranks": {"capture", "runtime"},
     "pipelining": {"parallel", "partition", "ranks"},
     "debug": {"capture", "compilers", "cross_iteration", "lower", "passes", "remat", "runtime"},
