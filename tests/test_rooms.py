@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "capture": {"parallel"},  # it traces under a plan
     "passes": set(),
     "partition": set(),
-    "inspect": {"compilers"},
+    "inspect": set(),
     "compilers": {"inspect", "remat"},
     "lower": {"remat"},
     "guards": {"capture", "runtime"},

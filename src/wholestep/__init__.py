@@ -3,6 +3,7 @@
 from wholestep import compilers as compilers
 from wholestep import debug as debug
 from wholestep import errors as errors
+from wholestep import inspect as inspect
 from wholestep import lower as lower
 from wholestep import passes as passes
 from wholestep import pipelining as pipelining
@@ -44,6 +45,7 @@ __all__ = [
     "compilers",
     "debug",
     "errors",
+    "inspect",
     "lower",
     "partial_lower",
     "passes",

@@ -18,9 +18,8 @@ from wholestep.compilers.dump import Dump, get_inputs, read_dump
 from wholestep.compilers.functorch_names import TORCHS, aot_function, aot_module
 from wholestep.compilers.fusion import memory_efficient_fusion
 from wholestep.compilers.graph_dumper import GraphDumper, graph_dumper_aot, read_index
-from wholestep.compilers.plain import nop, print_compile
+from wholestep.compilers.run_unchanged import draw_graph, draw_graph_compile, nop, print_compile
 from wholestep.compilers.torchscript import nnc_jit, simple_ts_compile, ts_compile
-from wholestep.inspect.drawing.draw import draw_graph, draw_graph_compile
 
 __all__ = [
     "DebugInterpreter",

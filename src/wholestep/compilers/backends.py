@@ -19,10 +19,9 @@ from wholestep.compilers.debug import debug_nop
 from wholestep.compilers.debug_compile import FOLDER, debug_compile
 from wholestep.compilers.fusion import fusion_settings, with_budget
 from wholestep.compilers.graph_dumper import graph_dumper_aot
-from wholestep.compilers.plain import nop, print_compile
+from wholestep.compilers.run_unchanged import draw_graph_compile, nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
 from wholestep.errors import OptionError
-from wholestep.inspect.drawing.draw import draw_graph_compile
 from wholestep.torch_private.aot import aot_backend
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -15,7 +15,7 @@ from torch import fx
 
 from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
 from wholestep.compilers.dump import GraphDump, new_folder
-from wholestep.compilers.plain import nop
+from wholestep.compilers.run_unchanged import nop
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import graph_being_compiled
 

@@ -19,12 +19,12 @@ from torch import Tensor, fx
 
 from wholestep.compilers.check_values import Difference, differences
 from wholestep.compilers.known_faults import is_known, unknown_places
-from wholestep.compilers.origin import location_of_node, module_path
 from wholestep.compilers.symbol_values import SymbolValues
 from wholestep.errors import DebugError, Location
 from wholestep.ir.effects import draws, written_positions
 from wholestep.ir.meta import KEY, node_meta
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.origin import location_of_node, module_path
 from wholestep.ir.readable import format_node
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import OpOverload, may_copy, schema_of, shares_storage

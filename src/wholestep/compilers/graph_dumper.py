@@ -22,9 +22,9 @@ from torch import fx, nn
 
 from wholestep.compilers.boxed import Compiled, boxed
 from wholestep.compilers.dump import GraphDump
-from wholestep.compilers.origin import plain_path
 from wholestep.compilers.safe_files import read_json, write_whole
 from wholestep.errors import DumpError, OptionError
+from wholestep.ir.origin import plain_path
 from wholestep.torch_private.aot import aot_simplified, default_partition
 from wholestep.torch_private.symbolic_shapes import dynamo_source, input_source
 

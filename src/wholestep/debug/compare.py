@@ -22,7 +22,7 @@ from wholestep.debug.numbers import Gap, eps_of, gap_between
 from wholestep.debug.runs import NodeRaised, Note, run_nodes
 from wholestep.debug.versions import Version, two_versions
 from wholestep.errors import Location, OptionError
-from wholestep.ir.meta import node_meta
+from wholestep.ir.origin import location_of_node
 from wholestep.ir.readable import format_node
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.example_inputs import nudged
@@ -203,7 +203,7 @@ def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]
         counterpart,
         gap,
         format_node(node),
-        node_meta(node).location,
+        location_of_node(node),
         tuple(format_node(source) for source in node.all_input_nodes),
         tuple(reversed(new)),
     )

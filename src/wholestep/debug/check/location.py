@@ -6,9 +6,8 @@ made of its outputs is not), the signature says which node computes the value th
 
 from __future__ import annotations
 
-import linecache
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,7 +18,7 @@ from wholestep.debug.compare import compare_versions
 from wholestep.debug.found import Found
 from wholestep.debug.versions import Version, capture_call, with_passes
 from wholestep.errors import Location
-from wholestep.ir.meta import node_meta
+from wholestep.ir.origin import nearest_location
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -66,13 +65,13 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
             found = Found("nothing", what=f"the search for the node raised {type(error).__name__}: {error}")
     if found:
         node = _node(graph.gm.graph, found.node)
-        where = _location(node) or _location(_maker(graph, finding.path))
+        where = nearest_location(node) or nearest_location(_maker(graph, finding.path))
         text = found.text or (format_node(node) if node is not None else "")
         return FirstDifference(found.stage, found.what, found.node, text, where, found.pass_name, found.region)
     node = _maker(graph, finding.path)
     text = "" if node is None else format_node(node)
     what = f"{finding.path}: {finding.text}" + (f" ({found.what})" if found.what else "")
-    return FirstDifference("run", what, "" if node is None else node.name, text, _location(node))
+    return FirstDifference("run", what, "" if node is None else node.name, text, nearest_location(node))
 
 
 def _stale_node(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
@@ -114,17 +113,3 @@ def _maker(graph: StepGraph, path: str) -> fx.Node | None:
 
 def _as_node(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
-
-
-def _location(node: fx.Node | None) -> Location | None:
-    """The line of a node, or of the first node behind it that has one."""
-    seen: set[fx.Node] = set()
-    queue = [] if node is None else [node]
-    while queue:
-        each = queue.pop(0)
-        where = node_meta(each).location
-        if where is not None:
-            return replace(where, text=where.text or linecache.getline(where.file, where.line).strip())
-        seen.add(each)
-        queue += [source for source in each.all_input_nodes if source not in seen]
-    return None

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from wholestep.errors import WholestepError
+from wholestep.ir.origin import location_of_node, module_call
 from wholestep.pipelining.build.capture import Program
 from wholestep.pipelining.build.markers import is_split
-from wholestep.pipelining.build.places import module_call, user_line
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _token(node: fx.Node) -> tuple[str, ...]:
     """What two nodes have in common that do the same: operator, module call and the line of the user."""
     if node.op == "output":
         return ("output",)
-    line = user_line(node)
+    line = location_of_node(node, user_only=True)
     return (node.op, str(node.target), module_call(node), "" if line is None else f"{line.file}:{line.line}")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError, PipelineStateError
-from wholestep.pipelining.build.places import user_line
+from wholestep.ir.origin import location_of_node
 from wholestep.pipelining.build.staged import Staged
 from wholestep.pipelining.build.state import ModelState
 from wholestep.pipelining.build.writes import writes_by_storage
@@ -130,7 +130,7 @@ def _check_one_early_writer(key: str, writers: Mapping[int, fx.Node], stages: Se
         "would keep it equal.",
         fix="move the cut so that one stage writes it and no earlier one uses it",
         node=node.format_node() or node.name,
-        location=user_line(node),
+        location=location_of_node(node, user_only=True),
     )
 
 

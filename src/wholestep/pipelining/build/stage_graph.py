@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError
+from wholestep.ir.origin import location_of_node
 from wholestep.pipelining.build.functions import FunctionModule, marked
-from wholestep.pipelining.build.places import user_line
 from wholestep.pipelining.build.regions import Region, RegionModule, regions_of
 from wholestep.pipelining.build.routing import Routing
 from wholestep.pipelining.build.stage_module import StageCode
@@ -152,7 +152,7 @@ class _Builder:
                     f"{region.call.function.__name__} lets {node.name} out of its forward beside its results.",
                     fix="return it from the function",
                     node=node.format_node() or node.name,
-                    location=user_line(node),
+                    location=location_of_node(node, user_only=True),
                 )
         name = f"_{self._mode}_function_{len(self._blocks)}"
         self._blocks[name] = FunctionModule(region.call)

@@ -19,9 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import wholestep as ws
 from wholestep.compilers import draw_graph, draw_graph_compile
 from wholestep.errors import OptionError
-from wholestep.inspect.drawing.collapse import MOST_BOXES, drawing, kind_of_node
-from wholestep.inspect.drawing.draw import dot, svg
-from wholestep.inspect.drawing.layout import WIDEST, place
+from wholestep.inspect.drawing import MOST_BOXES, dot, drawing, kind_of_node, svg
+from wholestep.inspect.layered_layout import WIDEST, place
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -177,7 +176,7 @@ def test_very_many_inputs_are_lines_of_the_boxes_that_read_them_first_and_paths_
     assert not any(box.kind == "input" for box in found.boxes)
     lines = [line for box in found.boxes for line in box.lines]
     assert any("11.1.weight: f32[4] → 1 more" in line for line in lines)  # the backward reads it too
-    text = draw_graph(captured, tmp_path / "step.svg", collapse=4).read_text(encoding="utf-8")
+    text = ws.inspect.draw(captured, tmp_path / "step.svg", collapse=4).read_text(encoding="utf-8")
     assert ".11.1 · forward" in text
     rows = rectangles(text)
     assert max(left for left, *_ in rows) < 1200  # it does not wander off to one side

@@ -1,1 +1,0 @@
-"""Draw a graph as SVG, DOT or PNG."""
