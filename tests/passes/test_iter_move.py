@@ -319,3 +319,23 @@ def test_a_pass_that_makes_a_move_illegal_afterwards_costs_the_overlap_only(capl
     with caplog.at_level(logging.WARNING, "wholestep"):
         assert iterations_of(graph) is None
     assert "updates stay in their own iteration" in caplog.text
+
+
+def test_a_pass_may_return_an_iter_graph_module_and_its_moves_become_marks() -> None:
+    @ws.passes.graph_optimization_pass(numerics="exact")
+    def as_before(gm: fx.GraphModule) -> IterGraphModule:
+        iterating = IterGraphModule(gm)
+        overlap_optimizer_with_next_forward(iterating)
+        return iterating
+
+    graph, other = captured(), captured()
+    overlap_optimizer_with_next_forward(other)
+    made = as_before(graph)
+    assert isinstance(made, IterGraphModule)
+    assert made.graph.has_moves
+    names = [[node.name for node in group] for group in moved(graph)]
+    assert names == [[node.name for node in group] for group in moved(other)]
+    assert graph.gm.meta[DESTINATIONS] == other.gm.meta[DESTINATIONS]
+    assert [str(n.target) for n in graph.gm.graph.nodes][-5:] == [str(n.target) for n in other.gm.graph.nodes][-5:]
+    assert iterations_of(graph) is not None
+    assert ws.passes.applied_passes(graph.gm)[-2:] == ("overlap_optimizer_with_next_forward", "as_before")

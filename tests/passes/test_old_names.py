@@ -1,11 +1,10 @@
-"""Code and tests of PyTorch's `_spmd` passes: its helpers, its messages and its stand-ins for graphs work here too."""
+"""Code and tests of PyTorch's `_spmd` passes: its helpers and its messages work here too."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -34,26 +33,6 @@ def closes(gm: Any) -> None:
     """Nothing."""
 
 
-def stand_in() -> Any:
-    return MagicMock(spec=wp.IterGraphModule)
-
-
-def test_the_order_of_passes_holds_for_stand_ins_each_for_itself() -> None:
-    one = stand_in()
-    for each in (opens, closes, builds_on_it):
-        each(one)
-    closes(stand_in())
-    with pytest.raises(AssertionError, match="are the prerequisites of"):
-        builds_on_it(stand_in())
-    other = stand_in()
-    closes(other)
-    with pytest.raises(AssertionError, match="must be applied after"):
-        opens(other)
-    with pytest.raises(AssertionError, match="Cannot apply closes twice"):
-        closes(other)
-    closes(other, allow_rerun=True)
-
-
 def small() -> fx.GraphModule:
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -61,6 +40,26 @@ def small() -> fx.GraphModule:
     second = graph.call_function(aten.mul.Tensor, (first, x), name="second")
     graph.output(second)
     return fx.GraphModule(nn.Module(), graph)
+
+
+def iterating() -> wp.IterGraphModule:
+    return wp.IterGraphModule(small())
+
+
+def test_the_order_of_passes_holds_for_each_iter_graph_module_by_itself() -> None:
+    one = iterating()
+    for each in (opens, closes, builds_on_it):
+        each(one)
+    closes(iterating())
+    with pytest.raises(AssertionError, match="are the prerequisites of"):
+        builds_on_it(iterating())
+    other = iterating()
+    closes(other)
+    with pytest.raises(AssertionError, match="must be applied after"):
+        opens(other)
+    with pytest.raises(AssertionError, match="Cannot apply closes twice"):
+        closes(other)
+    closes(other, allow_rerun=True)
 
 
 def test_nodes_are_found_in_both_directions() -> None:
@@ -104,14 +103,12 @@ def test_descendants_of_nothing_fail_as_they_did() -> None:
         wp.find_all_descendants(small(), [])
 
 
-@pytest.mark.parametrize("kind", ["iter graph module", "graph", "another step"])
+@pytest.mark.parametrize("kind", ["graph", "another step"])
 def test_a_graph_that_a_pass_returns_and_nobody_would_use_is_refused(kind: str) -> None:
     step = optimizer_step("SGD", {})
 
     @wp.graph_optimization_pass()
     def transforms(gm: fx.GraphModule) -> Any:
-        if kind == "iter graph module":
-            return wp.IterGraphModule(gm)
         return copy.deepcopy(gm.graph) if kind == "graph" else optimizer_step("SGD", {})
 
     with pytest.raises(PassError, match="which nothing would use"):

@@ -7,7 +7,7 @@ run on fake tensors, what was recorded is taken as true and the walk goes on fro
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +64,14 @@ def fill_values(gm: fx.GraphModule) -> None:
             env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
             run = _Run(gm, FakeTensorMode(shape_env=env or ShapeEnv(), allow_non_fake_inputs=True), _refuse)
         node.meta["val"] = run.value_of(node)
+
+
+def fakes_for(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> tuple[FakeTensorMode, dict[fx.Node, Any]]:
+    """A new fake mode, and in it a value for each node that is like its recorded `val`."""
+    env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
+    mode = FakeTensorMode(shape_env=env or ShapeEnv(), allow_non_fake_inputs=True)
+    run = _Run(gm, mode, _refuse)
+    return mode, {node: run._fake(node.meta["val"]) for node in nodes}
 
 
 def _refuse(node: fx.Node, what: str) -> NoReturn:

@@ -25,8 +25,9 @@ from torch.fx.graph import CodeGen, PythonCode
 from wholestep.errors import OptionError
 from wholestep.ir.iter.derived import cleanup_graph, flush_graph, running_graph, setup_graph, single_graph
 from wholestep.ir.iter.graph import IterGraph
-from wholestep.ir.iter.marks import make_marked_moves
+from wholestep.ir.iter.marks import CREATES, DESTINATIONS, late_outputs, make_marked_moves, marked_graph
 from wholestep.ir.iter.pending import Flush, LeftOver, Ran, flush_at_last
+from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
 
 log = logging.getLogger("wholestep.iter_graph")
@@ -44,7 +45,7 @@ class IterGraphModule(nn.Module):
         super().__init__()
         if enable_inductor:
             raise OptionError("enable_inductor=True is not available in this version.", fix="leave it out.")
-        graph = IterGraph(main_gm.graph)
+        graph = IterGraph(main_gm.graph, late_outputs=late_outputs(main_gm))
         make_marked_moves(graph, main_gm.meta)
         self.main_gm = fx.GraphModule(main_gm, graph)
         self.main_gm.meta = dict(main_gm.meta)
@@ -138,6 +139,27 @@ class IterGraphModule(nn.Module):
             for move in graph.moves
         ]
         return code
+
+    def marked(self) -> fx.GraphModule:
+        """One graph that computes what an iteration does, with marks on the nodes that run in the next one.
+
+        What a StepGraph has instead of three graphs: its runtime makes the moves. A step that creates the state of its
+        optimizer has nothing to move yet.
+        """
+        graph, destinations = marked_graph(self.graph)
+        meta = dict(self.meta)
+        if meta.get(CREATES, False):
+            for node in graph.nodes:
+                if node_meta(node).move:
+                    update_node_meta(node, move=0)
+        else:
+            meta[DESTINATIONS] = destinations
+        made = _module(self.main_gm, graph)
+        if self._codegen is not None:
+            made.graph.set_codegen(self._codegen)
+            made.recompile()
+        made.meta = meta
+        return made
 
     def setup(self, max_iters: int = 0) -> None:
         """Say how many iterations there will be, as the first versions of PyTorch's had it; moves may follow."""

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.effects import writes
+from wholestep.ir.iter.derived import single_graph
+from wholestep.ir.iter.graph import IterGraph, find_output, kept
 from wholestep.ir.iter.moves import first_readers, move_of
 from wholestep.ir.meta import node_meta, update_node_meta
+
+_COPY = torch.ops.aten.copy_.default
 
 DESTINATIONS = "wholestep_destinations"
 """In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
@@ -67,6 +72,41 @@ def requested_moves(
         asked = by_name.get(names.get(number, ""), target)
         found.append((nodes, asked if place[asked] < place[target] and asked.op != "placeholder" else target))
     return found
+
+
+def marked_graph(main: IterGraph) -> tuple[fx.Graph, dict[int, str]]:
+    """The graph as if nothing had moved, each moved node with its mark; and where each move goes (`DESTINATIONS`).
+
+    What `make_marked_moves` undoes. Write-backs come last, as a StepGraph has them, where nothing else writes.
+    """
+    graph = single_graph(main)
+    for node in list(graph.nodes):
+        if node.target is kept:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    by_name = {node.name: node for node in graph.nodes}
+    moved = {node for move in main.moves for node in move.nodes}
+    destinations: dict[int, str] = {}
+    for number, move in enumerate(main.moves, 1):
+        for node in move.nodes:
+            update_node_meta(by_name[node.name], move=number)
+        after = move.nodes[-1].next
+        while after in moved or after.target is kept:
+            after = after.next
+        destinations[number] = after.name
+    written = [node for node in graph.nodes if writes(node)]
+    if all(_is_write_back(node) for node in written):
+        output = find_output(graph)
+        for node in written:
+            output.prepend(node)
+    return graph, destinations
+
+
+def _is_write_back(node: fx.Node) -> bool:
+    target = node.args[0] if node.target is _COPY else None
+    return (
+        isinstance(target, fx.Node) and target.op == "placeholder" and all(user.op == "output" for user in node.users)
+    )
 
 
 def make_marked_moves(graph: IterGraph, meta: Mapping[str, Any]) -> None:
