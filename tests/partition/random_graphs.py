@@ -30,7 +30,7 @@ class Drawn:
 
 @st.composite
 def drawn_graphs(draw: st.DrawFn, largest: int = 24, tuples: bool = False, effects: bool = False) -> Drawn:
-    """Chains, diamonds and independent parts; with nodes that make tuples, or that write, draw and share memory."""
+    """Chains, diamonds and independent parts; nodes may return tuples, write, alias, or be random."""
     graph = fx.Graph()
     inputs = draw(st.integers(1, 3))
     values = [graph.placeholder(f"x{i}") for i in range(inputs)]
@@ -65,7 +65,7 @@ def drawn_graphs(draw: st.DrawFn, largest: int = 24, tuples: bool = False, effec
 
 
 def quotient_has_cycle(graph: fx.Graph, group_of: Mapping[fx.Node, object] | Callable[[fx.Node], object]) -> bool:
-    """Whether groups, with every other node as a group of its own, depend on each other in a circle."""
+    """True if groups, with every other node as a group of its own, form a cycle."""
     get = group_of if callable(group_of) else lambda node: group_of.get(node, node)
     before: dict[object, set[object]] = {}
     for node in graph.nodes:

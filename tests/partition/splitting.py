@@ -17,14 +17,14 @@ TORCHS_OPTIONS = set(inspect.signature(torchs_split_module).parameters)
 
 
 def torchs(gm: fx.GraphModule, callback: Callable[[fx.Node], int], **options: Any) -> fx.GraphModule:
-    """What torch's function makes of a graph that it may write to."""
+    """The result of torch's split_module on a copy of a graph."""
     theirs = copy.deepcopy(gm)
     same = dict(zip(theirs.graph.nodes, gm.graph.nodes, strict=True))
     return torchs_split_module(theirs, None, lambda node: callback(same[node]), **options)
 
 
 def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """All there is to a graph; placeholders first, since torch writes what enters a mode before them."""
+    """All properties of a graph; placeholders first, because torch puts nodes that enter a mode before them."""
     nodes = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
     return [
         (n.op, n.name, str(n.target), str(n.args), str(n.kwargs), n.type, sorted(n.meta) if n.op != "output" else [])

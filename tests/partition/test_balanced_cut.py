@@ -1,4 +1,4 @@
-"""Balanced cuts are the best of all cuts, leave whole what must be whole, and errors name what is wrong."""
+"""Balanced cuts are optimal and never separate nodes that must stay together; errors name the node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partition.random_graphs import Drawn, drawn_graphs
 from wholestep.errors import CutError, PartitionError
 from wholestep.partition import balanced_cut, split_module
+from wholestep.partition.balanced_cut import find_pieces
 from wholestep.partition.bottleneck import fewest_runs, fits
-from wholestep.partition.pieces import find_pieces
 
 
 class AllCuts:
@@ -67,7 +67,7 @@ def cases(draw):
 
 
 @given(cases())
-def test_the_cut_is_the_best_of_all_and_of_equals_the_one_with_the_fewest_bytes(case):
+def test_the_cut_is_optimal_and_ties_are_broken_by_bytes(case):
     gm, cost, size, k, seconds_per_byte = case
     found = balanced_cut(gm, k, cost, seconds_per_byte=seconds_per_byte, value_bytes=size.__getitem__)
     every = AllCuts(gm, cost, size, seconds_per_byte)
@@ -79,7 +79,7 @@ def test_the_cut_is_the_best_of_all_and_of_equals_the_one_with_the_fewest_bytes(
 
 
 @given(cases(), st.integers(0, 60))
-def test_no_partition_keeps_more_than_max_bytes_and_the_cut_is_the_best_of_those(case, max_bytes):
+def test_no_partition_holds_more_than_max_bytes_and_the_cut_is_optimal(case, max_bytes):
     gm, cost, size, k, seconds_per_byte = case
     every = AllCuts(gm, cost, size, seconds_per_byte)
     best = every.best(k, max_bytes)
@@ -103,7 +103,7 @@ def test_no_partition_keeps_more_than_max_bytes_and_the_cut_is_the_best_of_those
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 7))
-def test_runs_within_a_reach_are_counted_as_by_trying_all(steps, k):
+def test_the_fewest_runs_within_a_reach_equal_those_of_brute_force(steps, k):
     reach = np.array([min(i + step, len(steps)) for i, step in enumerate(steps)])
 
     def possible(count):
@@ -115,7 +115,7 @@ def test_runs_within_a_reach_are_counted_as_by_trying_all(steps, k):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=3, max_size=9), st.integers(1, 3))
-def test_costs_that_are_no_round_numbers_give_the_optimum_up_to_rounding(costs, k):
+def test_arbitrary_float_costs_give_the_optimum_up_to_rounding(costs, k):
     graph = fx.Graph()
     value = graph.placeholder("x")
     for _ in costs:
@@ -129,7 +129,7 @@ def test_costs_that_are_no_round_numbers_give_the_optimum_up_to_rounding(costs, 
 
 
 @given(drawn_graphs(tuples=True, effects=True), st.integers(1, 4))
-def test_the_result_is_a_callback_for_split_module_and_the_parts_compute_the_same(drawn, k):
+def test_the_cut_is_a_callback_for_split_module_and_results_are_equal(drawn, k):
     expected = drawn.run()
     k = min(k, len(find_pieces(list(drawn.gm.graph.nodes))))
     found = balanced_cut(drawn.gm, k, lambda node: 1.0)
@@ -158,7 +158,7 @@ def test_equal_layers_are_cut_into_equal_stages_and_sizes_come_from_the_values()
     assert found.bytes_crossing == (4 * 16 * 4,) * 3
 
 
-def test_a_cut_goes_where_few_bytes_cross_if_they_cost_something():
+def test_a_cut_goes_where_few_bytes_cross_if_bytes_have_a_cost():
     def fn(x):
         wide = x.repeat(1, 100).sin()
         return wide.sum(1).cos().exp()
@@ -188,7 +188,7 @@ def test_costs_can_be_a_mapping_by_node_or_by_name():
     assert balanced_cut(gm, 2, by_name) == balanced_cut(gm, 2, by_node) == balanced_cut(gm, 2, by_node.__getitem__)
 
 
-def test_a_tuple_is_not_cut_from_its_parts_even_if_they_stand_far_away():
+def test_a_tuple_is_not_cut_from_distant_nodes_that_unpack_it():
     def fn(x):
         values, places = x.max(0)
         return values.sin().cos().exp() + places
@@ -251,15 +251,16 @@ def test_parameters_of_modules_and_constants_count_once_for_each_partition():
         balanced_cut(gm, 2, lambda node: 1.0, weights - 1, **sizes)
 
 
-def test_max_bytes_that_no_single_piece_fits_names_it():
+def test_a_piece_larger_than_max_bytes_is_named():
     gm = layers(2, width=64)
     with pytest.raises(
-        CutError, match=r"addmm\S* and what stays with it keep \d+ alone(.|\n)*smallest max_bytes is \d+"
+        CutError,
+        match=r"addmm\S* and the nodes that are not cut from it hold \d+ alone(.|\n)*smallest max_bytes is \d+",
     ):
         balanced_cut(gm, 2, lambda node: 1.0, 1000)
 
 
-def test_an_infeasible_number_of_partitions_is_told_which_number_would_do():
+def test_an_infeasible_k_suggests_a_feasible_one():
     graph = fx.Graph()
     value = graph.placeholder("x")
     for _ in range(6):
@@ -286,14 +287,14 @@ def test_an_infeasible_number_of_partitions_is_told_which_number_would_do():
         ({"cost": lambda node: None}, "cost of sin is None"),
         ({"cost": lambda node: 1 / 0}, "cost raised ZeroDivisionError"),
         ({"cost": {"sin": 1.0}}, "cost has no entry for cos"),
-        ({"cost": lambda node: 1e308}, "too large for a number"),
+        ({"cost": lambda node: 1e308}, "overflows a float"),
         ({"value_bytes": lambda node: -4}, "value_bytes returned -4 for sin"),
         ({"value_bytes": lambda node: 1 / 0}, "value_bytes raised ZeroDivisionError"),
-        ({"seconds_per_byte": 1.0}, "how many bytes sin has is not known"),
-        ({"max_bytes": 100}, "how many bytes sin has is not known"),
+        ({"seconds_per_byte": 1.0}, "the size of sin is not known"),
+        ({"max_bytes": 100}, "the size of sin is not known"),
     ],
 )
-def test_input_without_meaning_is_refused_with_the_node(options, message):
+def test_invalid_arguments_are_refused_and_the_node_named(options, message):
     gm = fx.symbolic_trace(lambda x: x.sin().cos().exp())
     with pytest.raises(PartitionError, match=message):
         balanced_cut(gm, **{"k": 2, "cost": lambda node: 1.0, **options})

@@ -1,4 +1,4 @@
-"""Partitions of supported nodes: no cycles, as few as there can be, and the same results when they are fused."""
+"""Partitions of supported nodes: no cycles, a minimal number, and equal results when fused."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_every_supported_node_is_in_one_partition_and_there_are_no_cycles(drawn)
 
 
 @given(drawn_graphs())
-def test_there_are_at_most_as_many_partitions_as_torch_finds(drawn):
+def test_there_are_no_more_partitions_than_torch_finds(drawn):
     assert len(ours(drawn)) <= len(torchs(drawn))
 
 
 @given(drawn_graphs(largest=8))
-def test_there_are_as_few_partitions_as_any_search_can_find(drawn):
+def test_the_number_of_partitions_is_minimal(drawn):
     assert len(ours(drawn)) == fewest(drawn)
 
 
@@ -102,7 +102,7 @@ def test_no_two_partitions_could_be_merged(drawn):
 
 
 @given(drawn_graphs(tuples=True))
-def test_parts_of_a_tuple_stay_with_what_made_it(drawn):
+def test_nodes_that_unpack_a_tuple_stay_with_its_producer(drawn):
     found = ours(drawn)
     assert_sound(drawn, found)
     inside = {node for partition in found for node in partition.nodes}
@@ -128,7 +128,7 @@ def test_a_fused_graph_computes_the_same(drawn):
 
 
 @given(drawn_graphs(effects=True))
-def test_writes_reads_and_random_draws_keep_their_order_when_fused(drawn):
+def test_writes_reads_and_random_ops_keep_their_order_when_fused(drawn):
     expected = drawn.run()
     found = ours(drawn)
     assert_sound(drawn, found)
@@ -161,7 +161,7 @@ def test_without_horizontal_fusion_effects_keep_their_order_too(drawn):
 
 
 @given(drawn_graphs())
-def test_dissolved_partitions_leave_numbers_that_can_still_run_in_order(drawn):
+def test_groups_can_run_in_order_after_partitions_are_dissolved(drawn):
     found = ours(drawn, min_nodes=3)
     assert_sound(drawn, found)
     assert all(len(partition.nodes) >= 3 for partition in found)
@@ -179,14 +179,14 @@ def test_the_result_is_a_callback_for_torchs_split_module(drawn):
 
 
 @given(drawn_graphs(tuples=True, effects=True))
-def test_the_result_is_a_callback_for_our_split_module_which_keeps_effects_in_order(drawn):
+def test_the_result_is_a_callback_for_our_split_module(drawn):
     expected = drawn.run()
     found = ours(drawn)
     split = split_module(drawn.gm, drawn.gm, found)
     torch.testing.assert_close(Drawn(split, drawn.supported, drawn.inputs).run(), expected, rtol=0, atol=0)
 
 
-def test_a_captured_step_is_partitioned_with_its_write_backs_behind_all_reads():
+def test_write_backs_of_a_captured_step_come_after_all_reads():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -224,7 +224,7 @@ def names(found):
     return [[node.name for node in partition.nodes] for partition in found]
 
 
-def test_an_unsupported_node_in_the_middle_makes_two_partitions_and_its_bypass_joins_one():
+def test_an_unsupported_node_separates_two_partitions_and_its_bypass_joins_one():
     def fn(x):
         a = x.sin()
         return a.tan().cos() + a.exp()
@@ -236,7 +236,7 @@ def test_an_unsupported_node_in_the_middle_makes_two_partitions_and_its_bypass_j
     assert found(by_name(gm, "tan")[0]) == 1
 
 
-def test_what_depends_on_inputs_alone_waits_for_its_first_user():
+def test_nodes_that_depend_on_inputs_alone_move_to_their_first_user():
     def fn(x, w):
         return x.sin().tan().cos() @ w.to(torch.float64)
 
@@ -245,14 +245,14 @@ def test_what_depends_on_inputs_alone_waits_for_its_first_user():
     assert names(found) == [["sin"], ["cos", "_to_copy", "mm"]]
 
 
-def test_the_predicate_is_asked_once_for_each_node_but_inputs_and_output():
+def test_the_predicate_is_called_once_per_node_except_inputs_and_output():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     asked = []
     partition_by_support(gm, lambda node: bool(asked.append(node.name)))
     assert asked == ["_0", "_1"]
 
 
-def test_torchs_operator_support_is_taken_too_and_sees_the_submodules():
+def test_torchs_operator_support_is_accepted_and_sees_the_submodules():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
     class Linears(OperatorSupportBase):
@@ -293,7 +293,7 @@ def test_without_horizontal_fusion_independent_nodes_stay_apart():
     "skip_horizontal_fusion" not in inspect.signature(CapabilityBasedPartitioner.__init__).parameters,
     reason="this torch has no such option",
 )
-def test_without_horizontal_fusion_a_value_still_joins_the_only_node_that_uses_it():
+def test_without_horizontal_fusion_a_value_joins_its_only_user():
     def fn(x):
         return x.sin().exp().tan().cos() + x.neg().exp()
 
@@ -303,7 +303,7 @@ def test_without_horizontal_fusion_a_value_still_joins_the_only_node_that_uses_i
     assert len(ours(drawn, skip_horizontal_fusion=True)) <= len(torchs(drawn, skip_horizontal_fusion=True)) == 2
 
 
-def test_collectives_keep_their_order_although_no_value_connects_them():
+def test_collectives_keep_their_order_without_data_flow():
     comm = torch.ops._c10d_functional
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
@@ -336,7 +336,7 @@ def test_a_read_of_a_view_does_not_move_past_the_write():
     assert torch.equal(fuse_partitions(gm, found)(torch.ones(2, 3)), expected)
 
 
-def test_nothing_moves_past_a_switch_of_grad_mode():
+def test_no_node_moves_past_a_grad_mode_switch():
     graph = fx.Graph()
     x = graph.placeholder("x")
     a = graph.call_function(torch.sin, (x,))
@@ -429,11 +429,11 @@ def test_a_malformed_graph_is_refused_and_the_node_named():
     gm = fx.symbolic_trace(lambda x: x.sin().cos())
     sin, cos = by_name(gm, "sin", "cos")
     cos.append(sin)
-    with pytest.raises(PartitionError, match="cos uses sin, which is not made before it"):
+    with pytest.raises(PartitionError, match="cos uses sin, which is not defined before it"):
         partition_by_support(gm, lambda node: True)
 
 
-def test_fusing_under_a_name_that_is_taken_or_partitions_of_another_graph_is_refused():
+def test_fusing_refuses_a_taken_name_and_partitions_of_another_graph():
     gm = fx.symbolic_trace(lambda x: x.sin().cos())
     other = fx.symbolic_trace(lambda x: x.sin().cos())
     found = partition_by_support(gm, lambda node: True)
@@ -445,8 +445,8 @@ def test_fusing_under_a_name_that_is_taken_or_partitions_of_another_graph_is_ref
 
 
 @pytest.mark.parametrize("cond_is_supported", [True, False])
-def test_bodies_of_cond_are_got_where_they_are_called(cond_is_supported):
-    """They are no values: a partition neither takes nor returns them, whatever is said of them."""
+def test_bodies_of_cond_are_read_where_they_are_called(cond_is_supported):
+    """A body is not a value: no partition takes or returns it, whatever the predicate returns."""
 
     def f(x):
         y = (x * 2).tanh()

@@ -1,4 +1,4 @@
-"""split_module makes what torch's makes: children, names, wiring, options. What torch's gets wrong it gets right."""
+"""split_module agrees with torch's in children, names, wiring and options, except where torch's is wrong."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 3, 100])
-def test_children_and_wiring_are_torchs(options, length):
+def test_children_and_wiring_equal_those_of_torch(options, length):
     if not set(options) <= TORCHS_OPTIONS:
         pytest.skip("this torch has no such option")
     gm = fx.symbolic_trace(Branches())
@@ -93,7 +93,7 @@ def test_children_and_wiring_are_torchs(options, length):
         assert all("mark" in node.meta for node in child.graph.nodes if node.op != "output")
 
 
-def test_a_callback_that_counts_its_calls_is_called_once_for_each_node():
+def test_the_callback_is_called_once_per_node():
     gm = fx.symbolic_trace(Branches())
     asked = []
     split = split_module(gm, None, lambda node: asked.append(node) or 0)
@@ -103,7 +103,7 @@ def test_a_callback_that_counts_its_calls_is_called_once_for_each_node():
     assert torch.equal(split_module(gm, None, every_third())(x, y), gm(x, y))
 
 
-def test_it_is_called_once_also_where_there_are_modes():
+def test_the_callback_is_called_once_per_node_in_graphs_with_mode_switches():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.call_function(torch._C._set_grad_enabled, (False,))
@@ -115,14 +115,14 @@ def test_it_is_called_once_also_where_there_are_modes():
     assert len(asked) == len(set(asked)) == 3
 
 
-def test_the_graph_is_not_touched():
+def test_the_original_graph_is_not_changed():
     gm = fx.symbolic_trace(Branches())
     before = snapshot(gm)
     split_module(gm, None, in_runs(2), keep_original_node_name=True)
     assert snapshot(gm) == before
 
 
-def test_inputs_can_be_called_by_their_position():
+def test_placeholders_of_children_can_be_named_by_position():
     class Sums(nn.Module):
         def forward(self, x, a0, a1, b0, b1):
             x = x + (a0**2) + (a1 / 2)
@@ -135,7 +135,7 @@ def test_inputs_can_be_called_by_their_position():
         assert [n.target for n in child.graph.nodes if n.op == "placeholder"] == ["arg_0", "arg_1", "arg_2"]
 
 
-def test_the_map_of_names_tells_where_a_module_came_from():
+def test_qualname_map_has_the_original_name_of_each_module():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_a_partition_without_users_is_kept_and_returns_an_empty_tuple():
     assert torch.equal(split(torch.ones(3)), torch.full((3,), 2.0))
 
 
-def test_default_arguments_and_annotations_of_placeholders_stay():
+def test_default_arguments_and_annotations_of_placeholders_are_preserved():
     def scaled(x, by=3.0):
         return x * by
 
@@ -199,7 +199,7 @@ def test_keyword_arguments_are_expanded(keep_original_node_name):
 
 
 @pytest.mark.parametrize("keep_original_order", [False, True])
-def test_a_graph_without_calls_stays_as_it_is(keep_original_order):
+def test_a_graph_without_calls_is_unchanged(keep_original_order):
     gm = make_fx(lambda x: (x,))(torch.randn(3))
     split = split_module(gm, None, lambda node: 0, keep_original_order=keep_original_order)
     assert [node.op for node in split.graph.nodes] == ["placeholder", "output"]
@@ -219,7 +219,7 @@ def test_a_function_that_returns_nothing_has_a_child_with_an_output():
 
 
 @pytest.mark.parametrize("keep_original_order", [False, True])
-def test_modules_that_are_arguments_stand_behind_the_placeholders_of_a_child(keep_original_order):
+def test_modules_read_by_a_child_come_after_its_placeholders(keep_original_order):
     root = nn.Module()
     root.outer = nn.Module()
     root.outer.branch = fx.symbolic_trace(nn.ReLU())
@@ -237,7 +237,7 @@ def test_modules_that_are_arguments_stand_behind_the_placeholders_of_a_child(kee
     assert torch.equal(split(a, b), a.relu() + b)
 
 
-def test_attributes_keep_names_kinds_and_persistence():
+def test_attributes_keep_their_names_types_and_persistence():
     class State(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -260,7 +260,7 @@ def test_attributes_keep_names_kinds_and_persistence():
     assert torch.equal(split(torch.ones(2)), torch.ones(2))
 
 
-def test_a_dotted_name_beside_the_same_name_with_an_underscore():
+def test_a_dotted_name_and_the_same_name_with_underscores_do_not_collide():
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -278,7 +278,7 @@ def test_a_dotted_name_beside_the_same_name_with_an_underscore():
     assert names == {"submod_0.a_b": "a.b", "submod_0.a_b_1": "a_b"}
 
 
-def test_an_attribute_that_is_called_like_a_child():
+def test_an_attribute_named_like_a_child_does_not_collide():
     root = nn.Module()
     root.submod_0 = nn.Linear(2, 2)
     graph = fx.Graph()
@@ -296,7 +296,7 @@ def test_an_attribute_that_is_called_like_a_child():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_train_and_eval_mode_stay(training):
+def test_train_and_eval_mode_are_preserved(training):
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).train(training))
     gm.train(training)
     split = split_module(gm, None, in_runs(1))
@@ -309,7 +309,7 @@ def test_train_and_eval_mode_stay(training):
     assert torch.equal(split(x), expected)
 
 
-def test_calls_and_their_parts_carry_the_values_of_the_nodes_behind_them():
+def test_calls_and_getitems_carry_the_metadata_of_their_nodes():
     gm = make_fx(lambda x, y: ((x + y).relu(), (x * y).cos()), tracing_mode="fake")(*tensors(2))
     split = split_module(gm, None, lambda node: int(node.target in (aten.relu.default, aten.cos.default)))
     first, second = (n for n in split.graph.nodes if n.op == "call_module")
@@ -337,7 +337,7 @@ def test_a_partition_that_only_has_effects_survives_dead_code_elimination():
     assert torch.equal(split(torch.zeros(2)), torch.full((2,), 2.0))
 
 
-def test_a_partition_that_calls_something_with_effects_survives_too():
+def test_a_partition_that_calls_a_module_with_effects_survives_too():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.call_function(aten.add_.Tensor, (x, 1.0))
@@ -349,14 +349,14 @@ def test_a_partition_that_calls_something_with_effects_survives_too():
     assert torch.equal(fx.Interpreter(twice).run(torch.zeros(2)), torch.full((2,), 2.0))
 
 
-def test_a_graph_that_no_module_owns_is_looked_up_in_the_given_module():
+def test_attributes_of_an_unowned_graph_are_looked_up_in_the_given_module():
     gm = fx.symbolic_trace(Branches())
     gm.graph.owning_module = None
     x, y = tensors(2)
     assert torch.equal(split_module(gm, None, in_runs(2))(x, y), gm(x, y))
 
 
-def test_numbers_from_numpy_are_numbers():
+def test_numpy_integers_are_accepted():
     numpy = pytest.importorskip("numpy")
     gm = fx.symbolic_trace(Branches())
     assert children(split_module(gm, None, lambda node: numpy.int64(4))).keys() == {"submod_4"}
@@ -388,7 +388,7 @@ def test_children_that_are_edited_run_as_edited():
     assert type(split.submod_0) is not type(split.submod_1)
 
 
-def test_hooks_of_a_child_are_its_own():
+def test_hooks_of_a_child_run_for_that_child_only():
     split = split_module(fx.symbolic_trace(lambda x: torch.relu(x) + 1), None, in_runs(1))
     seen = []
     split.submod_0.register_forward_hook(lambda module, args, result: seen.append(module))
@@ -404,7 +404,7 @@ def test_partition_has_torchs_fields():
     assert "partitions depended on: {}" in repr(partition)
 
 
-def test_inputs_that_were_replaced_come_in_torchs_order():
+def test_replaced_inputs_come_in_the_order_of_torch():
     gm = fx.symbolic_trace(lambda a, b, c: torch.cat([a, b, c]) + torch.cat([c, a]))
     a, _, c = (n for n in gm.graph.nodes if n.op == "placeholder")
     cat = next(n for n in gm.graph.nodes if n.target is torch.cat)

@@ -1,4 +1,4 @@
-"""Children are called in a stable order that keeps writes, draws and side effects; where there is none, an error."""
+"""Children are called in a stable order that preserves writes, random ops and side effects, or an error is raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partition.splitting import by_name, call_order, tensors
 from wholestep.errors import SplitCycleError, SplitOrderError
 from wholestep.partition import split_module
-from wholestep.partition.order import find_cycle, stable_order
+from wholestep.partition.call_order import find_cycle, stable_order
 
 aten = torch.ops.aten
 
@@ -24,13 +24,13 @@ def test_independent_parts_are_called_in_the_order_of_their_first_nodes():
     assert call_order(split_module(gm, None, by_name(sin=5, cos=2, tan=9))) == ["submod_5", "submod_2", "submod_9"]
 
 
-def test_a_partition_waits_for_what_it_needs_and_nothing_else_moves():
+def test_a_partition_follows_what_it_needs_and_nothing_else_moves():
     gm = fx.symbolic_trace(lambda x: (x.sin() + x.cos(), x.tan()))
     split = split_module(gm, None, by_name(sin=0, add=0, cos=1, tan=2))
     assert call_order(split) == ["submod_1", "submod_0", "submod_2"]
 
 
-def test_the_original_order_is_kept_also_where_a_partition_needs_a_later_one():
+def test_a_partition_that_needs_a_later_one_is_called_after_it():
     gm = fx.symbolic_trace(lambda x: x.sin() + x.cos())
     callback = by_name(sin=0, add=0, cos=1)
     split = split_module(gm, None, callback, keep_original_order=True)
@@ -95,7 +95,7 @@ def test_a_view_made_before_a_write_may_be_in_the_partition_behind_it():
     assert torch.equal(split(torch.zeros(2)), torch.full((2,), 20.0))
 
 
-def test_a_buffer_that_is_read_twice_is_one_memory():
+def test_two_reads_of_a_buffer_alias():
     root = nn.Module()
     root.register_buffer("count", torch.zeros(1))
     graph = fx.Graph()
@@ -132,7 +132,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("kind", RANDOM)
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, lambda f: make_fx(f)(torch.zeros(2, 2))], ids=["fx", "make_fx"])
-def test_random_numbers_are_drawn_in_order(kind, trace):
+def test_random_ops_keep_their_order(kind, trace):
     gm = trace(RANDOM[kind])
     # Each result with all that it needs alone in a partition, the last one with the least number.
     number: dict[fx.Node, int] = {}
@@ -150,7 +150,7 @@ def test_random_numbers_are_drawn_in_order(kind, trace):
     assert all(map(torch.equal, split_module(gm, None, number.__getitem__)(x), expected))
 
 
-def test_draws_that_would_be_swapped_are_an_error_that_names_both():
+def test_random_ops_that_would_be_reordered_are_an_error_that_names_both():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.5))
 
     class Two(nn.Module):
@@ -172,7 +172,7 @@ def test_draws_that_would_be_swapped_are_an_error_that_names_both():
     assert torch.equal(split_module(gm, None, callback)(x), gm(x))  # nothing is drawn
 
 
-def test_operators_that_draw_nothing_may_change_places():
+def test_operators_without_randomness_may_be_reordered():
     graph = fx.Graph()
     x = graph.placeholder("x")
     attention = aten.scaled_dot_product_attention.default
@@ -213,7 +213,7 @@ def test_functional_batch_norm_writes_its_statistics():
     assert torch.equal(split(x, mean, torch.ones(2))[1], step(x, torch.zeros(2), torch.ones(2))[1])
 
 
-def test_branches_of_cond_draw_in_order():
+def test_random_ops_in_branches_of_cond_keep_their_order():
     def step(flag, x):
         draw = torch.cond(flag, lambda x: torch.rand_like(x), lambda x: x.sin(), (x,))
         return draw, torch.rand_like(x)
@@ -246,7 +246,7 @@ def test_side_effects_keep_their_order(capsys):
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
-def test_asserts_and_waits_may_change_places():
+def test_asserts_and_waits_may_be_reordered():
     graph = fx.Graph()
     x = graph.placeholder("x")
     first = graph.call_function(torch._assert, (x, "first"))
@@ -269,7 +269,7 @@ def test_collectives_keep_their_order():
     assert call_order(split_module(module(graph), None, number.__getitem__)) == ["submod_8", "submod_4"]
 
 
-def test_an_order_that_no_cut_can_keep_names_the_write_and_the_read():
+def test_an_impossible_order_names_the_write_and_the_read():
     graph = fx.Graph()
     x = graph.placeholder("x")
     before = graph.call_function(aten.mul.Tensor, (x, 2.0))
@@ -315,7 +315,7 @@ def test_the_order_is_by_first_node_of_those_that_are_ready():
     assert stable_order([[1], [0], []]) == [2]
 
 
-def test_a_cycle_is_found_also_behind_and_before_other_partitions():
+def test_a_cycle_is_found_among_other_partitions():
     after = [[1], [2], [3], [1, 4], [5], []]
     assert find_cycle(after, stable_order(after)) == [1, 2, 3]
 
@@ -330,14 +330,14 @@ POSITIONAL = {
 
 
 @pytest.mark.parametrize("kind", POSITIONAL)
-def test_functions_that_are_told_by_position_to_write_are_seen(kind):
+def test_a_positional_inplace_flag_counts_as_a_write(kind):
     gm = fx.symbolic_trace(POSITIONAL[kind])
     written = [node for node in gm.graph.nodes if node.op == "call_function"][1]
     with pytest.raises(SplitOrderError, match=f"{written.name} must run before mul|add must run before {written.name}"):
         split_module(gm, None, lambda node: int(node is written))
 
 
-def test_functions_that_are_told_by_position_not_to_write_may_change_places():
+def test_a_positional_inplace_flag_of_false_allows_reordering():
     functional = torch.nn.functional
     gm = fx.symbolic_trace(
         lambda x, m, v: (
@@ -385,7 +385,7 @@ def test_state_that_a_module_updates_is_read_in_order(kind, name):
     torch.testing.assert_close(split(x), graph_module()(x))
 
 
-def test_one_tensor_under_two_names_is_one_memory_and_modules_read_their_parameters():
+def test_a_tensor_with_two_names_aliases_and_modules_read_parameters():
     graph = fx.Graph()
     x = graph.placeholder("x")
     before = graph.call_module("part", (x,))
@@ -400,7 +400,7 @@ def test_one_tensor_under_two_names_is_one_memory_and_modules_read_their_paramet
         split_module(gm, None, lambda node: int(node is write))
 
 
-def test_nothing_passes_a_switch_that_no_child_can_repeat():
+def test_no_node_moves_past_a_switch_that_children_cannot_repeat():
     mode = torch.autograd.grad_mode
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -437,7 +437,7 @@ class Turned(nn.Module):
     ],
     ids=["einsum", "diagonal", "conj", "alpha_dropout", "packet", "overload", "plus", "flatten", "own module"],
 )
-def test_results_that_only_sometimes_copy_are_read_behind_the_write(make_view):
+def test_results_that_may_alias_are_read_after_the_write(make_view):
     class Step(nn.Module):
         def __init__(self):
             super().__init__()

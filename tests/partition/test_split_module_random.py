@@ -85,7 +85,7 @@ def values(result: object) -> list[torch.Tensor]:
 
 
 @given(drawn=graphs(), data=st.data())
-def test_children_and_results_are_torchs_and_the_graphs(drawn, data):
+def test_children_equal_those_of_torch_and_results_those_of_the_graph(drawn, data):
     gm, inputs = drawn
     numbers = callbacks(data.draw, gm)
     options = {
@@ -120,7 +120,7 @@ def test_children_and_results_are_torchs_and_the_graphs(drawn, data):
 
 
 @given(drawn=graphs(), data=st.data())
-def test_in_the_original_order_the_calling_graph_is_torchs_line_by_line(drawn, data):
+def test_with_keep_original_order_the_parent_graph_equals_that_of_torch(drawn, data):
     gm, _ = drawn
     nodes = [node for node in gm.graph.nodes if node.op.startswith("call")]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(nodes)), max_size=5)))
@@ -160,7 +160,7 @@ def topological(numbers: dict[fx.Node, int], split: fx.GraphModule) -> bool:
 
 
 @given(drawn=graphs(), data=st.data())
-def test_a_partition_is_late_only_if_it_had_to_wait(drawn, data):
+def test_a_partition_is_delayed_only_by_what_it_needs(drawn, data):
     gm, _ = drawn
     numbers = callbacks(data.draw, gm)
     try:
@@ -171,7 +171,7 @@ def test_a_partition_is_late_only_if_it_had_to_wait(drawn, data):
 
 
 @given(drawn=drawn_graphs(effects=True, tuples=True), data=st.data())
-def test_writes_views_and_draws_give_the_results_of_the_graph_or_an_error(drawn: Drawn, data):
+def test_writes_views_and_random_ops_give_equal_results_or_an_error(drawn: Drawn, data):
     numbers = callbacks(data.draw, drawn.gm)
     try:
         split = split_module(drawn.gm, None, numbers.__getitem__)
@@ -182,7 +182,7 @@ def test_writes_views_and_draws_give_the_results_of_the_graph_or_an_error(drawn:
 
 
 @given(drawn=drawn_graphs(effects=True, tuples=True), data=st.data())
-def test_a_cut_along_a_graph_with_effects_is_never_refused(drawn: Drawn, data):
+def test_increasing_partition_numbers_are_never_refused(drawn: Drawn, data):
     nodes = [node for node in drawn.gm.graph.nodes if node.op.startswith("call")]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(nodes)), max_size=5)))
     numbers = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}

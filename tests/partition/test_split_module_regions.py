@@ -1,4 +1,4 @@
-"""Autocast and grad mode: each child enters what its nodes need and leaves what it entered."""
+"""Autocast and grad mode: each child enters what its nodes need and exits it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dtypes(results) -> list[torch.dtype]:
 EXPECTED = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
 
 
-def test_every_cut_along_the_graph_is_torchs():
+def test_increasing_partition_numbers_give_the_children_of_torch():
     gm = autocast_graph()
     (x,) = tensors(1, 3, 3)
     for cuts in product((0, 1), repeat=8):
@@ -68,7 +68,7 @@ def test_every_cut_along_the_graph_is_torchs():
 
 
 @given(numbers=st.lists(st.integers(0, 3), min_size=9, max_size=9))
-def test_numbers_need_not_increase_along_the_graph(numbers):
+def test_partition_numbers_need_not_increase_along_the_graph(numbers):
     gm = autocast_graph()
     split = split_module(gm, None, numbered(gm, numbers), partition_affix="pp")
     (x,) = tensors(1, 3, 3)
@@ -80,7 +80,7 @@ def test_numbers_need_not_increase_along_the_graph(numbers):
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_autocasts_that_are_not_left_in_the_order_of_entering():
+def test_autocasts_may_be_exited_in_another_order():
     graph = fx.Graph()
     x = graph.placeholder("x")
     first, second = enter(graph), enter(graph)
@@ -117,7 +117,7 @@ def requires_grad(results) -> list[bool]:
     data=st.data(),
     before=st.booleans(),
 )
-def test_nodes_run_in_their_grad_mode_and_the_last_one_remains(switches, data, before):
+def test_nodes_run_in_their_grad_mode_and_the_final_one_remains(switches, data, before):
     gm = grad_graph(*switches)
     count = 2 * len(switches) + 1
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
@@ -135,7 +135,7 @@ def test_nodes_run_in_their_grad_mode_and_the_last_one_remains(switches, data, b
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
-def test_a_child_that_ends_without_gradients_puts_the_mode_back(cut):
+def test_a_child_that_disables_gradients_restores_grad_mode(cut):
     gm = grad_graph(False, True)
     split = split_module(gm, None, numbered(gm, [int(i >= cut) for i in range(5)]))
     x = torch.ones(2, requires_grad=True)
@@ -161,7 +161,7 @@ def test_a_child_with_a_restored_mode_can_be_split_again():
     assert torch.is_grad_enabled()
 
 
-def test_both_modes_at_once():
+def test_autocast_and_grad_mode_combine():
     graph = fx.Graph()
     x = graph.placeholder("x")
     cast = enter(graph)
@@ -180,7 +180,7 @@ def test_both_modes_at_once():
         assert requires_grad(split(x)) == [False, False, True, True]
 
 
-def test_an_autocast_that_is_not_left_is_refused():
+def test_an_autocast_without_exit_is_refused():
     graph = fx.Graph()
     enter(graph)
     graph.output(None)
@@ -188,27 +188,27 @@ def test_an_autocast_that_is_not_left_is_refused():
         split_module(module(graph), None, lambda node: 0)
 
 
-def test_leaving_what_is_not_open_is_refused():
+def test_an_exit_of_an_autocast_that_is_not_open_is_refused():
     graph = fx.Graph()
     cast = enter(graph)
     graph.call_function(EXIT, (cast,))
     graph.call_function(EXIT, (cast,))
     graph.output(None)
-    with pytest.raises(SplitError, match="_exit_autocast_1 leaves an autocast that is not open"):
+    with pytest.raises(SplitError, match="_exit_autocast_1 exits an autocast that is not open"):
         split_module(module(graph), None, lambda node: 0)
 
 
-def test_modes_that_values_decide_on_are_refused_where_they_must_be_repeated():
+def test_data_dependent_modes_that_must_be_repeated_are_refused():
     graph = fx.Graph()
     flag, x = graph.placeholder("flag"), graph.placeholder("x")
     graph.call_function(SET_GRAD, (flag,))
     graph.output((graph.call_function(torch.sin, (x,)), graph.call_function(torch.cos, (x,))))
     gm = module(graph)
     split_module(gm, None, lambda node: 0)
-    with pytest.raises(SplitError, match="sets a grad mode that a value decides on"):
+    with pytest.raises(SplitError, match="sets grad mode from a value of the graph"):
         split_module(gm, None, by_name(cos=1))
     graph = fx.Graph()
     graph.call_function(ENTER, ("cpu", None, graph.placeholder("flag"), None))
     graph.output(None)
-    with pytest.raises(SplitError, match="enters an autocast that a value decides on"):
+    with pytest.raises(SplitError, match="enters an autocast whose settings are values"):
         split_module(module(graph), None, lambda node: 0)

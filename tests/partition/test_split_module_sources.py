@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 10**6])
-def test_a_graph_of_make_fx_keeps_its_trees(parts):
+def test_a_make_fx_graph_keeps_its_pytrees(parts):
     def step(batch):
         return {"loss": (batch["x"] * batch["y"]).sum(), "rest": [batch["x"].sin(), batch["y"]]}
 
@@ -52,7 +52,7 @@ def test_a_graph_of_make_fx_keeps_its_trees(parts):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_an_exported_program_keeps_its_trees_and_parameters(training):
+def test_an_exported_program_keeps_its_pytrees_and_parameters(training):
     model = Block().train(training)
     x = torch.randn(2, 3, 8)
     gm = torch.export.export(model, (x,)).module()
@@ -98,7 +98,7 @@ def test_forward_and_backward_of_aot():
     assert torch.equal(grad, w.grad)
 
 
-def test_a_captured_step_computes_what_it_did():
+def test_a_split_captured_step_gives_equal_results():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -138,7 +138,7 @@ def symbolic_tensor() -> torch.Tensor:
 
 
 def sized_graph(key: str) -> fx.GraphModule:
-    """s0 is an input, and the shape of x and of what is made from it."""
+    """s0 is an input, and the shape of x and of what is computed from it."""
     gm = make_fx(lambda n, x: (x.sin().cos(), n), tracing_mode="symbolic")(5, torch.randn(5))
     x = symbolic_tensor()
     for node in gm.graph.nodes:
@@ -148,7 +148,7 @@ def sized_graph(key: str) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("key", ["val", "example_value"])
-def test_a_child_is_told_the_sizes_in_the_shapes_of_its_inputs(key):
+def test_a_child_takes_the_symbolic_sizes_of_its_inputs(key):
     gm = sized_graph(key)
     split = split_module(gm, None, runs(gm, 2))
     assert [symbol_placeholders(child) for child in children(split).values()] == [["n_1"], ["n_1"]]
@@ -172,7 +172,7 @@ def computed_size(late: bool) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     return fx.GraphModule({}, graph), {"size": size, "made": made, "used": used, "last": last, "first": first}
 
 
-def test_a_size_that_another_partition_computes_is_passed_on():
+def test_a_size_computed_by_another_partition_is_passed():
     gm, node = computed_size(late=False)
     number = {node["size"]: 0, node["made"]: 1, node["used"]: 2, node["last"]: 2}
     split = split_module(gm, None, number.__getitem__)
@@ -185,7 +185,7 @@ def test_a_size_that_another_partition_computes_is_passed_on():
     assert torch.equal(split(x), gm(x))
 
 
-def test_a_size_is_not_passed_on_where_that_would_make_a_cycle():
+def test_a_size_is_not_passed_if_that_would_create_a_cycle():
     gm, node = computed_size(late=True)
     # tan alone: its input has the size, which is computed in the partition that needs tan.
     number = {node["first"]: 0, node["size"]: 0, node["made"]: 1, node["used"]: 2, node["last"]: 0}
@@ -195,7 +195,7 @@ def test_a_size_is_not_passed_on_where_that_would_make_a_cycle():
     assert torch.equal(split(x), gm(x))
 
 
-def test_a_size_is_not_passed_on_where_effects_are_in_the_way():
+def test_a_size_is_not_passed_if_effects_forbid_it():
     gm, node = computed_size(late=False)
     with gm.graph.inserting_before(node["size"]):
         draw = gm.graph.call_function(aten.rand_like.default, (node["made"].args[0],))
@@ -203,14 +203,14 @@ def test_a_size_is_not_passed_on_where_effects_are_in_the_way():
         late = gm.graph.call_function(aten.rand_like.default, (node["made"].args[0],))
     gm.graph.output_node().args = ((node["last"], draw, late),)
     draw.meta = late.meta = node["made"].meta
-    # With the size passed on, 0 would come before 1; the draws want the opposite.
+    # With the size passed on, 0 would come before 1; the random ops need the opposite.
     number = {draw: 1, node["made"]: 3, node["used"]: 1, node["size"]: 0, late: 0, node["last"]: 4}
     split = split_module(gm, None, number.__getitem__)
     assert call_order(split) == ["submod_3", "submod_1", "submod_0", "submod_4"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 importing itself
-def test_dynamo_graphs_with_sizes_that_depend_on_data():
+def test_dynamo_graphs_with_data_dependent_sizes():
     def grouped(x, groups):
         sizes = groups.tolist()
         return torch.cat([part * i for i, part in enumerate(x.split(sizes, dim=0))])

@@ -13,7 +13,7 @@ import wholestep as ws
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs
 from wholestep.pipelining.planning.stage_measures import measure_costs
-from wholestep.simulate.machine import Machine
+from wholestep.simulate.cost_model import Machine
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
 from wholestep.torch_private import pipelining as compat
 
@@ -213,7 +213,7 @@ def test_memory_may_be_a_text(pipes):
 def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
     by_hand = with_communication(named_schedule("1F1B", 4, 8).compute_only(), "late")
     assert pipes[4].check(by_hand).deadlock is None
-    with pytest.raises(ScheduleError, match="rank 0 stands at 0SEND_F3 and waits for 1RECV_F3 of rank 1") as caught:
+    with pytest.raises(ScheduleError, match="rank 0 is blocked at 0SEND_F3, waiting for 1RECV_F3 of rank 1") as caught:
         pipes[4].check(by_hand, network=Network(blocking_sends=True))
     assert caught.value.timeline.deadlock is not None
 
@@ -221,7 +221,7 @@ def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
 def test_a_check_refuses_what_does_not_fit(pipes):
     needed = max(pipes[4].check("1F1B", microbatches=8).peak_bytes)
     assert pipes[4].check("1F1B", microbatches=8, memory=needed)
-    with pytest.raises(ScheduleError, match=r"1F1B needs .* MiB on rank 0, .* keeps 4 activations"):
+    with pytest.raises(ScheduleError, match=r"1F1B needs .* MiB on rank 0, .* 4 activations are alive"):
         pipes[4].check("1F1B", microbatches=8, memory=needed - 1)
 
 

@@ -1,4 +1,4 @@
-"""What the simulator says about deadlocks is what happens: the same lists on gloo ranks, with sends that block."""
+"""The simulator's verdict on deadlocks holds for gloo ranks that run the same lists with blocking sends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import RanksFailed, run_ranks
-from wholestep.simulate.actions import RECEIVES, SENDS, Kind
-from wholestep.simulate.communication import counterpart
 from wholestep.simulate.pipeline import Network, Schedule, named_schedule, simulate, with_communication
+from wholestep.simulate.schedule import RECEIVES, SENDS, Kind, counterpart
 
 PLAIN = named_schedule("1F1B", 2, 3).compute_only()
 
@@ -34,13 +33,13 @@ def do_the_list(rank: int, schedule: Schedule) -> int:
     return done
 
 
-def test_a_list_that_is_said_to_end_ends():
+def test_a_schedule_predicted_to_complete_completes():
     schedule = with_communication(PLAIN, "torch")
     assert simulate(schedule, network=Network(blocking_sends=True)).deadlock is None
     assert run_ranks(do_the_list, 2, schedule, deadline=20) == [6, 6]
 
 
-def test_a_list_that_is_said_to_get_stuck_gets_stuck_on_both_ranks():
+def test_a_predicted_deadlock_blocks_both_ranks():
     schedule = with_communication(PLAIN, "late")
     stuck = simulate(schedule, network=Network(blocking_sends=True)).deadlock
     assert [each.rank for each in stuck.circle] == [0, 1]

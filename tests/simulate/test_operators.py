@@ -9,8 +9,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from wholestep.simulate.machine import CPU, GPU, Machine, Work, machine_of, timed
-from wholestep.simulate.operators import flops_of, is_counted, work_of, work_of_call
+from wholestep.simulate.cost_model import (
+    CPU,
+    GPU,
+    Machine,
+    Work,
+    flops_of,
+    is_counted,
+    machine_of,
+    timed,
+    work_of,
+    work_of_call,
+)
 
 aten = torch.ops.aten
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -53,33 +63,33 @@ def node_of(target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_operator_has_the_arithmetic_that_torch_counts(name: str) -> None:
+def test_flops_of_an_operator_are_those_that_torch_counts(name: str) -> None:
     target, args = CALLS[name]
     with FlopCounterMode(display=False) as counter:
         target(*args)
     assert flops_of(node_of(target, args)) == counter.get_total_flops()
 
 
-def test_attention_is_two_products() -> None:
+def test_attention_counts_as_two_matmuls() -> None:
     queries, keys = torch.ones(2, 3, 7, 8), torch.ones(2, 3, 5, 8)
     node = node_of(aten.scaled_dot_product_attention.default, (queries, keys, keys))
     assert flops_of(node) == 2 * (2 * (2 * 3) * 7 * 5 * 8)
 
 
-def test_traffic_is_what_is_read_and_made_and_a_value_that_was_expanded_is_read_once() -> None:
+def test_traffic_counts_inputs_and_outputs_and_an_expanded_input_once() -> None:
     node = node_of(aten.add.Tensor, (torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(1).expand(3, 4)))
     assert work_of(node) == Work(0.0, 3 * 4 * 2 + 4 + 3 * 4 * 4)
     half = torch.ones(4, 4, dtype=torch.bfloat16)
     assert work_of(node_of(aten.mm.default, (half, half))) == Work(2.0 * 4 * 4 * 4, 3 * 32, half=True)
 
 
-def test_a_call_that_was_made_has_the_work_of_its_node() -> None:
+def test_the_work_of_a_call_is_that_of_its_node() -> None:
     for name in ("mm", "addmm", "convolution", "gelu"):
         target, args = CALLS[name]
         assert work_of_call(target, args, {}, target(*args)) == work_of(node_of(target, args))
 
 
-def test_only_products_convolutions_and_attention_are_counted() -> None:
+def test_only_matmul_convolution_and_attention_are_counted() -> None:
     assert is_counted(aten.mm.default)
     assert not is_counted(aten.add.Tensor)
     assert not is_counted(torch.add)
@@ -96,7 +106,7 @@ def test_a_machine_takes_the_longer_of_arithmetic_and_traffic_or_both() -> None:
     assert machine_of(torch.device("cuda")) is GPU
 
 
-def test_timed_returns_what_ran() -> None:
+def test_timed_returns_the_result_of_the_function() -> None:
     seconds, result = timed(lambda: 7, torch.device("cpu"))
     assert seconds >= 0.0
     assert result == 7

@@ -1,4 +1,4 @@
-"""Pictures, traces and recordings: what a person looks at, and what was measured beside what was predicted."""
+"""SVG, Perfetto traces and recordings of timelines."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def recorded(rank: int, names: tuple[str, ...]) -> dict[str, str]:
     return texts
 
 
-def test_a_recording_of_ranks_has_every_action_once_per_step_in_an_order_that_the_lists_allow():
+def test_a_recording_has_every_action_once_per_step_in_an_order_the_schedule_allows():
     names = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
     texts = run_ranks(recorded, 2, names)
     for name in names:
@@ -113,7 +113,7 @@ def test_a_recording_of_ranks_has_every_action_once_per_step_in_an_order_that_th
             assert set(blocks(pipeline.svg(predicted, measured)))
 
 
-def test_a_recorder_puts_back_what_a_stage_had():
+def test_a_recorder_restores_the_methods_of_a_stage():
     class Stage:
         stage_index, device = 3, "cpu"
 
@@ -141,8 +141,8 @@ def test_a_recorder_puts_back_what_a_stage_had():
     ]  # fmt: skip
 
 
-def test_a_text_that_is_no_recording_is_refused():
-    with pytest.raises(ScheduleError, match="not a recording"):
+def test_text_that_is_not_a_recording_is_refused():
+    with pytest.raises(ScheduleError, match="not a pipeline recording"):
         pipeline.read_json('{"version": 99}')
     with pytest.raises(ScheduleError, match="no records of step 2"):
         pipeline.timeline_of([], pipeline.named_schedule("GPipe", 2, 2), 2)

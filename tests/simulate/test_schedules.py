@@ -1,4 +1,4 @@
-"""Lists of actions: their text, torch's CSV, torch's objects, and what is refused."""
+"""Lists of actions: text form, torch's CSV, torch's schedule objects, and validation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def torchs_object(name: str, ranks: int, microbatches: int, each: int = 2) -> ob
     "2F0 0I11 1W3 3B2 0SEND_F1 1RECV_F1 1SEND_B0 0RECV_B0 0UNSHARD 2RESHARD 1REDUCE_GRAD "
     "(1F4;1B0)OVERLAP_F_B (0SEND_F1;0RECV_B0)EXCHANGE (0SEND_F1)AWAIT".split(),
 )
-def test_an_action_is_its_text(text):
+def test_an_action_round_trips_through_its_text(text):
     assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["F0", "2X0", "2F", "0UNSHARD3", "2F0 ;", "()OVERLAP_F_B", "(0UNSHARD)AWAIT", "2F-1"])
-def test_what_is_not_an_action_is_refused(text):
+def test_text_that_is_not_an_action_is_refused(text):
     with pytest.raises(ScheduleError, match="not an action"):
         parse(text)
 
@@ -58,18 +58,18 @@ def test_torch_reads_our_csv(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ForwardOnly"])
-def test_our_csv_of_a_loop_comes_back(name):
+def test_the_csv_of_a_loop_round_trips(name):
     made = named_schedule(name, 3, 5)
     assert Schedule.from_csv(made.to_csv(), name) == made
 
 
-def test_a_schedule_object_with_one_stage_per_rank_is_known_by_its_loop():
+def test_a_schedule_object_with_one_stage_per_rank_is_recognised_by_its_loop():
     for cls, name in ((torchs.ScheduleGPipe, "GPipe"), (torchs.Schedule1F1B, "1F1B")):
         (stage,) = compat._stand_ins(4, 1)
         assert schedule_of(cls(stage, 6)) == named_schedule(name, 4, 6)
 
 
-def test_a_loop_of_somebody_elses_is_not_guessed():
+def test_an_unknown_loop_is_refused():
     class Mine(torchs.ScheduleGPipe):
         def _step_microbatches(self, *args, **kwargs):
             raise NotImplementedError
@@ -79,7 +79,7 @@ def test_a_loop_of_somebody_elses_is_not_guessed():
         schedule_of(Mine(stage, 6))
 
 
-def test_a_subclass_that_keeps_the_loop_is_known():
+def test_a_subclass_that_inherits_the_loop_is_recognised():
     class Mine(torchs.Schedule1F1B):
         pass
 
@@ -87,7 +87,7 @@ def test_a_subclass_that_keeps_the_loop_is_known():
     assert schedule_of(Mine(stage, 6)) == named_schedule("1F1B", 4, 6)
 
 
-def test_computation_alone_gets_communication_at_torchs_places_or_late():
+def test_a_compute_only_schedule_gets_receives_where_torch_puts_them_or_late():
     plain = Schedule.of([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
     late = pipeline.with_communication(plain, "late")
     assert [str(a) for a in late.ranks[1]] == ("1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1".split())
@@ -97,7 +97,7 @@ def test_computation_alone_gets_communication_at_torchs_places_or_late():
     assert simulate(late).makespan == simulate(torch_places).makespan == 9
 
 
-def test_lists_are_taken_as_texts_and_empty_steps_are_left_out():
+def test_lists_may_be_text_and_empty_steps_are_dropped():
     assert simulate([["0F0", "", None, "0B0"], ["1F0", "1B0"]]).makespan == 6
 
 
@@ -106,30 +106,30 @@ def test_lists_are_taken_as_texts_and_empty_steps_are_left_out():
     [
         ([["0F0", "0F0"]], "0F0 is in schedule twice"),
         ([["0F0"], ["0F1"]], "stage 0 is on ranks 0 and 1"),
-        ([["0F0", "0B0", "0I0", "0W0"]], "are both there"),
+        ([["0F0", "0B0", "0I0", "0W0"]], "both 0I0 and 0B0 are scheduled|both 0W0 and 0B0 are scheduled"),
         ([["0F0"], ["2F0"]], "no rank has stage 1 of 3"),
         ([[], []], "has no actions"),
         ([["0F0", "0SEND_F0"]], "the other end on no rank"),
         ([["0F0", "1F0", "0SEND_F0"]], "the other end on the same rank"),
-        ({1: ["0F0"]}, "are of ranks"),
+        ({1: ["0F0"]}, "lists ranks"),
         ([["0F0", "0SEND_F0", "0SEND_F0"], ["1RECV_F0", "1F0"]], "0SEND_F0 is in schedule twice"),
     ],
 )
-def test_lists_that_contradict_themselves_are_refused(lists, says):
+def test_contradictory_lists_are_refused(lists, says):
     with pytest.raises(ScheduleError, match=says):
         Schedule.of(lists)
 
 
-def test_names_and_numbers_that_make_no_schedule_are_refused():
+def test_unknown_names_and_impossible_sizes_are_refused():
     with pytest.raises(OptionError, match="no schedule 'PipeDream'"):
         named_schedule("PipeDream", 2, 4)
     with pytest.raises(ScheduleError, match="2 microbatches for 4 stages"):
         named_schedule("1F1B", 4, 2)
-    with pytest.raises(ScheduleError, match="torch makes no DualPipeV"):
+    with pytest.raises(ScheduleError, match="torch has no DualPipeV"):
         named_schedule("DualPipeV", 4, 2)
     with pytest.raises(OptionError, match="one stage per rank"):
         named_schedule("GPipe", 4, 4, 2)
-    with pytest.raises(OptionError, match="how many ranks"):
+    with pytest.raises(OptionError, match="ranks and microbatches are missing"):
         simulate("GPipe")
     with pytest.raises(OptionError, match="no pipeline"):
         named_schedule("GPipe", 0, 4)

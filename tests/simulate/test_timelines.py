@@ -1,4 +1,4 @@
-"""Begin and end of every action: against a reference written differently, and by hand where networks differ."""
+"""Start and end of every action: against a longest-path reference, and by hand where networks differ."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from wholestep.errors import OptionError
 from wholestep.simulate import pipeline
-from wholestep.simulate.actions import Action, Kind
 from wholestep.simulate.pipeline import Network, Times, named_schedule, simulate
+from wholestep.simulate.schedule import Action, Kind
 
 ONE_WAY = [["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]]
 
@@ -72,7 +72,7 @@ def test_a_link_carries_one_value_at_a_time():
     assert (link["0SEND_F0"], link["0SEND_F1"], link["1F1"]) == ((1, 4), (4, 7), (7, 8))
 
 
-def test_a_wire_carries_both_directions_in_turn_and_a_link_does_not():
+def test_both_directions_share_a_wire_but_not_a_link():
     lists = [
         ["0F0", "0SEND_F0", "0RECV_B0", "0F1", "0SEND_F1", "0B0", "0RECV_B1", "0B1"],
         ["1RECV_F0", "1RECV_F1", "1F0", "1B0", "1SEND_B0", "1F1", "1B1", "1SEND_B1"],
@@ -83,7 +83,7 @@ def test_a_wire_carries_both_directions_in_turn_and_a_link_does_not():
     assert sorted((wire["1SEND_B0"], wire["0SEND_F1"])) == [(6, 9), (9, 12)]
 
 
-def test_a_port_is_shared_by_all_who_send_through_it():
+def test_all_transfers_of_a_rank_share_its_port():
     lists = [
         ["0F0", "0SEND_F0"],
         ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0"],
@@ -107,7 +107,7 @@ def test_a_transfer_waits_for_its_receive_unless_it_is_buffered():
     assert shown(lists, times, Network("rendezvous"))["0SEND_F1"] == (12, 14)
 
 
-def test_on_an_ordered_network_a_transfer_waits_for_what_was_begun_before_it():
+def test_on_an_ordered_network_a_transfer_waits_for_those_posted_before_it():
     lists = [
         ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0"],
         ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0"],
@@ -117,18 +117,18 @@ def test_on_an_ordered_network_a_transfer_waits_for_what_was_begun_before_it():
     assert (loose["1SEND_B0"], ordered["1SEND_B0"]) == ((7, 8), (8, 9))
 
 
-def test_a_blocking_send_holds_its_rank():
+def test_a_blocking_send_blocks_its_rank():
     free, held = (shown(ONE_WAY, Times(F=1, send=3), Network(blocking_sends=blocking)) for blocking in (False, True))
     assert (free["0F1"], held["0F1"]) == ((1, 2), (4, 5))
 
 
-def test_an_exchange_begins_together_and_ends_with_the_last():
+def test_an_exchange_starts_all_transfers_and_ends_with_the_last():
     lists = [["0F0", "(0SEND_F0;0RECV_B0)EXCHANGE", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
     found = shown(lists, Times(F=1, B=2, send=1), Network(blocking_sends=True))
     assert (found["0SEND_F0"], found["1SEND_B0"], found["0B0"]) == ((1, 2), (5, 6), (6, 8))
 
 
-def test_an_overlap_lasts_as_long_as_it_is_said_to_or_its_parts_in_turn():
+def test_an_overlap_takes_the_given_time_or_the_sum_of_its_parts():
     lists = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]
     assert simulate(lists, Times(F=2, B=3)).makespan == 2 + 5 + 3
     together = simulate(lists, Times(F=2, B=3, overlap=4))
@@ -136,7 +136,7 @@ def test_an_overlap_lasts_as_long_as_it_is_said_to_or_its_parts_in_turn():
     assert together.span("(0F1;0B0)OVERLAP_F_B").length == 4
 
 
-def test_unsharding_runs_beside_computation_and_reducing_does_not():
+def test_unsharding_overlaps_computation_and_reducing_does_not():
     lists = [["0UNSHARD", "1UNSHARD", "0F0", "1F0", "1B0", "1REDUCE_GRAD", "0B0"]]
     found = shown(lists, Times(F=2, B=2, unshard=3, reduce=5), Network())
     assert (found["0F0"], found["1F0"], found["1REDUCE_GRAD"], found["0B0"]) == ((3, 5), (6, 8), (10, 15), (15, 17))
@@ -145,7 +145,7 @@ def test_unsharding_runs_beside_computation_and_reducing_does_not():
 
 @pytest.mark.parametrize("sharing", ["wire", "port"])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_nothing_shares_what_only_one_can_have(name, sharing):
+def test_no_two_transfers_hold_an_exclusive_resource_at_once(name, sharing):
     for matching, blocking in product(("rendezvous", "ordered"), (False, True)):
         assert_alone(name, Network(matching, sharing, blocking))
 
@@ -164,7 +164,7 @@ def assert_alone(name, network):
         assert all(first.end <= second.start for first, second in pairwise(lane))
 
 
-def test_numbers_come_back_as_they_were_given_and_do_not_drift():
+def test_results_have_the_type_of_the_given_numbers_and_do_not_drift():
     assert type(simulate("1F1B", Times(F=1, B=2), ranks=2, microbatches=4).makespan) is int
     third = simulate("1F1B", Times(F=Fraction(1, 3), B=Fraction(1, 7)), ranks=3, microbatches=100).makespan
     assert third == 102 * (Fraction(1, 3) + Fraction(1, 7))
@@ -173,7 +173,7 @@ def test_numbers_come_back_as_they_were_given_and_do_not_drift():
     assert sum([0.1, 0.2] * 1000) != floats  # what adding one after the other would give
 
 
-def test_numbers_and_tables_of_numpy_and_torch_are_taken():
+def test_numpy_and_torch_numbers_and_tables_are_accepted():
     expected = simulate("GPipe", Times(F=[1.0, 2.0], B=3, send=0.5), ranks=2, microbatches=2).makespan
     numbers = Times(F=np.array([1, 2], np.float32), B=np.int64(3), send=np.float32(0.5))
     assert simulate("GPipe", numbers, ranks=2, microbatches=2).makespan == expected
@@ -182,7 +182,7 @@ def test_numbers_and_tables_of_numpy_and_torch_are_taken():
     assert simulate([["0F0", "0B0"]], Times(F=np.int64(2**62), B=np.int64(2**62))).makespan == 2**63
 
 
-def test_a_backward_that_is_not_given_follows_from_what_is():
+def test_missing_backward_times_are_derived_from_the_given_ones():
     def lengths(times: Times) -> list[int]:
         return [simulate([["0F0", "0I0", "0W0"]], times).span(f"0{kind}0").length for kind in "FIW"]
 
@@ -194,26 +194,26 @@ def test_a_backward_that_is_not_given_follows_from_what_is():
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), "soon"])
-def test_what_is_not_a_time_is_refused(wrong):
+def test_an_invalid_time_is_refused(wrong):
     with pytest.raises(OptionError, match="not a time"):
         simulate("GPipe", Times(F=lambda stage, microbatch: wrong), ranks=2, microbatches=2)
 
 
-def test_a_table_that_is_too_short_is_refused():
+def test_a_table_with_too_few_rows_is_refused():
     with pytest.raises(OptionError, match="no entry for stage 1"):
         simulate("GPipe", Times(F=[1]), ranks=2, microbatches=2)
 
 
-def test_the_text_of_a_timeline_has_a_row_per_rank():
+def test_a_printed_timeline_has_a_row_per_rank():
     timeline = simulate("1F1B", Times(F=1, B=2), ranks=2, microbatches=4, bytes=pipeline.Bytes(activation=10))
     assert str(timeline).splitlines() == [
-        "1F1B: 15 in all, bubble 20.0%",
-        "rank  works  bubble  stall  activations  bytes",
-        "   0     12       3      3            2     20",
-        "   1     12       3      0            1     10",
+        "1F1B: makespan 15, bubble 20.0%",
+        "rank  busy  bubble  stall  activations  bytes",
+        "   0    12       3      3            2     20",
+        "   1    12       3      0            1     10",
     ]
 
 
-def test_a_network_that_does_not_exist_is_refused():
+def test_an_unknown_network_is_refused():
     with pytest.raises(OptionError, match="matching='telepathy'"):
         Network("telepathy")  # type: ignore[arg-type]

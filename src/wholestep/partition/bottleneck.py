@@ -1,17 +1,23 @@
-"""Cut a line of pieces into k runs so that the most expensive is as cheap as possible: exact, by dynamic programming.
+"""Cut a line of pieces into k runs so that the most expensive is as cheap as possible: an exact bottleneck partition.
 
     work      1 4 2 2 3 1        a run [a, b) costs its work plus the price of the bytes that enter at a
     entering  0 8 2 8 0 8        k = 3:  1 4 | 2 2 | 3 1   costs 5, 4 + 2p, 4
 
-For a limit T the ends that a run from `a` can have are an interval, because work only grows; so the positions that i
+For a limit T the possible ends of a run from `a` form an interval, because work only grows; so the positions that i
 runs reach are a union of intervals, found in O(n) for each i. Bisection finds the smallest T for which k runs reach
-the end, to the last bit; a second pass over the runs within T chooses those that the fewest bytes enter.
+the end, to the last bit; a second pass over the runs within T minimises the bytes that enter.
+
+`RunMemory` bounds the runs by memory. A run holds the bytes that enter at its start, the outputs of its nodes, and the
+parameters, buffers and other inputs of the graph that it uses, each once. A longer run holds more, so each start has a
+furthest end, found by one sweep of the start over the line with a Fenwick tree that has every input at its next use, in
+(pieces + uses) log(pieces).
 
 Cost: O(n log n) once for each i and O(n k) for each of about 50 limits, in numpy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,26 +31,26 @@ _NEVER = np.int64(1 << 62)
 
 @dataclass(frozen=True)
 class Line:
-    """Pieces in a row; position i is the place before piece i."""
+    """Pieces in a row; position i is right before piece i."""
 
     work: Floats
-    """What all pieces before a position cost together; one more entry than pieces."""
+    """The cost of all pieces before a position; one more entry than pieces."""
     entering: Ints
     """The bytes that cross each position but the last."""
     price: Floats
-    """What those bytes cost."""
+    """The cost of those bytes."""
     reach: Ints
     """The furthest end that a run from each position may have, whatever it costs."""
 
     def costs(self, starts: Ints, end: int) -> Floats:
-        """What runs from some positions to one end cost."""
+        """The costs of runs from some positions to one end."""
         found: Floats = (self.work[end] - self.work[starts]) + self.price[starts]
         return found
 
     def within(self, limit: float) -> Ints:
-        """The furthest end of a run from each position that costs at most `limit` (at most the start: there is none).
+        """The furthest end of a run from each position that costs at most `limit` (not past the start: there is none).
 
-        The same arithmetic decides here and in `costs`; a search by the turned-around formula may be off by rounding.
+        The comparison uses the same arithmetic as `costs`; searching for the rearranged formula may be off by rounding.
         """
         work, price = self.work, self.price
         first, last = work[:-1], len(work) - 1
@@ -64,11 +70,11 @@ class Line:
 
 
 def best_cuts(line: Line, k: int) -> list[int] | None:
-    """The k + 1 positions at which the best runs begin and end; None where no k runs fit `reach`."""
+    """The k + 1 positions at which the best runs begin and end; None if no k runs are within `reach`."""
     found = _solve(line, k, np.inf)
     if found is None:
         return None
-    # No cut is better than equal shares; a little less, because shares are rounded too.
+    # No cut is better than equal shares; minus a margin for rounding.
     lowest = max(float(np.diff(line.work).max()), float(line.work[-1]) / k) * (1 - 1e-9)
     best = _slowest(line, found)
     while True:
@@ -86,7 +92,7 @@ def best_cuts(line: Line, k: int) -> list[int] | None:
 
 
 def fits(reach: Ints, k: int) -> bool:
-    """Whether k runs within `reach` lead from the first position to the last."""
+    """True if k runs within `reach` lead from the first position to the last."""
     return _reached(reach, k) is not None
 
 
@@ -180,3 +186,73 @@ def _lowest_over(low: Ints, high: Ints, values: Ints, size: int) -> Ints:
             half, whole = length >> 1, best.copy()
             best[half:] = np.minimum(best[half:], whole[:-half])
     return best
+
+
+class RunMemory:
+    """The bytes that runs of a line hold; `uses`: for each input, its bytes and the pieces that use it, in order."""
+
+    def __init__(self, entering: Sequence[int], made: Sequence[int], uses: Iterable[tuple[int, Sequence[int]]]) -> None:
+        self._entering = entering
+        self._made = made
+        self._first: dict[int, int] = {}
+        """Bytes of inputs, by the piece of their first use."""
+        self._next: list[list[tuple[int, int]]] = [[] for _ in made]
+        """For each piece, the bytes of the inputs that it uses and the piece of their next use (past the end: none)."""
+        for size, pieces in uses:
+            for use, following in zip(pieces, [*pieces[1:], len(made)], strict=True):
+                self._next[use].append((size, following))
+            self._first[pieces[0]] = self._first.get(pieces[0], 0) + size
+
+    def reach(self, limit: int) -> Ints:
+        """For each start, the furthest end of a run that holds at most `limit` bytes."""
+        size = len(self._made)
+        tree = _FenwickTree([made + self._first.get(i, 0) for i, made in enumerate(self._made)])
+        ends = np.zeros(size, dtype=np.int64)
+        before = 0
+        for start in range(size):
+            ends[start] = tree.furthest(limit - self._entering[start] + before)
+            before += self._made[start]
+            for amount, following in self._next[start]:
+                tree.add(start, -amount)
+                if following < size:
+                    tree.add(following, amount)
+        return ends
+
+    def of(self, start: int, end: int) -> int:
+        """The bytes that one run holds."""
+        values = self._entering[start] + sum(self._made[start:end])
+        # An input counts at its last use within the run.
+        return values + sum(n for i in range(start, end) for n, following in self._next[i] if following >= end)
+
+    def most(self) -> int:
+        """An upper bound for all runs."""
+        return self.of(0, len(self._made)) + max(self._entering)
+
+
+class _FenwickTree:
+    """Prefix sums under changes of single entries."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._size = len(values)
+        self._sums = [0, *values]
+        for i in range(1, self._size + 1):
+            if (up := i + (i & -i)) <= self._size:
+                self._sums[up] += self._sums[i]
+
+    def add(self, place: int, amount: int) -> None:
+        place += 1
+        while place <= self._size:
+            self._sums[place] += amount
+            place += place & -place
+
+    def furthest(self, limit: int) -> int:
+        """The length of the longest prefix whose sum is at most `limit`; entries are non-negative."""
+        place, step = 0, 1 << self._size.bit_length()
+        if limit < 0:
+            return 0
+        while step:
+            if place + step <= self._size and self._sums[place + step] <= limit:
+                place += step
+                limit -= self._sums[place]
+            step >>= 1
+        return place

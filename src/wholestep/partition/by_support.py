@@ -1,4 +1,4 @@
-"""Gather the nodes that a backend supports into the fewest partitions that still run one after the other.
+"""Group the nodes that a backend supports into the fewest partitions without a cycle.
 
     before                            partitions                     as submodules (`fuse_partitions`)
     a = x * 2     supported           0: x * 2, sin, cos(x)          fused_0 -> (b, d)
@@ -7,13 +7,30 @@
     d = cos(x)    supported
     e = c + d     supported
 
-What torch's CapabilityBasedPartitioner does, in a few walks instead of one search per pair. Random draws, collectives,
-writes and reads of the same memory, and switches of grad mode keep their order (`order_edges`); a `getitem` that takes
-a tuple apart stays with what made the tuple.
+This does what torch's CapabilityBasedPartitioner does, in a few walks instead of one search per pair. Random ops,
+collectives, writes and reads of the same memory, and grad-mode switches keep their order (`order_edges`); a `getitem`
+that unpacks a tuple stays with the producer of the tuple.
+
+The partitions come from levels: how often a path to a node leaves supported nodes, through an unsupported one, and
+enters supported nodes again.
+
+    x -> [mul] -> [add] -> (print) -> [sin]
+                    \\---------------> [cos]
+          0        0        0          1      level; cos: 0
+
+Two supported nodes on a path through an unsupported one can never share a partition, so the longest such path is a
+lower bound on their number; one partition per level reaches it. Levels never decrease along an edge, and increase from
+an unsupported node to a supported one, so partitions and unsupported nodes form a line without cycles. Each edge is
+visited two or three times.
+
+`fuse_partitions` moves each partition into a submodule, in place. A submodule takes the values its nodes use from
+outside, in order of first use, and returns those that others use: one value as it is, several as a tuple that `getitem`
+nodes unpack.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +41,18 @@ from torch import fx, nn
 
 from wholestep.errors import PartitionError
 from wholestep.ir.io.targets import describe_target
-from wholestep.partition.graphs import Cuttable, error_at, graph_of, is_body, makes_tuple, sound_nodes, unpacked_from
-from wholestep.partition.levels import UnitGraph, components, levels, sink
+from wholestep.ir.meta import node_meta, set_node_meta
+from wholestep.partition.graph_checks import (
+    Cuttable,
+    error_at,
+    graph_of,
+    is_body,
+    makes_tuple,
+    sound_nodes,
+    unpacked_from,
+)
 from wholestep.partition.order_edges import Edges, order_edges
+from wholestep.torch_private.fx_graphs import lazy_graph_module, mark_impure
 from wholestep.torch_private.operators import OpOverload
 
 _NOT_COMPUTE: tuple[object, ...] = ("_operator.getitem", torch.ops.aten.view)
@@ -34,10 +60,10 @@ _NOT_COMPUTE: tuple[object, ...] = ("_operator.getitem", torch.ops.aten.view)
 
 @runtime_checkable
 class OperatorSupport(Protocol):
-    """What torch's `OperatorSupportBase` looks like."""
+    """The interface of torch's `OperatorSupportBase`."""
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
-        """Whether a backend can run the node."""
+        """True if a backend can run the node."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +82,8 @@ class SupportedPartitions(Sequence[SupportedPartition]):
 
     partitions: tuple[SupportedPartition, ...]
     assignment: Mapping[fx.Node, int]
-    """Every node's group. What is unsupported has groups of its own, between the partitions; groups can run in the
-    order of their numbers. (Placeholders count to the first group, the output to the last.)"""
+    """The group of every node. Unsupported nodes have groups of their own, between the partitions; groups can run in
+    the order of their numbers. (Placeholders are in the first group, the output is in the last.)"""
 
     def __call__(self, node: fx.Node) -> int:
         """The group of a node."""
@@ -94,15 +120,15 @@ def partition_by_support(
 ) -> SupportedPartitions:
     """Every supported node in exactly one partition, and no cycle between partitions and the nodes around them.
 
-    There are as few partitions as there can be; so no two of them could be merged. `is_supported` is asked once for
-    each node but placeholders, the output and the bodies of `cond` and the like. An unpacking `getitem` goes with what
-    made the tuple, whatever is said of it. The graph is not changed.
+    The number of partitions is minimal, so no two of them can be merged. `is_supported` is called once for each node
+    except placeholders, the output and the bodies of `cond` etc. A `getitem` that unpacks a tuple goes with the
+    producer of the tuple, whatever `is_supported` returns for it. The graph is not changed.
 
     Partitions with fewer than `min_nodes` nodes, not counting views, `getitem` and `non_compute_ops` (targets, or the
-    names of methods), are dissolved: their nodes count as unsupported. (`min_nodes=2` is the default of torch's.)
+    names of methods), are dissolved: their nodes count as unsupported. (torch's default is `min_nodes=2`.)
 
-    With `skip_horizontal_fusion` nodes are together only if values, or an order that must be kept, connect them. There
-    the number is small, but not promised to be the smallest, and a longer search might find two that could be merged.
+    With `skip_horizontal_fusion` nodes share a partition only if values, or an order that must be kept, connect them.
+    Then the number of partitions is small but not guaranteed to be minimal.
     """
     if type(min_nodes) is not int or min_nodes < 0:
         raise PartitionError(f"min_nodes must be a number of nodes, not {min_nodes!r}.")
@@ -144,7 +170,7 @@ def _ask(nodes: Sequence[fx.Node], is_supported: Callable[[fx.Node], bool] | Ope
 def _units(
     nodes: Sequence[fx.Node], supported: Mapping[fx.Node, bool], before: Edges
 ) -> tuple[list[list[fx.Node]], UnitGraph]:
-    """Each unit's nodes, and the graph of units. The output is none."""
+    """The nodes of each unit, and the graph of units (without the output)."""
     place = {node: i for i, node in enumerate(nodes)}
     ordered = {each for node, earlier in before.items() for each in (node, *earlier)}
     unit_of: dict[fx.Node, int] = {}
@@ -169,17 +195,17 @@ def _units(
 
 
 def _moves_along(source: fx.Node, movable: bool) -> bool:
-    """Whether a later use of a value keeps nothing else alive: it is an input, or moves too."""
+    """True if a later use of a value does not extend its lifetime: it is an input, or moves too."""
     return source.op in ("placeholder", "get_attr") or (movable and len(source.users) == 1)
 
 
 def _separated(node: fx.Node, producer: fx.Node, before: Edges, place: Mapping[fx.Node, int]) -> bool:
-    """Whether a mode is switched between a value and an index into it, and the value may be a tensor after all."""
+    """True if a mode switch lies between a value and an index into it, and the value may be a tensor."""
     return node in before and not makes_tuple(producer) and any(place[e] > place[producer] for e in before[node])
 
 
 class _Counter:
-    """Whether a partition has enough nodes that compute."""
+    """Decides if a partition has enough nodes that compute."""
 
     def __init__(self, least: int, non_compute_ops: Collection[object]) -> None:
         self._least = least
@@ -203,22 +229,22 @@ def _lay_out(
     group: Sequence[int],
     counter: _Counter,
 ) -> SupportedPartitions:
-    """Number the groups in a line: at each level the partitions, then what is unsupported there."""
+    """Number the groups: at each level the partitions, then the unsupported nodes."""
     place = {node: i for i, node in enumerate(nodes)}
-    kept: dict[int, dict[int, list[fx.Node]]] = {}
+    grouped: dict[int, dict[int, list[fx.Node]]] = {}
     loose: dict[int, list[fx.Node]] = {}
     for unit, own in enumerate(members):
         if units.supported[unit]:
-            kept.setdefault(level[unit], {}).setdefault(group[unit], []).extend(own)
+            grouped.setdefault(level[unit], {}).setdefault(group[unit], []).extend(own)
         else:
             calls = [node for node in own if node.op not in ("placeholder", "get_attr")]
             loose.setdefault(level[unit], []).extend(calls)
     assignment: dict[fx.Node, int] = {}
     partitions: list[SupportedPartition] = []
     number, between = 0, loose.get(-1, [])
-    for at in range(max((*kept, *loose), default=-1) + 1):
+    for at in range(max((*grouped, *loose), default=-1) + 1):
         large = []
-        for found in kept.get(at, {}).values():
+        for found in grouped.get(at, {}).values():
             found.sort(key=place.__getitem__)
             if counter.enough(found):
                 large.append(found)
@@ -238,7 +264,7 @@ def _lay_out(
 
 
 def _with_inputs(nodes: Sequence[fx.Node], assignment: dict[fx.Node, int], last: int) -> dict[fx.Node, int]:
-    """Also where placeholders, constants (with their first user) and the output count to; in graph order."""
+    """The assignment with placeholders, constants (with their first user) and the output; in graph order."""
     for node in reversed(nodes):
         if node.op == "output":
             assignment[node] = last
@@ -246,3 +272,177 @@ def _with_inputs(nodes: Sequence[fx.Node], assignment: dict[fx.Node, int], last:
             users = [assignment[user] for user in node.users if user in assignment]
             assignment[node] = 0 if node.op == "placeholder" else min(users, default=0)
     return {node: assignment[node] for node in nodes}
+
+
+@dataclass(frozen=True)
+class UnitGraph:
+    """Indivisible units (a node with the nodes that unpack it), numbered so that edges go from low to high."""
+
+    supported: Sequence[bool]
+    sources: Sequence[Sequence[int]]
+    """For each unit, the units that must run before it."""
+    movable: Sequence[bool]
+    """Units without effects that use only inputs of the graph, or values without other users: they may run later."""
+
+
+def levels(units: UnitGraph) -> list[int]:
+    """The earliest level of each unit; -1 for unsupported units without a supported predecessor."""
+    supported = units.supported
+    found: list[int] = []
+    for unit, sources in enumerate(units.sources):
+        level = 0 if supported[unit] else -1
+        if supported[unit]:
+            for source in sources:
+                level = max(level, found[source] + (not supported[source]))
+        else:
+            for source in sources:
+                level = max(level, found[source])
+        found.append(level)
+    return found
+
+
+def sink(units: UnitGraph, level: list[int]) -> None:
+    """Raise movable units to the level of their first user: a cast of a weight need not wait there for ten levels."""
+    limit: list[int | None] = [None] * len(level)
+    for unit in range(len(level) - 1, -1, -1):
+        latest = limit[unit]
+        if units.movable[unit] and latest is not None:
+            level[unit] = max(level[unit], latest)
+        for source in units.sources[unit]:
+            allowed = level[unit] - (units.supported[unit] and not units.supported[source])
+            known = limit[source]
+            limit[source] = allowed if known is None else min(known, allowed)
+
+
+def components(units: UnitGraph, level: list[int]) -> list[int]:
+    """For each supported unit the lowest unit that it is connected to within its level; -1 for the others.
+
+    A group without users at its own level is raised to the level of the first group that uses it, if possible; this
+    changes `level`.
+    """
+    joined = _Joined(len(level))
+    supported = units.supported
+    for unit, sources in enumerate(units.sources):
+        for source in sources:
+            if supported[unit] and supported[source] and level[unit] == level[source]:
+                joined.join(source, unit)
+    _raise_groups(units, level, joined)
+    return [joined.find(unit) if supported[unit] else -1 for unit in range(len(level))]
+
+
+def _raise_groups(units: UnitGraph, level: list[int], joined: _Joined) -> None:
+    users: list[list[int]] = [[] for _ in level]
+    for unit, sources in enumerate(units.sources):
+        for source in sources:
+            users[source].append(unit)
+    groups: dict[int, list[int]] = {}
+    for unit, supported in enumerate(units.supported):
+        if supported:
+            groups.setdefault(joined.find(unit), []).append(unit)
+    # From the last level backwards: the group that another one joins has its final level by then.
+    for root in sorted(groups, key=lambda root: -level[root]):
+        members = groups[root]
+        inside = set(members)
+        outside = [(user, unit) for unit in members for user in users[unit] if user not in inside]
+        latest = min((level[user] for user, _ in outside), default=-1)
+        joins = [(user, unit) for user, unit in outside if level[user] == latest and units.supported[user]]
+        if latest > level[root] and joins:
+            for unit in members:
+                level[unit] = latest
+            for user, unit in joins:
+                joined.join(user, unit)
+
+
+class _Joined:
+    """Union-find whose representative is the lowest member."""
+
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
+
+    def find(self, unit: int) -> int:
+        parent = self._parent
+        root = unit
+        while parent[root] != root:
+            root = parent[root]
+        while parent[unit] != root:
+            parent[unit], unit = root, parent[unit]
+        return root
+
+    def join(self, unit: int, other: int) -> None:
+        unit, other = self.find(unit), self.find(other)
+        self._parent[max(unit, other)] = min(unit, other)
+
+
+def fuse_partitions(gm: fx.GraphModule, partitions: SupportedPartitions, prefix: str = "fused_") -> fx.GraphModule:
+    """Edit `gm` so that each partition is one `call_module` node, named by `prefix` and a count; returns `gm`.
+
+    Nodes are ordered by their groups, and keep their order within a group.
+    """
+    taken = next((name for i in range(len(partitions)) if hasattr(gm, name := f"{prefix}{i}")), None)
+    if taken is not None:
+        raise PartitionError(f"the module has an attribute {taken} already.", fix="choose another prefix.")
+    if any(node.graph is not gm.graph for part in partitions for node in part.nodes[:1]):
+        raise PartitionError("the partitions belong to another graph.", fix="partition this graph, not a copy of it.")
+    _reorder(gm.graph, partitions)
+    for count, partition in enumerate(partitions):
+        _fuse(gm, partition.nodes, f"{prefix}{count}")
+    gm.recompile()
+    return gm
+
+
+def _reorder(graph: fx.Graph, partitions: SupportedPartitions) -> None:
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    output = graph.output_node()
+    for node in sorted(nodes, key=partitions):  # stable: equal groups keep their order
+        output.prepend(node)
+
+
+def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
+    inside = set(nodes)
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph, inputs = _subgraph(nodes, outputs)
+    module = lazy_graph_module(gm, graph, name)
+    module.train(gm.training)
+    if not outputs:
+        mark_impure(module)
+    gm.add_submodule(name, module)
+    with gm.graph.inserting_after(nodes[-1]):
+        call = gm.graph.create_node("call_module", name, tuple(inputs), {}, name=name)
+    set_node_meta(call, node_meta(nodes[-1]))
+    if len(outputs) == 1:
+        call.meta = dict(outputs[0].meta)
+        outputs[0].replace_all_uses_with(call)
+    else:
+        if all("val" in node.meta for node in outputs):
+            call.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        after = call
+        for i, node in enumerate(outputs):
+            with gm.graph.inserting_after(after):
+                after = gm.graph.call_function(operator.getitem, (call, i))
+            after.meta = dict(node.meta)
+            node.replace_all_uses_with(after, delete_user_cb=lambda user: user not in inside)
+    bodies = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if is_body(used))
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+    for body in bodies:
+        if not body.users:
+            gm.graph.erase_node(body)
+
+
+def _subgraph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """A graph of copies, and the outside nodes that its placeholders stand for. Bodies of `cond` etc. are read inside
+    by get_attr, because they cannot be passed as values."""
+    inside = set(nodes)
+    used = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
+    bodies = [node for node in used if is_body(node)]
+    inputs = [node for node in used if node not in bodies]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name, type_expr=node.type)
+        copies[node].meta = dict(node.meta)
+    for node in (*bodies, *nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = tuple(copies[node] for node in outputs)
+    graph.output(results[0] if len(results) == 1 else results)
+    return graph, inputs

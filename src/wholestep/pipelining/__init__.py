@@ -43,7 +43,7 @@ from wholestep.pipelining.run.saving import save_stage as save_stage
 from wholestep.pipelining.run.schedules import schedule as schedule
 from wholestep.pipelining.run.stage import Stage as Stage
 from wholestep.pipelining.run.stage_building import build_stage as build_stage
-from wholestep.simulate.machine import Machine as Machine
+from wholestep.simulate.cost_model import Machine as Machine
 
 __all__ = [
     "Balance",

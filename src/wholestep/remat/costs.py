@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.ir.graphs import tensors_in
-from wholestep.simulate.machine import machine_of
-from wholestep.simulate.operators import is_counted, work_of
+from wholestep.simulate.cost_model import is_counted, machine_of, work_of
 from wholestep.torch_private.operators import OpOverload, packet_of
 
 _FUSED = 0.25

@@ -19,7 +19,7 @@ from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
 from wholestep.remat.outline import Outline, Plan
 from wholestep.remat.play import order_of
-from wholestep.simulate.operators import is_counted
+from wholestep.simulate.cost_model import is_counted
 
 _PARTS = 16
 """On the CPU a part ends when more than this fraction of the forward's values has been computed again in it."""

@@ -1,4 +1,4 @@
-"""Predict before anything runs: pipeline schedules (`wholestep.simulate.pipeline`)."""
+"""Predict time, memory and deadlocks before any rank starts: pipeline schedules (`wholestep.simulate.pipeline`)."""
 
 from wholestep.simulate import pipeline as pipeline
 

@@ -1,18 +1,18 @@
-"""Why ranks stand still for ever: for each of them where it stands, and which action of which rank it waits for."""
+"""Explain a deadlock: for each blocked rank its action, and the action of which rank it waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from wholestep.simulate.actions import Action
 from wholestep.simulate.engine import UNSET, Run
-from wholestep.simulate.program import AWAITING, COMPUTING, SENDING, Program
+from wholestep.simulate.program import AWAITING, COMPUTING, SENDING, ScheduleProgram
+from wholestep.simulate.schedule import Action
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """A rank that does not go on: it stands at `action` until `of_rank` (None: nobody will) has done `waits_for`."""
+    """A rank that is blocked at `action` until `of_rank` (None: no rank does) has run `waits_for`."""
 
     rank: int
     action: Action
@@ -21,26 +21,26 @@ class Blocked:
     why: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} stands at {self.action} and waits for {self.waits_for}{self.why}"
+        return f"rank {self.rank} is blocked at {self.action}, waiting for {self.waits_for}{self.why}"
 
 
 @dataclass(frozen=True)
 class Deadlock:
-    """All blocked ranks; `circle` are those that wait for each other in turn (empty: somebody waits for nothing)."""
+    """All blocked ranks; `circle`: those that form a cycle of waits (empty: a rank waits for what no rank runs)."""
 
     blocked: tuple[Blocked, ...]
     circle: tuple[Blocked, ...]
 
     def __str__(self) -> str:
         rest = [each for each in self.blocked if each not in self.circle]
-        head = "in a circle:" if self.circle else "for what never comes:"
+        head = "in a cycle" if self.circle else "on actions that never run"
         first, others = (self.circle, rest) if self.circle else (self.blocked, [])
-        lines = [f"{len(self.blocked)} ranks wait for ever, {head}", *(f"  {each}" for each in first)]
-        return "\n".join(lines + (["and behind them:"] if others else []) + [f"  {each}" for each in others])
+        lines = [f"deadlock: {len(self.blocked)} ranks wait {head}:", *(f"  {each}" for each in first)]
+        return "\n".join(lines + (["and, waiting for these:"] if others else []) + [f"  {each}" for each in others])
 
 
-def find_deadlock(program: Program, run: Run) -> Deadlock | None:
-    """None: every rank came to the end of its list."""
+def find_deadlock(program: ScheduleProgram, run: Run) -> Deadlock | None:
+    """The deadlock of a run; None if every rank reached the end of its list."""
     stuck = [rank for rank, place in enumerate(run.reached) if place < len(program.ops[rank])]
     if not stuck:
         return None
@@ -49,17 +49,18 @@ def find_deadlock(program: Program, run: Run) -> Deadlock | None:
 
 
 class _Explainer:
-    def __init__(self, program: Program, run: Run) -> None:
+    def __init__(self, program: ScheduleProgram, run: Run) -> None:
         self.program, self.run = program, run
 
     def explain(self, rank: int) -> Blocked:
         place = self.run.reached[rank]
-        action = self.program.schedule.ranks[rank][self.program.stands_at[rank][place]]
+        action = self.program.schedule.ranks[rank][self.program.action_at[rank][place]]
         condition = next(self._unfulfilled(rank, place))
         first_transfer, first_unshard = self.program.first_transfer, self.program.first_unshard
         if condition >= self.program.first_never:
             never = self.program.never[condition - self.program.first_never]
-            return Blocked(rank, action, never, None, f", which rank {rank} has not before it" + self._elsewhere(never))
+            why = f", which rank {rank} does not list before it" + self._elsewhere(never)
+            return Blocked(rank, action, never, None, why)
         if first_transfer <= condition < first_unshard:
             return self._transfer(rank, action, condition - first_transfer)
         owner, needed = self.program.blocks[condition]
@@ -83,41 +84,41 @@ class _Explainer:
 
     def _elsewhere(self, action: Action) -> str:
         holders = [rank for rank, leaf in self.program.schedule.leaves() if leaf == action]
-        return f" (rank {holders[0]} has it too late)" if holders else ""
+        return f" (rank {holders[0]} lists it too late)" if holders else ""
 
     def _transfer(self, rank: int, action: Action, transfer: int) -> Blocked:
-        """A transfer that has not come through: one side is missing, or others stand before it."""
+        """A pending transfer: one side is not posted, or other transfers come first."""
         each = self.program.transfers[transfer]
         if self.run.sent[transfer] == UNSET:
-            if not each.is_sent_by_a_list:
-                return Blocked(rank, action, each.send, None, ", which no rank has in its list")
+            if not each.has_send:
+                return Blocked(rank, action, each.send, None, ", which no rank lists")
             return Blocked(rank, action, each.send, each.sender, f" of {self._name(each.sender, rank)}")
         if self.run.received[transfer] == UNSET:
-            if not each.is_received_by_a_list:
-                return Blocked(rank, action, each.receive, None, ", which no rank has in its list")
+            if not each.has_receive:
+                return Blocked(rank, action, each.receive, None, ", which no rank lists")
             return Blocked(rank, action, each.receive, each.receiver, f" of {self._name(each.receiver, rank)}")
         return self._behind(rank, action, transfer)
 
     def _behind(self, rank: int, action: Action, transfer: int) -> Blocked:
-        """Both sides are there, but on one of them another transfer between the two comes first."""
+        """Both sides are posted, but on one of them another transfer between the two ranks comes first."""
         each = self.program.transfers[transfer]
         for owner, peer in ((each.sender, each.receiver), (each.receiver, each.sender)):
             first = self.run.queues[owner, peer][0]
             if transfer not in first:
                 before = self.program.transfers[first[0]]
-                stands = before.send if before.sender == owner else before.receive
+                earlier = before.send if before.sender == owner else before.receive
                 mine = each.send if each.sender == owner else each.receive
                 other_end = before.receive if before.sender == owner else before.send
-                why = f" of rank {peer}, since rank {owner} began {stands} before {mine}"
+                why = f" of rank {peer}, because rank {owner} posted {earlier} before {mine}"
                 return Blocked(rank, action, other_end, peer, why)
-        raise AssertionError("a transfer that is first on both sides begins")
+        raise AssertionError("a transfer that is first on both sides starts")
 
     def _name(self, owner: int, rank: int) -> str:
         return "itself later in its list" if owner == rank else f"rank {owner}"
 
 
 def _circle(blocked: tuple[Blocked, ...]) -> tuple[Blocked, ...]:
-    """Ranks that wait for each other in turn, from the lowest on; () if every chain ends where nobody will come."""
+    """Ranks that form a cycle of waits, the lowest first; () if every chain ends at an action that no rank runs."""
     by_rank = {each.rank: each for each in blocked}
     for start in blocked:
         chain: list[Blocked] = []

@@ -1,9 +1,9 @@
-"""Run a program of pipeline operations on an exact clock: an event is the end of a computation or of a transfer.
+"""Discrete-event simulation of a schedule: an event is the end of a computation, of a transfer or of an unshard.
 
-Ranks do their operations in order; what they wait for, once it has happened, stays happened; a transfer that has begun
-always ends. So which operations are ever reached does not depend on any time or on who is first at a shared link: if
-one run of a schedule ends, every run does, and if it gets stuck, every run gets stuck at the same operations. One run
-proves it.
+Ranks run their operations in order, a condition that holds once holds for ever, and a transfer that has started always
+ends. So the set of operations that are reached does not depend on the times, or on which transfer gets a shared link
+first: if one run of a schedule completes, every run does; if it deadlocks, every run blocks at the same operations. One
+simulation is therefore a proof.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
-from wholestep.simulate.network import Network
-from wholestep.simulate.program import AWAITING, COMPUTING, RECEIVING, SENDING, Program
+from wholestep.simulate.program import AWAITING, COMPUTING, RECEIVING, SENDING, Network, ScheduleProgram
 
 UNSET = -1
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened when, in ticks; -1 where it never did. Computations, transfers and unshards by their number."""
+    """Start and end of each condition in ticks; UNSET if it never happened."""
 
     began: list[int]
     ended: list[int]
     sent: list[int]
     received: list[int]
-    reached: list[int]  # per rank: the operation at which it stands; the number of its operations if it finished
+    reached: list[int]  # per rank: the index of the operation it is blocked at; their number if it finished
     end: int
-    queues: dict[tuple[int, int], list[list[int]]]  # what a rank began with another and is not done, in order
+    queues: dict[tuple[int, int], list[list[int]]]  # pending transfers of a rank with another, in the order posted
 
 
 class Engine:
-    def __init__(self, program: Program, network: Network) -> None:
+    """Runs one program once."""
+
+    def __init__(self, program: ScheduleProgram, network: Network) -> None:
         self.program, self.network = program, network
         self.transfer0, self.unshard0 = program.first_transfer, program.first_unshard
         conditions = program.first_never + len(program.never)
@@ -42,7 +43,7 @@ class Engine:
         self.sent = [UNSET] * len(program.transfers)
         self.received = [UNSET] * len(program.transfers)
         self.place = [0] * len(program.ops)
-        self.waiters: dict[int, list[int]] = {}  # condition -> the ranks that stand there
+        self.waiters: dict[int, list[int]] = {}  # condition -> the ranks that wait for it
         self.events: list[tuple[int, int, int]] = []
         self.order = count()
         self.now = 0
@@ -66,7 +67,7 @@ class Engine:
         return Run(self.began, self.ended, self.sent, self.received, self.place, self.now, queues)
 
     def _advance(self, rank: int) -> None:
-        """Do what the rank can do now; it then computes, stands at a condition, or is through."""
+        """Run a rank until it computes, waits for a condition, or has finished."""
         operations, ended = self.program.ops[rank], self.ended
         needs, length, made_by = self.program.needs, self.program.length, self.program.made_by
         place = self.place[rank]
@@ -96,11 +97,11 @@ class Engine:
                     missing = made_by[about]
                 else:
                     self.sent[about] = self.now
-                    self._begun_by(rank, about, group)
+                    self._posted_by(rank, about, group)
             elif code == RECEIVING:
                 assert isinstance(about, int)
                 self.received[about] = self.now
-                self._begun_by(rank, about, group)
+                self._posted_by(rank, about, group)
             else:
                 assert isinstance(about, int)
                 self._unshard(rank, about)
@@ -117,8 +118,8 @@ class Engine:
         if self.transfer0 <= condition < self.unshard0:
             self._arrived(condition - self.transfer0)
 
-    def _begun_by(self, rank: int, transfer: int, group: int) -> None:
-        """One side of a transfer is there."""
+    def _posted_by(self, rank: int, transfer: int, group: int) -> None:
+        """A rank has posted its side of a transfer."""
         if self.ordered:
             each = self.program.transfers[transfer]
             queue = self.in_order.setdefault((rank, each.receiver if rank == each.sender else each.sender), deque())
@@ -154,7 +155,7 @@ class Engine:
         heapq.heappush(self.events, (self.now + self.program.transfers[transfer].length, next(self.order), condition))
 
     def _arrived(self, transfer: int) -> None:
-        """Whoever waited for the link, or for its turn, may begin."""
+        """Start the transfers that waited for the resources of this one, or for their turn."""
         self.busy.difference_update(self.resources[transfer])
         for resource in self.resources[transfer]:
             self._serve(resource)
@@ -169,11 +170,11 @@ class Engine:
                         self._start_if_possible(following)
 
     def _serve(self, resource: tuple[str, int, int]) -> None:
-        """The first in the queue whose other resources are free too; those that began meanwhile leave it."""
+        """Start the first queued transfer whose other resources are free too; drop those that have started."""
         queue = self.queued.get(resource)
         if not queue:
             return
-        kept: deque[int] = deque()
+        blocked: deque[int] = deque()
         while queue:
             transfer = queue.popleft()
             if self.began[self.transfer0 + transfer] != UNSET:
@@ -181,11 +182,11 @@ class Engine:
             if self.busy.isdisjoint(self.resources[transfer]):
                 self._start(transfer)
                 break
-            kept.append(transfer)
-        queue.extendleft(reversed(kept))
+            blocked.append(transfer)
+        queue.extendleft(reversed(blocked))
 
     def _unshard(self, rank: int, condition: int) -> None:
-        """Collectives of a rank run one after the other, beside its computation."""
+        """Collectives of a rank run one after the other, in parallel with its computation."""
         self.began[condition] = max(self.now, self.channel_free[rank])
         end = self.channel_free[rank] = self.began[condition] + self.program.unshards[condition - self.unshard0][2]
         heapq.heappush(self.events, (end, next(self.order), condition))

@@ -1,13 +1,14 @@
-"""Simulate a pipeline schedule before any rank starts: when everything happens, how much is kept, whether it can end.
+"""Simulate a pipeline schedule before any rank starts: its timeline, peak memory and deadlocks.
 
     from wholestep.simulate import pipeline
 
     timeline = pipeline.simulate("1F1B", pipeline.Times(F=1, B=2), ranks=4, microbatches=8)
     timeline.makespan, timeline.bubble, timeline.peak_activations
-    timeline.deadlock  # None: proven, for any times
+    timeline.deadlock  # None: there is none, for any times
 
-A schedule is a name of torch's, an object of torch's, lists of actions, or a CSV file (`Schedule.read_csv`). Times are
-exact: integers and fractions stay what they are, and floats are added without rounding.
+A schedule is the name of one of torch's, a schedule object of torch, lists of actions, or a CSV file
+(`Schedule.read_csv`). Times are exact: integers and fractions stay integers and fractions, floats are added without
+rounding.
 """
 
 from __future__ import annotations
@@ -15,20 +16,15 @@ from __future__ import annotations
 from typing import Any
 
 from wholestep.errors import OptionError
-from wholestep.simulate.actions import Action, Kind, parse
-from wholestep.simulate.communication import Receives, with_communication
 from wholestep.simulate.deadlock import Blocked, Deadlock, find_deadlock
-from wholestep.simulate.draw import svg, write_svg
+from wholestep.simulate.durations import Number, Time, Times
 from wholestep.simulate.engine import UNSET, Engine, Run
-from wholestep.simulate.measured import Record, Recorder, read_json, timeline_of, times_of
-from wholestep.simulate.memory import Bytes, peak_activations, peak_bytes
-from wholestep.simulate.named import NAMES, named_schedule, schedule_of
-from wholestep.simulate.network import Network
-from wholestep.simulate.program import Program, build
-from wholestep.simulate.schedule import Schedule
-from wholestep.simulate.timeline import Span, Timeline
-from wholestep.simulate.times import Number, Time, Times
-from wholestep.simulate.trace import perfetto, write_perfetto
+from wholestep.simulate.measured_timeline import Record, Recorder, read_json, timeline_of, times_of
+from wholestep.simulate.program import Network, ScheduleProgram, build_program
+from wholestep.simulate.schedule import Action, Kind, Receives, Schedule, parse, with_communication
+from wholestep.simulate.timeline import Bytes, Span, Timeline, peak_activations, peak_bytes
+from wholestep.simulate.timeline_export import perfetto, svg, write_perfetto, write_svg
+from wholestep.simulate.torch_schedules import NAMES, named_schedule, schedule_of
 
 __all__ = [
     "NAMES",
@@ -72,10 +68,10 @@ def simulate(
     microbatches: int | None = None,
     stages_per_rank: int | None = None,
 ) -> Timeline:
-    """The timeline of a schedule. `ranks` and `microbatches` go with a name, and are known from anything else."""
+    """The timeline of a schedule. Give `ranks` and `microbatches` with a name; other forms determine them."""
     listed = _schedule(schedule, ranks, microbatches, stages_per_rank)
     network = network or Network()
-    program = build(listed, times or Times(), network)
+    program = build_program(listed, times or Times(), network)
     run = Engine(program, network).run()
     return Timeline(
         listed,
@@ -91,16 +87,18 @@ def _schedule(given: Any, ranks: int | None, microbatches: int | None, stages_pe
     if isinstance(given, str):
         if ranks is None or microbatches is None:
             fix = 'simulate("1F1B", ranks=4, microbatches=8).'
-            raise OptionError(f"{given} is a name: how many ranks and microbatches?", fix=fix)
+            raise OptionError(f"{given} is a name: ranks and microbatches are missing.", fix=fix)
         return named_schedule(given, ranks, microbatches, stages_per_rank)
     if (ranks, microbatches, stages_per_rank) != (None, None, None):
-        raise OptionError("a schedule that is not a name has its own number of ranks and microbatches.")
+        raise OptionError(
+            "ranks, microbatches and stages_per_rank are options of a schedule given by name.", fix="leave them out."
+        )
     if isinstance(given, list | tuple | dict):
         given = Schedule.of(given)
     return schedule_of(given)
 
 
-def _spans(program: Program, run: Run) -> tuple[Span, ...]:
+def _spans(program: ScheduleProgram, run: Run) -> tuple[Span, ...]:
     number = program.clock.number
     return tuple(
         Span(rank, action, number(run.began[index]), number(run.ended[index]))
@@ -109,7 +107,7 @@ def _spans(program: Program, run: Run) -> tuple[Span, ...]:
     )
 
 
-def _transfers(program: Program, run: Run) -> tuple[Span, ...]:
+def _transfers(program: ScheduleProgram, run: Run) -> tuple[Span, ...]:
     number, first = program.clock.number, program.first_transfer
     return tuple(
         Span(each.sender, each.send, number(run.began[index]), number(run.ended[index]), each.receiver)

@@ -1,44 +1,43 @@
-"""A schedule as numbers: what each rank does as short operations, and what each of them needs.
+"""The input of the simulation engine: a schedule lowered to integer-coded operations, and the network between ranks.
 
-Conditions are numbered: first the computations, then the transfers, then the unshards, then things that no list has and
-that therefore never happen. An operation is a pair of a code and a number, or numbers:
+Conditions are numbered: first the computations, then the transfers, then the unshards, then actions that no list
+contains and that therefore never happen. An operation is a code with a condition or a tuple of transfers:
 
-    (COMPUTE, c)   wait until all `needs[c]` have happened, then last `length[c]`
-    (SEND, t)      wait until what is sent has been computed, then the send of transfer t is there
-    (RECEIVE, t)   the receive of transfer t is there
-    (AWAIT, ts)    wait until these transfers have ended
-    (UNSHARD, c)   begin it, on the rank's own channel for collectives
+    (COMPUTING, c)    wait until all of `needs[c]` have happened, then compute for `length[c]`
+    (SENDING, t)      wait until the value has been computed, then post the send of transfer t
+    (RECEIVING, t)    post the receive of transfer t
+    (AWAITING, ts)    wait until these transfers have ended
+    (UNSHARDING, c)   start it, on the rank's own channel for collectives
 
-Sends and receives that were given together (EXCHANGE) share a number in `group`; others have one of their own.
+Sends and receives of one EXCHANGE share a number in `group`; all others have a number of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from wholestep.simulate.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from wholestep.simulate.communication import counterpart, value_needed
-from wholestep.simulate.network import Network
-from wholestep.simulate.schedule import Schedule
-from wholestep.simulate.times import Clock, Number, Times, at
+from wholestep.errors import OptionError
+from wholestep.simulate.durations import Clock, Number, Times, at
+from wholestep.simulate.schedule import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, counterpart, value_needed
 
 COMPUTING, SENDING, RECEIVING, AWAITING, UNSHARDING = range(5)
 
 Operation = tuple[int, int, int] | tuple[int, tuple[int, ...], int]
-"""Code, what it is about, and the group it belongs to (-1 where that means nothing)."""
+"""Code, condition or transfers, and group (-1 for operations without one)."""
 
 
 @dataclass
 class Transfer:
-    """One value on its way: by the action that sends it."""
+    """One value sent between two ranks, identified by the action that sends it."""
 
     send: Action
     sender: int
     receiver: int
     length: int = 0
-    is_sent_by_a_list: bool = False
-    is_received_by_a_list: bool = False
+    has_send: bool = False
+    has_receive: bool = False
 
     @property
     def receive(self) -> Action:
@@ -46,13 +45,13 @@ class Transfer:
 
 
 @dataclass
-class Program:
-    """What the engine runs. Read-only once it is built."""
+class ScheduleProgram:
+    """A schedule as the engine runs it. Read-only once it is built."""
 
     schedule: Schedule
     clock: Clock
     ops: list[list[Operation]] = field(default_factory=list)
-    stands_at: list[list[int]] = field(default_factory=list)  # per rank and operation: which action of its list
+    action_at: list[list[int]] = field(default_factory=list)  # per rank and operation: the index of its action
     blocks: list[tuple[int, Action]] = field(default_factory=list)  # rank and action of each computation
     length: list[int] = field(default_factory=list)
     needs: list[tuple[int, ...]] = field(default_factory=list)
@@ -74,12 +73,12 @@ class Program:
         return self.first_unshard + len(self.unshards)
 
 
-def build(schedule: Schedule, times: Times, network: Network) -> Program:
-    """The program of a schedule that communicates."""
-    return _Builder(schedule, times, network).program
+def build_program(schedule: Schedule, times: Times, network: Network) -> ScheduleProgram:
+    """Lower a schedule that communicates."""
+    return _ProgramBuilder(schedule, times, network).program
 
 
-class _Builder:
+class _ProgramBuilder:
     def __init__(self, schedule: Schedule, times: Times, network: Network) -> None:
         self.schedule, self.times, self.network = schedule, times, network
         self.block_of: dict[Action, int] = {}
@@ -94,7 +93,8 @@ class _Builder:
         opening = [times.lengths(Kind.UNSHARD, leaf.stage, 0) for _, leaf in shards]
         clock = Clock(number for numbers in (*lengths, *travel.values(), *opening) for number in numbers)
 
-        made = self.program = Program(schedule, clock, blocks=blocks, length=[clock.ticks(each) for each in lengths])
+        ticks = [clock.ticks(each) for each in lengths]
+        made = self.program = ScheduleProgram(schedule, clock, blocks=blocks, length=ticks)
         for index, (_, block) in enumerate(blocks):
             for leaf in block.leaves():
                 self.block_of[leaf] = index
@@ -108,7 +108,7 @@ class _Builder:
         made.made_by = [self._result(transfer.send) for transfer in made.transfers]
 
     def _blocks(self, actions: tuple[Action, ...]) -> Iterator[Action]:
-        """What lasts on a rank, each as one action: the parts of an overlap one by one unless it has a time."""
+        """The actions that take time on a rank; the parts of an overlap one by one unless `times.overlap` is given."""
         for action in actions:
             if action.kind in COMPUTE or action.kind is Kind.REDUCE_GRAD:
                 yield action
@@ -131,7 +131,7 @@ class _Builder:
         return Transfer(send, rank_of.get(send.stage, -1), receiver, length)
 
     def _result(self, send: Action) -> int:
-        """The computation that makes what is sent."""
+        """The computation whose result is sent."""
         kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.I)
         return self._block(*(send._replace(kind=kind) for kind in kinds))
 
@@ -140,7 +140,7 @@ class _Builder:
         return found[0] if found else self._never(leaves[0])
 
     def _never(self, action: Action) -> int:
-        """The condition of something that no list has."""
+        """The condition of an action that no list contains."""
         if action not in self.never_of:
             self.never_of[action] = len(self.never_of)
             self.program.never.append(action)
@@ -150,12 +150,12 @@ class _Builder:
         self.ops: list[Operation] = []
         self.received: set[Action] = set()
         self.unshard_of: dict[int, int] = {}
-        stands_at: list[int] = []
+        action_at: list[int] = []
         for place, action in enumerate(self.schedule.ranks[rank]):
             self._operations(action)
-            stands_at += [place] * (len(self.ops) - len(stands_at))
+            action_at += [place] * (len(self.ops) - len(action_at))
         self.program.ops.append(self.ops)
-        self.program.stands_at.append(stands_at)
+        self.program.action_at.append(action_at)
 
     def _operations(self, action: Action) -> None:
         if action.kind in SENDS or action.kind in RECEIVES:
@@ -184,16 +184,16 @@ class _Builder:
     def _travel(self, action: Action) -> int:
         index = self.transfer_of[self._send_of(action)]
         if action.kind in SENDS:
-            self.program.transfers[index].is_sent_by_a_list = True
+            self.program.transfers[index].has_send = True
             self.ops.append((SENDING, index, self.groups))
         else:
-            self.program.transfers[index].is_received_by_a_list = True
+            self.program.transfers[index].has_receive = True
             self.received.add(action)
             self.ops.append((RECEIVING, index, self.groups))
         return index
 
     def _needs(self, block: Action) -> Iterator[int]:
-        """Conditions, those that others fulfil last, so that a rank that waits for itself says so."""
+        """Conditions of a computation, local ones first, so that a rank that waits for itself is reported as such."""
         parts = set(block.leaves())
         for leaf in block.leaves():
             if leaf.stage in self.unshard_of and leaf.kind is not Kind.REDUCE_GRAD:
@@ -209,7 +209,7 @@ class _Builder:
                 yield self._never(receive)
 
     def _local_needs(self, leaf: Action) -> Iterator[tuple[Action, ...]]:
-        """What must have been computed on the same rank: each as the actions of which one does it."""
+        """Computations of the same rank that must have ended, each as the alternatives that satisfy it."""
         rank_of = self.schedule.rank_of
         if leaf.kind is Kind.W:
             yield (leaf._replace(kind=Kind.I),)
@@ -220,3 +220,50 @@ class _Builder:
         if leaf.kind in (Kind.B, Kind.I) and rank_of.get(leaf.stage + 1) == rank_of[leaf.stage]:
             after = leaf._replace(stage=leaf.stage + 1)
             yield after._replace(kind=Kind.B), after._replace(kind=Kind.I)
+
+
+Matching = Literal["buffered", "rendezvous", "ordered"]
+Sharing = Literal["nothing", "link", "wire", "port"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """How transfers start, and what they share.
+
+    `matching`: a transfer may start when
+
+    - `"buffered"`: its send is posted;
+    - `"rendezvous"`: its send and its receive are posted (gloo);
+    - `"ordered"`: also every transfer that either rank posted earlier to the other has ended (NCCL: a queue per pair).
+
+    `sharing`: transfers that contend for bandwidth, first come first served:
+
+    - `"nothing"`: none;
+    - `"link"`: those from one rank to another, each direction separately;
+    - `"wire"`: those between two ranks, both directions together;
+    - `"port"`: those that leave a rank, and those that enter a rank, to and from any other.
+
+    `blocking_sends`: a send blocks its rank until the value has arrived.
+    """
+
+    matching: Matching = "rendezvous"
+    sharing: Sharing = "link"
+    blocking_sends: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("matching", self.matching, get_args(Matching)),
+            ("sharing", self.sharing, get_args(Sharing)),
+        ):
+            if value not in known:
+                raise OptionError(f"{name}={value!r} is not known.", fix=f"one of {', '.join(map(repr, known))}.")
+
+    def resources(self, sender: int, receiver: int) -> tuple[tuple[str, int, int], ...]:
+        """The resources that a transfer holds exclusively while it lasts."""
+        if self.sharing == "nothing":
+            return ()
+        if self.sharing == "link":
+            return (("link", sender, receiver),)
+        if self.sharing == "wire":
+            return (("wire", min(sender, receiver), max(sender, receiver)),)
+        return (("out", sender, -1), ("in", receiver, -1))

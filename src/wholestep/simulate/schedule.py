@@ -1,22 +1,135 @@
-"""A pipeline schedule: for each rank the list of its actions, and what follows from the lists alone.
+"""A pipeline schedule: the list of actions of each rank, in the notation of torch's schedules.
 
-A list either says how values travel (SEND and RECV actions) or has only computation; then `with_communication` adds it.
-The CSV form is torch's: one line per rank, one cell per action, empty cells are steps of waiting and are left out here,
-because a rank waits for what it needs and not for a tick.
+    2F0          forward of stage 2 on microbatch 0
+    2I0, 2W0     backward for the input, and for the weights;  2B0 is both in one
+    2SEND_F0     send the output of 2F0 to stage 3, which receives it with 3RECV_F0
+    2SEND_B0     send the gradients of 2B0 (or 2I0) to stage 1, which receives them with 1RECV_B0
+    (2F4;2B0)OVERLAP_F_B                    a forward and a backward together
+    2UNSHARD, 2RESHARD, 2REDUCE_GRAD        of a stage with sharded parameters
+
+Two kinds are ours, because torch's GPipe and 1F1B are loops, not lists:
+
+    (0SEND_F3;0RECV_B0)EXCHANGE   start all of these together and wait for all of them
+    (0SEND_F3)AWAIT               wait for these, which were started earlier
+
+The CSV form is torch's: one line per rank, one cell per action. Empty cells, which are idle steps, are dropped, because
+a simulated rank waits for its inputs and not for a tick.
+
+A schedule with computation only gets its sends and receives by `with_communication`. Each value that another rank needs
+is sent right after the action that computes it. Its receive is placed
+
+    "torch"  where torch's runtime puts it: when the send is appended to the sender's list
+    "late"   right before the action that needs the value, as in a hand-written loop
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from wholestep.errors import ScheduleError
-from wholestep.simulate.actions import COMPUTE, OF_A_STAGE, OF_PARTS, RECEIVES, SENDS, Action, Kind, action_of
+from wholestep.torch_private.pipelining import torchs_action, with_torchs_communication
+
+
+class Kind(StrEnum):
+    """The kind of an action; the values are torch's."""
+
+    F = "F"
+    I = "I"  # noqa: E741 (the name in every paper on zero-bubble schedules)
+    W = "W"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    EXCHANGE = "EXCHANGE"
+    AWAIT = "AWAIT"
+
+
+COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+STAGE_WIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+COMPOUND = frozenset({Kind.OVERLAP_F_B, Kind.EXCHANGE, Kind.AWAIT})
+
+_BY_TEXT = {kind.value: kind for kind in Kind}
+_ONE = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+_MANY = re.compile(r"\((.*)\)(OVERLAP_F_B|EXCHANGE|AWAIT)")
+
+
+class Action(NamedTuple):
+    """One action. `microbatch` is None for actions of a whole stage; `parts` are the actions of a compound action."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    parts: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind in COMPOUND:
+            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    def leaves(self) -> tuple[Action, ...]:
+        """The action itself, or the parts of a compound action."""
+        return self.parts if self.kind in COMPOUND else (self,)
+
+
+def parse(text: str) -> Action | None:
+    """The action in a CSV cell; None for an empty cell (an idle step). Inverse of `str`."""
+    text = text.strip()
+    if not text:
+        return None
+    if one := _ONE.fullmatch(text):
+        kind = _BY_TEXT[one[2]]
+        if (kind in STAGE_WIDE) == bool(one[3]):
+            raise _not_an_action(text)
+        return Action(int(one[1]), kind, int(one[3]) if one[3] else None)
+    if many := _MANY.fullmatch(text):
+        parts = tuple(part for cell in many[1].split(";") if (part := parse(cell)) is not None)
+        return _compound(_BY_TEXT[many[2]], parts, text)
+    raise _not_an_action(text)
+
+
+def action_of(given: Any) -> Action | None:
+    """An action from text, from an `Action`, or from torch's `_Action` (`stage_index`, `computation_type`, ...)."""
+    if given is None or isinstance(given, Action):
+        return given
+    if isinstance(given, str):
+        return parse(given)
+    kind = _BY_TEXT[given.computation_type.value]
+    if given.sub_actions is not None:
+        return _compound(kind, tuple(part for each in given.sub_actions if (part := action_of(each))), str(given))
+    return Action(given.stage_index, kind, given.microbatch_index)
+
+
+def compound_action(kind: Kind, parts: Sequence[Action]) -> Action:
+    """A compound action."""
+    return Action(-1, kind, None, tuple(parts))
+
+
+def _compound(kind: Kind, parts: tuple[Action, ...], text: str) -> Action:
+    allowed = COMPUTE if kind is Kind.OVERLAP_F_B else SENDS | RECEIVES
+    if not parts or any(part.kind not in allowed for part in parts):
+        raise _not_an_action(text)
+    return compound_action(kind, parts)
+
+
+def _not_an_action(text: str) -> ScheduleError:
+    fix = "write stage, kind and microbatch as torch does: 2F0, 1SEND_B3, 0UNSHARD, (1F4;1B0)OVERLAP_F_B."
+    return ScheduleError(f"{text!r} is not an action of a pipeline schedule.", fix=fix)
+
 
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 
@@ -25,17 +138,17 @@ Lists = Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does, in order. Make one with `Schedule.of`, which checks it."""
+    """The actions of each rank, in order. Create one with `Schedule.of`, which validates it."""
 
     ranks: tuple[tuple[Action, ...], ...]
     name: str = "schedule"
 
     @classmethod
     def of(cls, lists: Lists, name: str = "schedule") -> Schedule:
-        """From lists per rank of actions: texts, ours or torch's; None is left out."""
+        """From one list of actions per rank: text, `Action` or torch's `_Action`; None is dropped."""
         if isinstance(lists, Mapping):
             if sorted(lists) != list(range(len(lists))):
-                raise ScheduleError(f"the lists of {name} are of ranks {sorted(lists)}, not of 0 to {len(lists) - 1}.")
+                raise ScheduleError(f"{name} lists ranks {sorted(lists)} instead of 0 to {len(lists) - 1}.")
             lists = [lists[rank] for rank in range(len(lists))]
         made = cls(tuple(tuple(made for each in one if (made := action_of(each)) is not None) for one in lists), name)
         _check(made)
@@ -43,7 +156,7 @@ class Schedule:
 
     @classmethod
     def read_csv(cls, path: str | Path) -> Schedule:
-        """From a file that torch's `_dump_csv` or our `write_csv` wrote, with or without communication."""
+        """From a file written by torch's `_dump_csv` or by `write_csv`, with or without communication."""
         return cls.from_csv(Path(path).read_text(encoding="utf-8"), Path(path).stem)
 
     @classmethod
@@ -73,7 +186,7 @@ class Schedule:
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether the lists say how values travel."""
+        """True if the lists contain sends or receives."""
         return any(leaf.kind in SENDS or leaf.kind in RECEIVES for _, leaf in self.leaves())
 
     @cached_property
@@ -81,36 +194,36 @@ class Schedule:
         return any(leaf.kind in COMPUTE and leaf.kind is not Kind.F for _, leaf in self.leaves())
 
     def leaves(self) -> Iterable[tuple[int, Action]]:
-        """Each action that is not made of others, with its rank, in the order of the lists."""
+        """Each simple action and each part of a compound one, with its rank, in the order of the lists."""
         for rank, actions in enumerate(self.ranks):
             for action in actions:
-                if action.kind in OF_PARTS:
+                if action.kind in COMPOUND:
                     for part in action.parts:
                         yield rank, part
                 else:
                     yield rank, action
 
     def compute_only(self) -> Schedule:
-        """The same without communication, sharding and reductions."""
-        kept = (tuple(a for a in rank if a.kind in COMPUTE or a.kind is Kind.OVERLAP_F_B) for rank in self.ranks)
-        return Schedule(tuple(kept), self.name)
+        """The same schedule without communication, sharding and reductions."""
+        computing = (tuple(a for a in rank if a.kind in COMPUTE or a.kind is Kind.OVERLAP_F_B) for rank in self.ranks)
+        return Schedule(tuple(computing), self.name)
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks))
 
 
 def _check(schedule: Schedule) -> None:
-    """Things that are wrong whatever the times: what is only in a wrong order shows as a deadlock instead."""
+    """Raise for what is wrong with any times. A wrong order is reported by the simulation, as a deadlock."""
     if not schedule.ranks or not any(schedule.ranks):
         raise ScheduleError(f"{schedule.name} has no actions.")
     seen: set[Action] = set()
     home: dict[int, int] = {}
-    _check_travels(schedule)
+    _check_transfers(schedule)
     for rank, leaf in schedule.leaves():
-        if leaf.kind in OF_A_STAGE:
+        if leaf.kind in STAGE_WIDE:
             continue
         if leaf.microbatch is None:
-            raise ScheduleError(f"{leaf} of rank {rank} names no microbatch.", fix=f"write {leaf}0 for microbatch 0.")
+            raise ScheduleError(f"{leaf} of rank {rank} has no microbatch.", fix=f"write {leaf}0 for microbatch 0.")
         if leaf.kind in COMPUTE:
             if leaf in seen:
                 raise ScheduleError(f"{leaf} is in {schedule.name} twice.", fix="each rank computes an action once.")
@@ -121,20 +234,20 @@ def _check(schedule: Schedule) -> None:
     for action in seen:
         full = action._replace(kind=Kind.B)
         if action.kind in (Kind.I, Kind.W) and full in seen:
-            raise ScheduleError(f"{action} and {full} are both there.", fix="B is I and W in one: give one or the two.")
+            raise ScheduleError(f"both {action} and {full} are scheduled.", fix="B is I and W: list B, or I and W.")
     for rank, leaf in schedule.leaves():
         if leaf.kind in _NEIGHBOUR:
             other = home.get(leaf.stage + _NEIGHBOUR[leaf.kind])
             if home.get(leaf.stage) != rank or other is None or other == rank:
                 where = "the same rank" if other == rank else "no rank" if other is None else f"rank {other}"
                 what = f"{leaf} of rank {rank}: stage {leaf.stage} is on rank {home.get(leaf.stage)}"
-                raise ScheduleError(f"{what}, the other end on {where}.", fix="values travel between two ranks.")
+                raise ScheduleError(f"{what}, the other end on {where}.", fix="send between two different ranks.")
     if missing := sorted(set(range(schedule.stages)) - set(home)):
         raise ScheduleError(f"no rank has stage {missing[0]} of {schedule.stages}.", fix="list its actions on a rank.")
 
 
-def _check_travels(schedule: Schedule) -> None:
-    """A value is sent once and received once; an AWAIT only names what was begun."""
+def _check_transfers(schedule: Schedule) -> None:
+    """Raise if a value is sent or received twice. An AWAIT only refers to transfers that were started."""
     seen: set[Action] = set()
     for actions in schedule.ranks:
         for action in actions:
@@ -142,3 +255,74 @@ def _check_travels(schedule: Schedule) -> None:
                 if leaf.kind in _NEIGHBOUR and leaf in seen:
                     raise ScheduleError(f"{leaf} is in {schedule.name} twice.", fix="send and receive a value once.")
                 seen.add(leaf)
+
+
+_OTHER_END = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+_NEEDS_FROM = {Kind.F: (-1, Kind.RECV_F), Kind.B: (1, Kind.RECV_B), Kind.I: (1, Kind.RECV_B)}
+_SENDS_TO = {Kind.F: (1, Kind.SEND_F), Kind.B: (-1, Kind.SEND_B), Kind.I: (-1, Kind.SEND_B)}
+
+Receives = Literal["torch", "late"]
+
+
+def with_communication(schedule: Schedule, receives: Receives = "torch") -> Schedule:
+    """The schedule itself if it communicates already, else the schedule with sends and receives.
+
+    For lists that torch would refuse to run the receives are "late", so that the simulation shows where ranks deadlock.
+    """
+    if schedule.communicates:
+        return schedule
+    return (_placed_by_torch(schedule) if receives == "torch" else None) or _placed_late(schedule)
+
+
+def _placed_by_torch(schedule: Schedule) -> Schedule | None:
+    if schedule.compute_only() != schedule or not schedule.has_backward:
+        return None
+    lists = {rank: [torchs_action(str(action)) for action in row] for rank, row in enumerate(schedule.ranks)}
+    try:
+        lowered = with_torchs_communication(lists, schedule.stages, schedule.microbatches, sharded=False)
+    except AssertionError:
+        return None
+    return Schedule.of(lowered, schedule.name)
+
+
+def value_needed(action: Action, schedule: Schedule) -> Action | None:
+    """The receive that an action needs, if its input is computed on another rank."""
+    return _transfer_of(action, schedule, _NEEDS_FROM)
+
+
+def value_sent(action: Action, schedule: Schedule) -> Action | None:
+    """The send of an action's result, if another rank needs it."""
+    return _transfer_of(action, schedule, _SENDS_TO)
+
+
+def counterpart(action: Action) -> Action:
+    """The receive that matches a send, or the send that matches a receive."""
+    kind, step = _OTHER_END[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
+
+
+def _transfer_of(action: Action, schedule: Schedule, table: dict[Kind, tuple[int, Kind]]) -> Action | None:
+    if action.kind not in table:
+        return None
+    step, kind = table[action.kind]
+    there = schedule.rank_of.get(action.stage + step)
+    if there is None or there == schedule.rank_of[action.stage]:
+        return None
+    return Action(action.stage, kind, action.microbatch)
+
+
+def _placed_late(schedule: Schedule) -> Schedule:
+    lists = [list(_with_late_receives(schedule, rank)) for rank in range(len(schedule.ranks))]
+    return Schedule.of(lists, schedule.name)
+
+
+def _with_late_receives(schedule: Schedule, rank: int) -> Iterator[Action]:
+    for action in schedule.ranks[rank]:
+        yield from filter(None, (value_needed(leaf, schedule) for leaf in action.leaves()))
+        yield action
+        yield from filter(None, (value_sent(leaf, schedule) for leaf in action.leaves()))

@@ -21,7 +21,7 @@ from wholestep.pipelining.build.markers import is_split
 from wholestep.pipelining.build.regions import regions_of
 from wholestep.pipelining.build.staged import is_number
 from wholestep.pipelining.planning.node_costs import Cost, estimate, measure
-from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 
 _TOO_MANY = 1 << 49
 """Bytes of a value that should not be sent."""

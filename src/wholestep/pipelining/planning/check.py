@@ -10,9 +10,9 @@ import torch
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.ir.amounts import as_bytes
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
-from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
-from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
+from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
 
 _MIB = 2**20
 
@@ -58,10 +58,10 @@ def _check_memory(timeline: Timeline, memory: float) -> None:
     over = [rank for rank, peak in enumerate(timeline.peak_bytes) if peak > memory]
     if over:
         worst = max(over, key=lambda rank: timeline.peak_bytes[rank])
-        kept = timeline.peak_activations[worst]
+        alive = timeline.peak_activations[worst]
         what = (
             f"{timeline.schedule.name} needs {timeline.peak_bytes[worst] / _MIB:.1f} MiB on rank {worst}, where "
-            f"{memory / _MIB:.1f} MiB are allowed: it keeps {kept} activations at a time"
+            f"{memory / _MIB:.1f} MiB are allowed: {alive} activations are alive at once"
         )
         others = f" (ranks {', '.join(map(str, over))} are over)" if len(over) > 1 else ""
         fix = "ws.pipelining.plan lists schedules that fit."

@@ -20,8 +20,7 @@ from wholestep.pipelining.build.functions import is_mark
 from wholestep.pipelining.build.regions import regions_of
 from wholestep.pipelining.build.staged import NO_STAGE
 from wholestep.pipelining.build.writes import written_nodes
-from wholestep.simulate.machine import Machine, timed
-from wholestep.simulate.operators import work_of
+from wholestep.simulate.cost_model import Machine, timed, work_of
 from wholestep.torch_private.operators import OpOverload
 from wholestep.torch_private.pytrees import pytree
 

@@ -20,9 +20,9 @@ from wholestep.pipelining.build.frontend import pipeline
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
 from wholestep.pipelining.planning.stage_measures import measure_costs
-from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
-from wholestep.simulate.named import ONE_STAGE_PER_RANK, V_SHAPED
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
+from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED
 
 _MAY_HAVE_ONE = ("InterleavedZeroBubble",)
 _MIB = 2**20

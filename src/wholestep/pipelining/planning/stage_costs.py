@@ -18,8 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.routing import Routing
-from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
-from wholestep.simulate.operators import work_of_call
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, work_of_call
 from wholestep.simulate.pipeline import Bytes, Times
 from wholestep.torch_private.fake_tensors import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 

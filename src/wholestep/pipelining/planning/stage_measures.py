@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, estimate_costs, gradients, has_gradient
-from wholestep.simulate.machine import DEFAULT_MACHINE, Machine, timed
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, timed
 
 _TIMES = 3
 

@@ -1,8 +1,8 @@
-"""How long each action lasts, and the clock that adds the times up exactly.
+"""The duration of each action, and an exact clock.
 
-A time is a number, one per stage, one per stage and microbatch, or a function of both. Whatever kind of number is
-given, the simulator counts whole ticks: every number is an exact fraction (a float too), and a tick is one part of
-their common denominator. So sums do not drift and do not depend on their order. Results are of the kind that was given.
+A duration is a number, one per stage, one per stage and microbatch, or a function of both. The simulator counts integer
+ticks: every number, also a float, is an exact fraction, and a tick is one over their common denominator. So sums do not
+drift and do not depend on their order. Results have the type of the numbers that were given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numbers import Rational, Real
 from typing import Any
 
 from wholestep.errors import OptionError
-from wholestep.simulate.actions import Kind
+from wholestep.simulate.schedule import Kind
 
 Number = int | float | Fraction
 Time = Number | Sequence[Number] | Sequence[Sequence[Number]] | Callable[[int, int], Number]
@@ -23,12 +23,12 @@ Time = Number | Sequence[Number] | Sequence[Sequence[Number]] | Callable[[int, i
 
 @dataclass(frozen=True)
 class Times:
-    """Times of computation and of transfers.
+    """Durations of computations and transfers.
 
-    What is not given: a full backward `B` is `I + W`; with only `B`, half of it each; with neither, `I` and `W` are as
-    long as `F`. `send` is the time of a transfer that leaves a stage forwards, `send_back` backwards (as `send`).
-    `overlap` is the length of an OVERLAP_F_B, by the stage and microbatch of its forward; without it its parts run one
-    after the other, as torch does. `unshard` runs beside the computation, `reduce` (of gradients) does not.
+    Defaults: a full backward `B` takes `I + W`; if only `B` is given, `I` and `W` are half of it each; without any,
+    `I` and `W` take as long as `F`. `send` is the time of a transfer to the next stage, `send_back` to the previous one
+    (default: `send`). `overlap` is the time of an OVERLAP_F_B, by the stage and microbatch of its forward; without it
+    its parts run one after the other, as in torch. `unshard` overlaps computation, `reduce` (of gradients) does not.
     """
 
     F: Time = 1
@@ -42,13 +42,13 @@ class Times:
     reduce: Time = 0
 
     def __post_init__(self) -> None:
-        """Arrays and tensors are tables."""
+        """Convert arrays and tensors to nested lists."""
         for each in fields(self):
             if hasattr(value := getattr(self, each.name), "tolist"):
                 object.__setattr__(self, each.name, value.tolist())
 
     def lengths(self, kind: Kind, stage: int, microbatch: int) -> tuple[Number, ...]:
-        """How long an action lasts, as numbers to be added."""
+        """The duration of an action, as numbers to be added."""
         if kind is Kind.F:
             return (at(self.F, stage, microbatch),)
         if kind is Kind.I:
@@ -77,7 +77,7 @@ class Times:
 
 
 def at(time: Time, stage: int, microbatch: int) -> Number:
-    """The number that a time means for a stage and a microbatch."""
+    """The value of a duration for a stage and a microbatch."""
     if callable(time):
         return time(stage, microbatch)
     if isinstance(time, Sequence):
@@ -86,12 +86,12 @@ def at(time: Time, stage: int, microbatch: int) -> Number:
             return of_stage[microbatch] if isinstance(of_stage, Sequence) else of_stage
         except IndexError:
             what = f"stage {stage} and microbatch {microbatch}"
-            raise OptionError(f"a table of times has no entry for {what}.", fix="give one row per stage.") from None
+            raise OptionError(f"a table of times has no entry for {what}.", fix="pass one row per stage.") from None
     return time
 
 
 def half(number: Number) -> Number:
-    """Exact: half of an odd integer is a fraction."""
+    """Exactly half; of an odd integer, a Fraction."""
     if isinstance(number, float):
         return number / 2
     halved = Fraction(number) / 2
@@ -99,7 +99,7 @@ def half(number: Number) -> Number:
 
 
 class Clock:
-    """Whole ticks for numbers, and numbers for ticks."""
+    """Converts numbers to integer ticks and back."""
 
     def __init__(self, numbers: Iterable[Number]) -> None:
         exact = {number: _exact(number) for number in set(numbers)}
@@ -109,11 +109,11 @@ class Clock:
         self._fraction = any(isinstance(number, Fraction) for number in exact)
 
     def ticks(self, numbers: Iterable[Number]) -> int:
-        """The sum of numbers that the clock was made for."""
+        """The sum of numbers that the clock was created for, in ticks."""
         return sum([self._ticks[number] for number in numbers])
 
     def number(self, ticks: int) -> Number:
-        """A time of the result, in the kind of number that was given."""
+        """Ticks as a number of the type that was given."""
         if self._float:
             return ticks / self._per_unit  # rounded once, to the nearest float
         return Fraction(ticks, self._per_unit) if self._fraction else ticks
@@ -121,7 +121,7 @@ class Clock:
 
 def _exact(number: Any) -> Fraction:
     if not isinstance(number, Real) or not math.isfinite(number) or number < 0:
-        raise OptionError(f"{number!r} is not a time.", fix="times are finite numbers that are not negative.")
+        raise OptionError(f"{number!r} is not a time.", fix="times are finite, non-negative numbers.")
     if isinstance(number, Rational):
         return Fraction(int(number.numerator), int(number.denominator))  # numpy's integers would overflow
     return Fraction(float(number))

@@ -1,4 +1,4 @@
-"""What the cuts of this package ask of a graph: that it is sound, which nodes unpack a tuple, how large a value is."""
+"""Validation and queries shared by the partitioners: malformed graphs, tuple unpacking, bytes of a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cuttable = fx.GraphModule | fx.Graph | StepGraph
 
 
 def graph_of(what: Cuttable) -> fx.Graph:
-    """The graph of whatever was given."""
+    """The graph of a GraphModule, Graph or StepGraph."""
     if isinstance(what, StepGraph):
         return what.gm.graph
     if isinstance(what, fx.GraphModule):
@@ -27,23 +27,23 @@ def graph_of(what: Cuttable) -> fx.Graph:
     if isinstance(what, fx.Graph):
         return what
     raise PartitionError(
-        f"a {type(what).__name__} has no graph to cut.", fix="give a GraphModule, a torch.fx.Graph or a StepGraph."
+        f"a {type(what).__name__} has no graph to cut.", fix="pass a GraphModule, a torch.fx.Graph or a StepGraph."
     )
 
 
 def sound_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """All nodes in order; raises PartitionError where torch.fx would find the graph malformed."""
+    """All nodes in order; raises PartitionError if the graph is malformed."""
     nodes, seen, names = list(graph.nodes), set[fx.Node](), set[str]()
     for node in nodes:
         if node.graph is not graph:
             raise error_at(node, f"{node.name} belongs to another graph.")
         for source in node.all_input_nodes:
             if source not in seen:
-                raise error_at(node, f"{node.name} uses {source.name}, which is not made before it.")
+                raise error_at(node, f"{node.name} uses {source.name}, which is not defined before it.")
         if node.name in names:
             raise error_at(node, f"two nodes are called {node.name}.")
         if node.op == "call_function" and not callable(node.target):
-            raise error_at(node, f"{node.name} calls {node.target!r}, which is no function.")
+            raise error_at(node, f"{node.name} calls {node.target!r}, which is not a function.")
         seen.add(node)
         names.add(node.name)
     if not nodes or nodes[-1].op != "output":
@@ -52,12 +52,12 @@ def sound_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def error_at(node: fx.Node, what: str, fix: str = "") -> PartitionError:
-    """An error about a node, with the user's line where it is known."""
+    """An error about a node, with the user's line if it is known."""
     return PartitionError(what, fix=fix, node=format_node(node), location=node_meta(node).location)
 
 
 def value_of(node: fx.Node) -> Any:
-    """What a node is known to compute: a fake tensor, a tuple of them, a number; None where nothing was recorded."""
+    """The recorded value of a node: a fake tensor, a tuple of them, a number; None if there is no metadata."""
     for key in ("val", "example_value", "tensor_meta"):
         if key in node.meta:
             return node.meta[key]
@@ -65,7 +65,7 @@ def value_of(node: fx.Node) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """How many bytes the tensors of a value have; symbolic sizes count as what they were when recorded."""
+    """The bytes of the tensors in a value; symbolic sizes take their hints."""
     if isinstance(value, Tensor):
         return _elements(value.shape) * value.dtype.itemsize
     if isinstance(value, list | tuple) and not hasattr(value, "shape"):
@@ -75,9 +75,9 @@ def bytes_of(value: Any) -> int:
 
 
 def unpacked_from(node: fx.Node) -> fx.Node | None:
-    """The producer whose tuple a `getitem` node takes apart; None for every other node.
+    """The producer of the tuple that a `getitem` node unpacks; None for every other node.
 
-    Where nothing is known of the value, a producer that is only ever indexed by numbers is taken to make a tuple.
+    Without metadata, a producer that is only indexed by integers is assumed to return a tuple.
     """
     if node.target is not operator.getitem or node.op != "call_function" or type(node.args[1]) is not int:
         return None
@@ -91,8 +91,7 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
 
 
 def is_body(node: fx.Node) -> bool:
-    """Whether a node gets a module: the body of a `cond` or `while_loop`, which is no value and must be got by whoever
-    calls it."""
+    """True for a get_attr of a module: the body of a `cond` or `while_loop`, which cannot be passed as a value."""
     value: Any = node.graph.owning_module if node.op == "get_attr" else None
     for atom in str(node.target).split(".") if value is not None else ():
         value = getattr(value, atom, None)
@@ -100,7 +99,7 @@ def is_body(node: fx.Node) -> bool:
 
 
 def makes_tuple(node: fx.Node) -> bool | None:
-    """Whether a node makes a list or tuple; None where neither its value nor its schema is known."""
+    """True if a node returns a list or tuple; None if neither its value nor its schema is known."""
     value = value_of(node)
     if value is not None:
         return isinstance(value, list | tuple) and not isinstance(getattr(value, "dtype", None), torch.dtype)

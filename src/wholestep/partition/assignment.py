@@ -1,4 +1,4 @@
-"""Who is in which partition: the callback is asked once for each node, and the graph is checked on the same walk."""
+"""Assign nodes to partitions: the callback is called once per node, and the graph is validated on the same walk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wholestep.torch_private.autograd import MODE_SWITCHES
 
 CALLS = frozenset({"call_function", "call_method", "call_module"})
 OUTSIDE = -1
-"""The place of placeholders and attributes: they are in no partition."""
+"""The index of placeholders and attributes, which are in no partition."""
 
 
 class Partition:
-    """The nodes that become one child, what they need from outside and what others need of them.
+    """The nodes that become one child, the values they need from outside, and those that others need from them.
 
-    `inputs` and the like are by name, as torch's class of this name has them.
+    `inputs`, `outputs` etc. are by name, as in torch's class of this name.
     """
 
     __slots__ = ("environment", "gives", "graph", "name", "needs", "nodes", "sources", "submod_name", "targets", "uses")
@@ -42,7 +42,7 @@ class Partition:
 
     @property
     def node_names(self) -> list[str]:
-        """The names of the nodes, in the order of the graph."""
+        """The names of the nodes, in graph order."""
         return [node.name for node in self.nodes]
 
     @property
@@ -73,7 +73,7 @@ class Partition:
 
 
 class Assignment:
-    """The partitions of a graph in the order of their first nodes, and the place of each node in that list."""
+    """The partitions of a graph in the order of their first nodes, and the index of each node's partition."""
 
     __slots__ = ("has_switches", "nodes", "output", "partitions", "place")
 
@@ -91,9 +91,9 @@ class Assignment:
 
 
 def assign(
-    m: fx.GraphModule, split_callback: Callable[[fx.Node], int], affix: str | None, attributes: Attributes
+    m: fx.GraphModule, split_callback: Callable[[fx.Node], int], affix: str | None, attributes: ModuleAttributes
 ) -> Assignment:
-    """Ask the callback for each node that calls something, in the order of the graph."""
+    """Call the callback for each call node, in graph order."""
     found = Assignment()
     place, nodes, partitions = found.place, found.nodes, found.partitions
     by_id: dict[int, int] = {}
@@ -106,10 +106,10 @@ def assign(
             raise error_at(node, f"two nodes are called {node.name}.")
         for source in node.all_input_nodes:
             if source not in place:
-                raise error_at(node, f"{node.name} uses {source.name}, which is not made before it in this graph.")
+                raise error_at(node, f"{node.name} uses {source.name}, which is not defined before it in this graph.")
         if op in CALLS:
             if found.output is not None:
-                raise error_at(node, f"{node.name} stands behind the output of the graph.")
+                raise error_at(node, f"{node.name} comes after the output of the graph.")
             if op == "call_module":
                 attributes.module_at(node)
             elif op == "call_function" and node.target in MODE_SWITCHES:
@@ -131,12 +131,12 @@ def assign(
                 raise error_at(node, "the graph has two outputs.")
             found.output = node
         else:
-            raise error_at(node, f"{node.name} is of the kind {op!r}, which torch.fx does not have.")
+            raise error_at(node, f"{node.name} has the op {op!r}, which torch.fx does not define.")
     return found
 
 
-class Attributes:
-    """What the graph's names of attributes stand for, looked up once for each name."""
+class ModuleAttributes:
+    """The attributes that get_attr and call_module nodes refer to, each looked up once."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -146,16 +146,16 @@ class Attributes:
         return self._found[target]
 
     def value_at(self, node: fx.Node) -> Any:
-        """The object that a `get_attr` or `call_module` node names."""
+        """The object that a `get_attr` or `call_module` node refers to."""
         target = node.target
         if not isinstance(target, str):
-            raise error_at(node, f"{node.name} names an attribute by {target!r}, which is no string.")
+            raise error_at(node, f"{node.name} has the target {target!r}, which is not a string.")
         if target in self._found:
             return self._found[target]
         value: Any = self._root
         for atom in target.split("."):
             if not hasattr(value, atom):
-                raise error_at(node, f"{node.name} names {target}, and the module has no such attribute.")
+                raise error_at(node, f"{node.name} refers to {target}, and the module has no such attribute.")
             value = getattr(value, atom)
         self._found[target] = value
         return value
@@ -168,11 +168,11 @@ class Attributes:
         return value
 
     def is_module(self, target: Any) -> bool:
-        """Whether a name that was looked up stands for a module: children take those along, not as arguments."""
+        """True if a name that was looked up refers to a module: children own those, they are not arguments."""
         return isinstance(self._found[target], nn.Module)
 
     def owner_of(self, target: str) -> nn.Module | None:
-        """The module in which an attribute lies."""
+        """The module that holds an attribute."""
         prefix, _, _ = target.rpartition(".")
         owner: Any = self._root
         for atom in prefix.split(".") if prefix else ():
@@ -183,7 +183,7 @@ class Attributes:
 def error_at(
     node: fx.Node, what: str, fix: str = "", cls: type[SplitError] = SplitError, around: Iterable[str] = ()
 ) -> SplitError:
-    """An error about a node, with the user's line where it is known."""
+    """An error about a node, with the user's line if it is known."""
     return cls(what, fix=fix, node=format_node(node), location=node_meta(node).location, around=tuple(around))
 
 
@@ -203,11 +203,11 @@ def _number(split_callback: Callable[[fx.Node], int], node: fx.Node) -> int:
 def _as_int(number: Any, node: fx.Node) -> int:
     if type(number) is int:
         return number
-    # Integers of numpy count; True is nearly always a condition, and a symbolic size has no value here.
+    # NumPy integers are accepted; True is nearly always a condition, and a symbolic size has no value here.
     if not isinstance(number, bool | torch.SymInt) and hasattr(number, "__index__") and not hasattr(number, "layout"):
         return int(number.__index__())
     raise error_at(
         node,
-        f"the callback returned {number!r} for {node.name}, which is no int.",
-        fix="return the number of a partition for each node, such as int(condition).",
+        f"the callback returned {number!r} for {node.name}, which is not an int.",
+        fix="return the partition number of each node, such as int(condition).",
     )

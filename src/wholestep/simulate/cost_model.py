@@ -1,14 +1,21 @@
-"""The work of an operator, from the shapes of what it reads and makes.
+"""Roofline cost model: the work of an operator from its shapes, and the time a machine takes for it.
 
-torch counts the arithmetic of the operators that autograd makes (`flop_registry`: products, convolutions, attention).
-Here the same is counted for the operators that people write, of which those are made; all others have none.
+    arithmetic = flops / speed        traffic = bytes read and written / bandwidth
+
+`seconds` is the larger of the two (a kernel that overlaps them); `seconds_in_turn` is their sum, which still tells
+apart two compute-bound operators of which one reads more. Launch overhead (`launch`) is left to the caller.
+
+torch counts the arithmetic of the operators that autograd produces (`flop_registry`: matmul, convolution, attention).
+Here the composite operators that decompose into those are counted too; all others have zero flops.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -16,12 +23,76 @@ from torch.utils.flop_counter import flop_registry
 
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.values import size_hint, tensor_bytes
-from wholestep.simulate.machine import Work
 from wholestep.torch_private.operators import OpOverload, op_name, packet_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one operator call."""
+
+    flops: float
+    moved: int
+    """Bytes read and written."""
+    half: bool = False
+    """True if the arithmetic is in a 16-bit dtype."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The speed of a rank. The defaults are round numbers of a data-centre GPU; only their ratios matter."""
+
+    flops: float = 1e14
+    """Floating point operations per second."""
+    memory: float = 1e12
+    """Bytes read or written per second."""
+    link: float = 1e11
+    """Bytes sent to the next rank per second."""
+    launch: float = 3e-6
+    """Minimum seconds of any operator."""
+    half_flops: float | None = None
+    """Floating point operations per second in 16-bit dtypes; None: `flops`."""
+
+    def seconds(self, work: Work) -> float:
+        """The longer of arithmetic and traffic."""
+        return max(self._arithmetic(work), work.moved / self.memory)
+
+    def seconds_in_turn(self, work: Work) -> float:
+        """Arithmetic plus traffic."""
+        return self._arithmetic(work) + work.moved / self.memory
+
+    def _arithmetic(self, work: Work) -> float:
+        speed = self.half_flops if work.half and self.half_flops is not None else self.flops
+        return work.flops / speed
+
+
+DEFAULT_MACHINE = Machine()
+CPU = Machine(flops=5e10, memory=1e10, launch=1e-7)
+GPU = Machine(flops=5e13, half_flops=5e14, memory=3e12, launch=1e-7)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Round numbers for a device type."""
+    return CPU if device.type == "cpu" else GPU
+
+
+def timed(run: Callable[[], T], device: torch.device | None) -> tuple[float, T]:
+    """The seconds that a function takes, with the device synchronised before and after, and its result."""
+    _finish(device)
+    begin = perf_counter()
+    result = run()
+    _finish(device)
+    return perf_counter() - begin, result
+
+
+def _finish(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def work_of(node: fx.Node) -> Work:
-    """What a node of a graph with metadata does; symbolic sizes are those of the traced call."""
+    """The work of a node with metadata; symbolic sizes take their values in the traced call."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     first = next(tensors_in(values[0]), None)
     moved = sum(tensor_bytes(tensor) for value in values for tensor in tensors_in(value))
@@ -29,7 +100,7 @@ def work_of(node: fx.Node) -> Work:
 
 
 def work_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
-    """What a call does that was just made; its tensors have sizes that are numbers."""
+    """The work of a call that has just run; its tensors have concrete sizes."""
     count = flop_registry.get(packet_of(target))
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     moved = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, kwargs, result)))
@@ -37,20 +108,20 @@ def work_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 def is_counted(target: Any) -> bool:
-    """Whether an operator is one of those that take most of the time: matrices, convolutions, attention."""
+    """True for the operators that dominate the time of a step: matmul, convolution, attention."""
     return isinstance(target, OpOverload) and packet_of(target) in flop_registry
 
 
 def flops_of(node: fx.Node) -> float:
-    """Multiplications and additions of products, convolutions, attention and recurrent layers; 0 for all others."""
+    """Multiplications and additions of matmul, convolution, attention and recurrent layers; 0 for all others."""
     if not isinstance(node.target, OpOverload):
         return 0.0
     count = flop_registry.get(packet_of(node.target))
     if count is not None:
         return _by_torch(count, node)
     name = op_name(node.target).split(".")[0]
-    written = _WRITTEN.get("aten::conv" if name.startswith("aten::conv") else name)
-    return 0.0 if written is None else written(node)
+    composite = _COMPOSITE_FLOPS.get("aten::conv" if name.startswith("aten::conv") else name)
+    return 0.0 if composite is None else composite(node)
 
 
 def _by_torch(count: Callable[..., Any], node: fx.Node) -> float:
@@ -59,12 +130,12 @@ def _by_torch(count: Callable[..., Any], node: fx.Node) -> float:
     try:
         return float(count(*args, **kwargs, out_val=_sized(value)))
     except (TypeError, ValueError, AttributeError, IndexError):
-        # Not the form that the counter knows: as much as reading everything once for each element of a row.
+        # Not a signature that the counter supports: one operation per output element.
         return float(size_hint(value.numel())) if isinstance(value, Tensor) else 0.0
 
 
 def _sized(value: Any) -> Any:
-    """A value without data, with numbers for symbols."""
+    """A value on the meta device, with symbolic sizes replaced by their hints."""
     if isinstance(value, list | tuple):
         return tuple(_sized(item) for item in value)
     if isinstance(value, torch.SymInt):
@@ -97,7 +168,7 @@ def _recurrent(node: fx.Node) -> float:
     return 2.0 * math.prod(_shape(node.args[0])[:2]) * sum(weights)
 
 
-_WRITTEN: dict[str, Callable[[fx.Node], float]] = {
+_COMPOSITE_FLOPS: dict[str, Callable[[fx.Node], float]] = {
     "aten::linear": _matmul,
     "aten::matmul": _matmul,
     "aten::conv": _convolution,

@@ -1,8 +1,8 @@
-"""The schedules of torch by their names, as lists of what their ranks really do.
+"""The schedules of torch by name, as the lists of actions that their ranks run.
 
-Those with several stages per rank are lists in torch, and are asked for theirs. GPipe, 1F1B and the forward alone are
-loops in torch; here they are written as the lists of what these loops do. (torch's own lists for them, which only its
-pictures use, differ from the loops: the last rank of its 1F1B runs microbatches 1 to m instead of 0 to m-1.)
+Schedules with several stages per rank are lists in torch and are read from there. GPipe, 1F1B and forward-only are
+loops in torch; here they are written as the actions of these loops. (torch's own lists for them, which only its
+visualizer uses, differ from the loops: the last rank of its 1F1B runs microbatches 1 to m instead of 0 to m-1.)
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.simulate.actions import Action, Kind, together
-from wholestep.simulate.communication import with_communication
-from wholestep.simulate.schedule import Schedule
+from wholestep.simulate.schedule import Action, Kind, Schedule, compound_action, with_communication
 from wholestep.torch_private import pipelining as torchs
 
 NAMES = (
@@ -30,7 +28,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def known_name(name: str) -> str:
-    """A name as it is written here; torch takes it in any case."""
+    """The canonical spelling of a schedule's name; like torch, case is ignored."""
     found = next((known for known in (*NAMES, "ForwardOnly") if known.lower() == name.lower()), None)
     if found is None:
         raise OptionError(f"torch has no schedule {name!r}.", fix=f"one of {', '.join(NAMES)}.")
@@ -40,9 +38,9 @@ def known_name(name: str) -> str:
 def named_schedule(
     name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, *, sharded: bool = False
 ) -> Schedule:
-    """The schedule of that name ("1F1B") with its communication; two stages per rank where the schedule allows.
+    """The schedule of a name ("1F1B") with its communication; by default two stages per rank if it supports several.
 
-    `sharded` adds what torch does for stages under `fully_shard`: UNSHARD and RESHARD.
+    `sharded` adds the UNSHARD and RESHARD actions of stages under `fully_shard`.
     """
     if ranks < 1 or microbatches < 1:
         raise OptionError(f"{ranks} ranks and {microbatches} microbatches make no pipeline.", fix="at least 1 of each.")
@@ -54,7 +52,7 @@ def named_schedule(
         raise OptionError(f"torch has no schedule {name!r}.", fix=f"one of {', '.join(NAMES)}.") from error
     if torchs.is_single(cls):
         if stages_per_rank not in (None, 1):
-            raise OptionError(f"{name} has one stage per rank, not {stages_per_rank}.", fix="take Interleaved1F1B.")
+            raise OptionError(f"{name} has one stage per rank, not {stages_per_rank}.", fix="use Interleaved1F1B.")
         return _loop(_short(cls), ranks, microbatches)
     try:
         each = stages_per_rank or 2
@@ -62,12 +60,12 @@ def named_schedule(
         lists = torchs.with_torchs_communication(lists, ranks * each, microbatches, sharded)
     except (ValueError, AssertionError, IndexError, KeyError) as error:
         size = f"{ranks} ranks with {stages_per_rank or 2} stages each and {microbatches} microbatches"
-        raise ScheduleError(f"torch makes no {name} for {size}: {error}", fix="change one of the numbers.") from error
+        raise ScheduleError(f"torch has no {name} for {size}: {error}", fix="change one of these numbers.") from error
     return Schedule.of(lists, _short(cls))
 
 
 def schedule_of(given: Any) -> Schedule:
-    """What a schedule object of torch will do; one of ours is returned with its communication."""
+    """The actions of a schedule object of torch; a `Schedule` is returned with its communication."""
     if isinstance(given, Schedule):
         return with_communication(given)
     microbatches = torchs.microbatches_of(given)
@@ -78,7 +76,7 @@ def schedule_of(given: Any) -> Schedule:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """All forwards, then all backwards. Sends are waited for at the end of each half."""
+    """All forwards, then all backwards. Each of the two phases ends by waiting for its sends."""
     for back in (False, True):
         sent = []
         for microbatch in range(microbatches):
@@ -91,7 +89,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Warm-up, then backward and forward in turns, each exchange with a neighbour in one go, then cool-down."""
+    """Warm-up, then alternating backwards and forwards with batched exchanges, then cool-down."""
     warmup = min(microbatches, ranks - rank)
     pending: list[Action] = []
     last_send: list[Action] = []
@@ -125,6 +123,7 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterat
 
 
 def forward_only(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """The forwards, as `schedule.eval` runs them."""
     sent = []
     for microbatch in range(microbatches):
         receive, compute, send = _around(rank, ranks, microbatch, False)
@@ -138,16 +137,16 @@ def forward_only(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def _loop(name: str, ranks: int, microbatches: int) -> Schedule:
     loop = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "ForwardOnly": forward_only}.get(name)
     if loop is None:
-        fix = "give its lists of actions: Schedule.of."
-        raise ScheduleError(f"{name} is a loop whose actions are not known.", fix=fix)
+        fix = "pass its lists of actions: Schedule.of."
+        raise ScheduleError(f"{name} is a loop whose actions are not known here.", fix=fix)
     if name == "1F1B" and microbatches < ranks:
         fix = "more microbatches, or GPipe."
-        raise ScheduleError(f"torch makes no 1F1B of {microbatches} microbatches for {ranks} stages.", fix=fix)
+        raise ScheduleError(f"torch has no 1F1B with {microbatches} microbatches for {ranks} stages.", fix=fix)
     return Schedule.of([list(loop(rank, ranks, microbatches)) for rank in range(ranks)], name)
 
 
 def _around(rank: int, ranks: int, microbatch: int, back: bool) -> tuple[list[Action], Action, list[Action]]:
-    """The receive before a computation, the computation, and the send behind it."""
+    """The receive before a computation, the computation, and the send after it."""
     receive = [Action(rank, Kind.RECV_B if back else Kind.RECV_F, microbatch)]
     send = [Action(rank, Kind.SEND_B if back else Kind.SEND_F, microbatch)]
     first, last = rank == 0, rank == ranks - 1
@@ -156,11 +155,11 @@ def _around(rank: int, ranks: int, microbatch: int, back: bool) -> tuple[list[Ac
 
 
 def _exchange(actions: list[Action]) -> list[Action]:
-    return [together(Kind.EXCHANGE, actions)] if actions else []
+    return [compound_action(Kind.EXCHANGE, actions)] if actions else []
 
 
 def _await(actions: list[Action]) -> list[Action]:
-    return [together(Kind.AWAIT, actions)] if actions else []
+    return [compound_action(Kind.AWAIT, actions)] if actions else []
 
 
 def _short(cls: type[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Record when stages really compute, to put beside what was predicted.
+"""Record when the stages of a run compute, for comparison with the prediction.
 
     recorder = Recorder(stage)                  # or all stages of this rank
     with recorder:
@@ -8,10 +8,9 @@
     records = [record for text in texts for record in read_json(text)]          # anywhere, of all ranks' files
     measured = timeline_of(records, schedule)
 
-A recorder replaces three methods of the stage objects while it is open, those that every schedule of torch calls, and
-puts them back. On a GPU it records events and asks for their times when it closes. Ranks of one machine share a clock;
-between machines the clocks are as far apart as they are. What a schedule does between the calls (waiting, the loss) is
-a gap.
+While it is open, a recorder wraps the three methods of the stage objects that every schedule of torch calls. On a GPU
+it records CUDA events and reads their times when it closes. Ranks of one machine share a clock; clocks of different
+machines are not synchronised. Time that a schedule spends between the calls (waiting, the loss) shows as a gap.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep.errors import ScheduleError
-from wholestep.simulate.actions import Action, Kind
-from wholestep.simulate.memory import peak_activations
-from wholestep.simulate.schedule import Schedule
-from wholestep.simulate.timeline import Span, Timeline
-from wholestep.simulate.times import Times
+from wholestep.simulate.durations import Times
+from wholestep.simulate.schedule import Action, Kind, Schedule
+from wholestep.simulate.timeline import Span, Timeline, peak_activations
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _VERSION = 1
 
 
 class Record(NamedTuple):
-    """One computation, in seconds of the machine's clock. `step` counts the steps that were recorded."""
+    """One computation, in seconds of the machine's clock. `step` counts the recorded steps."""
 
     step: int
     stage: int
@@ -48,14 +45,14 @@ class Record(NamedTuple):
 
 
 class Recorder:
-    """Records what the given stages compute while it is open (`with`). Steps are told apart by actions that recur."""
+    """Records the computations of the given stages while it is open (`with`). A recurring action begins a new step."""
 
     def __init__(self, *stages: Any) -> None:
         self._stages = stages
         self._marks: list[tuple[int, str, int, Any, Any]] = []
         self._device = next((stage.device for stage in stages if torch.device(stage.device).type == "cuda"), None)
         self._origin: tuple[float, Any] | None = None
-        self._own: list[dict[str, Any]] = []  # what stages had as their own, per stage
+        self._own: list[dict[str, Any]] = []  # per stage: instance attributes that the wrappers replace
         self._seen: dict[tuple[int, str, int], int] = {}
         self.records: list[Record] = []
 
@@ -83,7 +80,7 @@ class Recorder:
         self._marks.clear()
 
     def to_json(self) -> str:
-        """All records, for a file; opposite of `read_json`."""
+        """All records as JSON; inverse of `read_json`."""
         return json.dumps({"version": _VERSION, "records": self.records})
 
     def _wrapped(self, stage: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,15 +107,15 @@ class Recorder:
 
 
 def read_json(text: str) -> list[Record]:
-    """Records from a text of `Recorder.to_json`."""
+    """Records from the JSON of `Recorder.to_json`."""
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise ScheduleError("not a recording of a pipeline, or of another version.", fix="record it again.")
+        raise ScheduleError("not a pipeline recording, or one of another version.", fix="record it again.")
     return [Record(*each) for each in found["records"]]
 
 
 def timeline_of(records: Iterable[Record], schedule: Schedule, step: int = 0) -> Timeline:
-    """The records of one step of all ranks as a timeline, to be drawn beside the simulated one."""
+    """The records of one step of all ranks as a timeline, to be compared with the simulated one."""
     chosen = sorted((each for each in records if each.step == step), key=lambda each: each.start)
     if not chosen:
         raise ScheduleError(f"there are no records of step {step}.", fix="record all ranks, and count steps from 0.")
@@ -136,7 +133,7 @@ def timeline_of(records: Iterable[Record], schedule: Schedule, step: int = 0) ->
 
 
 def times_of(records: Sequence[Record], **others: Any) -> Times:
-    """Median times per stage, to simulate with; `others` are the times that a recording does not have (`send`)."""
+    """Median times per stage, for `simulate`; `others` are the times that a recording does not contain (`send`)."""
     stages = 1 + max((each.stage for each in records), default=-1)
     lengths: dict[str, list[list[float]]] = {each.kind: [[] for _ in range(stages)] for each in records}
     for each in records:

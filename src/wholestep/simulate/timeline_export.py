@@ -1,18 +1,25 @@
-"""A timeline as a picture (SVG): a lane per rank, a block per action; several timelines below each other on one axis.
+"""A timeline as SVG, or as a trace for https://ui.perfetto.dev and chrome://tracing.
 
     picture = svg(predicted, measured, titles=("predicted", "measured"))
 
-Forwards are blue, backwards orange; split into teal (for the input) and green (for the weights). Of a rank with several
-stages every second one is paler. A block says stage and microbatch if there is room, and more where a pointer rests.
+SVG: one lane per rank, one block per action, several timelines below each other on one axis. Forwards are blue,
+backwards orange, or teal (for the input) and green (for the weights). Every second stage of a rank is paler. Blocks are
+labelled with stage and microbatch if the label fits, and have tooltips.
+
+Perfetto: JSON with one process per timeline and one row per rank. Transfers have rows of their own, one per pair of
+ranks and direction, and an arrow to the action that uses the value. A counter shows the live activations of each rank.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from wholestep.simulate.actions import Kind
+from wholestep.simulate.durations import Number
+from wholestep.simulate.schedule import Kind, counterpart
 from wholestep.simulate.timeline import Span, Timeline, short
 
 _COLOURS = {
@@ -36,7 +43,7 @@ _LETTER = 5.4  # width of a letter of the blocks
 
 
 def svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 1200, transfers: bool = True) -> str:
-    """The text of the picture. `transfers` draws a line for each value that travels."""
+    """The SVG as text. `transfers` draws a line for each transfer."""
     end = float(max((each.makespan for each in timelines), default=0)) or 1.0
     scale = (width - _LEFT - _RIGHT) / end
     body: list[str] = []
@@ -54,6 +61,7 @@ def svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 1200, tra
 
 
 def write_svg(path: str | Path, *timelines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> None:
+    """Write `svg` to a file."""
     Path(path).write_text(svg(*timelines, titles=titles, width=width), encoding="utf-8")
 
 
@@ -62,7 +70,7 @@ def _height(timeline: Timeline) -> int:
 
 
 def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, transfers: bool) -> Iterator[str]:
-    summary = f"{short(timeline.makespan)} in all, bubble {timeline.bubble_fraction:.1%}"
+    summary = f"makespan {short(timeline.makespan)}, bubble {timeline.bubble_fraction:.1%}"
     stuck = ", then a deadlock" if timeline.deadlock else ""
     yield f'<text x="8" y="{top + 17}" font-weight="600">{escape(title)}: {summary}{stuck}</text>'
     for rank in range(len(timeline.schedule.ranks)):
@@ -136,3 +144,87 @@ def _round_step(about: float) -> float:
     """The smallest of 1, 2 or 5 times a power of ten that is not smaller."""
     power = 10.0 ** (len(f"{about:.0f}") - 1) if about >= 1 else 10.0 ** -(len(f"{1 / about:.0f}"))
     return next(factor * power for factor in (1, 2, 5, 10, 20, 50, 100) if factor * power >= about)
+
+
+_LINKS = 1000  # rows of links come after those of all ranks
+_SECOND = 1_000_000.0  # in microseconds, the unit of the format
+
+Event = dict[str, Any]
+
+
+def perfetto(*timelines: Timeline, titles: Sequence[str] = (), per_unit: float = _SECOND) -> dict[str, Any]:
+    """The trace; `per_unit` is the number of microseconds in a unit of the timelines (default: they are in seconds)."""
+    events: list[Event] = []
+    for process, timeline in enumerate(timelines):
+        title = titles[process] if process < len(titles) else timeline.schedule.name
+        events += _events(timeline, process, title, per_unit)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_perfetto(
+    path: str | Path, *timelines: Timeline, titles: Sequence[str] = (), per_unit: float = _SECOND
+) -> None:
+    """Write `perfetto` to a file."""
+    text = json.dumps(perfetto(*timelines, titles=titles, per_unit=per_unit))
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _events(timeline: Timeline, process: int, title: str, per_unit: float) -> Iterator[Event]:
+    def when(at: Number) -> float:
+        return float(at) * per_unit
+
+    yield _name("process_name", process, 0, title)
+    for rank in range(len(timeline.schedule.ranks)):
+        yield _name("thread_name", process, rank, f"rank {rank}")
+    links = sorted({(span.rank, span.to) for span in timeline.transfers if span.to is not None})
+    row_of = {link: _LINKS + index for index, link in enumerate(links)}
+    for (sender, receiver), row in row_of.items():
+        yield _name("thread_name", process, row, f"rank {sender} to rank {receiver}")
+    for span in timeline.spans:
+        yield _complete(span, process, span.rank, when)
+    used = {leaf: span for span in timeline.spans for leaf in span.action.leaves()}
+    for number, span in enumerate(timeline.transfers):
+        assert span.to is not None
+        row = row_of[span.rank, span.to]
+        yield _complete(span, process, row, when)
+        receive = counterpart(span.action)
+        kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+        user = next((used[at] for kind in kinds if (at := receive._replace(kind=kind)) in used), None)
+        if user is not None:
+            flow = {"cat": "value", "name": "arrives", "id": process * 10_000_000 + number, "pid": process}
+            yield flow | {"ph": "s", "tid": row, "ts": when(span.start)}
+            yield flow | {"ph": "f", "bp": "e", "tid": span.to, "ts": when(user.start)}
+    yield from _live_activations(timeline, process, when)
+
+
+def _complete(span: Span, process: int, row: int, when: Any) -> Event:
+    begin, end = when(span.start), when(span.end)
+    about = [{"stage": leaf.stage, "microbatch": leaf.microbatch} for leaf in span.action.leaves()]
+    return {
+        "ph": "X",
+        "name": str(span.action),
+        "cat": span.action.kind.value,
+        "pid": process,
+        "tid": row,
+        "ts": begin,
+        "dur": end - begin,
+        "args": {"parts": about},
+    }
+
+
+def _live_activations(timeline: Timeline, process: int, when: Any) -> Iterator[Event]:
+    """A counter event at each change of the number of live activations."""
+    for rank, spans in enumerate(timeline.of_rank):
+        alive = 0
+        for span in spans:
+            for leaf in span.action.leaves():
+                change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(leaf.kind, 0)
+                if change:
+                    alive += change
+                    at = when(span.start if change > 0 else span.end)
+                    name = f"activations of rank {rank}"
+                    yield {"ph": "C", "name": name, "pid": process, "ts": at, "args": {"alive": alive}}
+
+
+def _name(what: str, process: int, row: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}}
