@@ -21,6 +21,8 @@ from wholestep.parallel.plan import FullyShard as FullyShard
 from wholestep.parallel.plan import Replicate as Replicate
 from wholestep.partition import split_module as split_module
 from wholestep.step import CompiledStep as CompiledStep
+from wholestep.step import Executable as Executable
+from wholestep.step import build as build
 from wholestep.step import capture as capture
 from wholestep.step import check as check
 from wholestep.step import compile as compile
@@ -32,6 +34,7 @@ __all__ = [
     "CudaGraphWarning",
     "Dim",
     "EagerWarning",
+    "Executable",
     "FullyShard",
     "LowerWarning",
     "Options",
@@ -39,6 +42,7 @@ __all__ = [
     "Replicate",
     "StepGraph",
     "WholestepError",
+    "build",
     "capture",
     "check",
     "compile",

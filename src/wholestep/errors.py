@@ -266,6 +266,12 @@ class PendingError(WholestepError, RuntimeError):
     code = "WS-PENDING"
 
 
+class GuardError(WholestepError, RuntimeError):
+    """An executable was called for which its guards do not hold."""
+
+    code = "WS-GUARD"
+
+
 class PartitionError(WholestepError):
     """A graph that cannot be cut: it is malformed, or a function that says how to cut it gave something unusable."""
 

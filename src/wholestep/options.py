@@ -8,24 +8,13 @@ from typing import Any
 
 from wholestep.environment import default_lower
 from wholestep.errors import OptionError
+from wholestep.ir.dynamic_sizes import Dim as Dim
 from wholestep.lower.options import LowerOptions
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import check_list
 from wholestep.passes.engine.registry import resolve
 from wholestep.remat.budget import Budget
 from wholestep.remat.policy import policy_of
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A dimension of a batch tensor that may differ from call to call, between `min` and `max` (both included)."""
-
-    min: int = 1
-    max: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.min < 1 or (self.max is not None and self.max < self.min):
-            raise OptionError(f"Dim(min={self.min}, max={self.max}) is empty or below 1.", fix="use 1 <= min <= max.")
 
 
 @dataclass(frozen=True)

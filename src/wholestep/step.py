@@ -1,4 +1,9 @@
-"""`compile` and `capture`: the only place that knows the whole way of a step."""
+"""The way of a step: capture, passes, budget, lowering and binding follow each other here, and nowhere else.
+
+capture_step    a call of the user's function            -> StepGraph, bound to the user's objects
+build_step      a StepGraph                              -> Executable: budget, lowering, CUDA graph
+CompiledStep    captures and builds where no executable's guards hold for a call, and runs the one that fits
+"""
 
 from __future__ import annotations
 
@@ -12,32 +17,43 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
-from torch import fx
+from torch import Tensor, fx
 
-from wholestep.capture.captured import Captured
 from wholestep.capture.objects.called import CalledObjects
 from wholestep.capture.scalars.scalar_policy import NumberPolicy, trace_with_numbers
 from wholestep.capture.trace import find_models, is_tracing, trace_step
-from wholestep.compilers.debug import checked_program
 from wholestep.cross_iteration import pending
-from wholestep.cross_iteration.iterations import Pending
+from wholestep.cross_iteration.executor import CrossingExecutor
+from wholestep.cross_iteration.iterations import Iterations, Pending, iterations_of
 from wholestep.cross_iteration.pending import PendingWork, finally_flush
-from wholestep.errors import EagerWarning, OptionError, RecompileWarning, UnsupportedError
+from wholestep.errors import (
+    EagerWarning,
+    GuardError,
+    LowerWarning,
+    OptionError,
+    RecompileWarning,
+    UnsupportedError,
+)
+from wholestep.guards.all_guards import Guards
+from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.iter.marks import CREATES, LATE
+from wholestep.ir.reinplace import reinplace, reinplaced
+from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.report import Lowering as LoweringReport
+from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
 from wholestep.options import Options
-from wholestep.passes.dedup_collectives import dedup_collectives
-from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.engine.dump import Dump
 from wholestep.passes.engine.manager import run_passes
+from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.policy import policy_of
-from wholestep.runtime.executor import Entry, late_outputs_of, runs_once
+from wholestep.runtime.executor import Executor
+from wholestep.runtime.gather import Gather
 from wholestep.runtime.program import program
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.modes import mode_that_needs_eager
@@ -48,10 +64,204 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ALWAYS = (remove_duplicate_collectives, remove_dead_collectives)
+"""Passes that run on every captured graph, before those of the user."""
+
 _MOST_GRAPHS = 128
 _LAST = "last_train_step"
 
 log = logging.getLogger("wholestep")
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A captured graph and the user's objects: reads its inputs, and says for which calls it may run."""
+
+    captured: CapturedStep
+    gather: Gather
+    guards: Guards
+    negated: tuple[str, ...] = ()
+    """Inputs that are negated views (`z.conj().imag`): compiled code would read their memory with the wrong sign."""
+
+    @classmethod
+    def of(cls, captured: CapturedStep, leaves: list[Any]) -> Binding:
+        """`leaves`: the arguments of the captured call; not kept."""
+        gather = Gather(captured.inputs, leaves, captured.guards.optimizers)
+        values = zip(captured.inputs, gather.read(leaves) or (), strict=False)
+        negated = tuple(slot.path for slot, value in values if isinstance(value, Tensor) and value.is_neg())
+        return cls(captured, gather, Guards(captured.guards, gather, leaves), negated)
+
+    def rebound(self, step_graph: StepGraph) -> Binding:
+        """The same for another version of the graph."""
+        return replace(self, captured=replace(self.captured, step_graph=step_graph))
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    scalars: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    called: CalledObjects | None = None,
+) -> tuple[CapturedStep, NumberPolicy]:
+    """Capture one call: nothing is computed and no state changes. Also which scalars are inputs of the graph."""
+    one = functools.partial(trace_step, fn, args, kwargs, options, called=called)
+    captured, scalars = trace_with_numbers(one, scalars)
+    step_graph = captured.step_graph
+    run_passes(step_graph, ALWAYS if step_graph.signature.groups else (), level=0)
+    verify(step_graph, min(options.verify, 2))
+    step_graph.gm.meta[LATE] = captured.late_outputs()
+    step_graph.gm.meta[CREATES] = step_graph.signature.creates_optimizer_state
+    step_graph.binding = Binding.of(captured, leaves_of((args, kwargs))[0])
+    return captured, scalars
+
+
+def capture_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    scalars: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    called: CalledObjects | None = None,
+) -> tuple[StepGraph, NumberPolicy]:
+    """From a call to a StepGraph after all passes, bound to the user's objects."""
+    captured, scalars = trace(fn, args, kwargs, options, scalars, called)
+    dump = None if options.dump_passes is None else Dump(options.dump_passes)
+    run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
+    return captured.step_graph, scalars
+
+
+def build_step(step_graph: StepGraph, options: Options, lowering: Lowering) -> Executable:
+    """From a StepGraph to what runs: budget, lowering, in-place updates, CUDA graph."""
+    binding = step_graph.binding
+    assert isinstance(binding, Binding)
+    captured = binding.captured
+    if options.memory_budget is not None:
+        policy, once = policy_of(options.policy), captured.runs_once
+        step_graph.memory = fit_to_budget(step_graph, lowering, options.memory_budget, policy, runs_once=once)
+        verify(step_graph, min(options.verify, 2))
+    compiles = lowering.compiles and not _warn_of_negated(binding)
+    make_program = _program_maker(options)
+    crossing = _crossing_iterations(captured)
+    executor: Executor
+    if crossing is not None:
+        if compiles and not captured.runs_once:
+            crossing.lower(lowering.in_place)
+        if make_program is not program:
+            crossing.run_as(make_program)
+        executor = CrossingExecutor(captured, crossing)
+    elif make_program is not program:
+        # As people read it, before updates are in place.
+        executor = Executor(captured, reinplaced(step_graph), make_program(step_graph.gm))
+    else:
+        executable, untold = _lowered(step_graph, lowering if compiles else None, once=captured.runs_once)
+        replayed = None if captured.runs_once else lowering.replayed(executable, _batch_inputs(step_graph), program)
+        if replayed is not None:
+            untold = _written_inputs(step_graph)
+        executor = Executor(captured, executable, replayed or program(executable), untold)
+    binding.guards.add_conditions_on_sizes()
+    return Executable(binding, executor)
+
+
+def _lowered(step_graph: StepGraph, lowering: Lowering | None, *, once: bool) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The graph with compiled regions, updating in place; and inputs that regions write without telling autograd."""
+    lowered = None if lowering is None else lowering.step(step_graph, runs_once=once)
+    if lowering is None or lowered is None:
+        return reinplaced(step_graph), ()
+    untold = lowering.written(step_graph, lowered)
+    reinplace(lowered.graph)
+    return lowered, untold
+
+
+def _program_maker(options: Options) -> Callable[[fx.GraphModule], Callable[..., Any]]:
+    if options.lower != "debug":
+        return program
+    from wholestep.compilers.debug import checked_program
+
+    return checked_program
+
+
+def _crossing_iterations(captured: CapturedStep) -> Iterations | None:
+    if captured.guards.items is not None:
+        log.info("updates stay in their own iteration: whether the graph may run depends on the contents of state")
+        return None
+    return iterations_of(captured.step_graph)
+
+
+def _warn_of_negated(binding: Binding) -> bool:
+    if binding.negated:
+        path = binding.negated[0]
+        what = f"{path} is a negated view, which compiled code cannot read: the step runs operator by operator."
+        warnings.warn(LowerWarning(f"{what} Give it {path}.resolve_neg()."), stacklevel=3)
+    return bool(binding.negated)
+
+
+def _batch_inputs(step_graph: StepGraph) -> list[int]:
+    return [i for i, spec in enumerate(step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
+
+
+def _written_inputs(step_graph: StepGraph) -> tuple[int, ...]:
+    written = {write.target for write in step_graph.signature.write_backs}
+    return tuple(i for i, spec in enumerate(step_graph.signature.inputs) if spec.name in written)
+
+
+def _lowering_of(options: Options) -> Lowering:
+    return Lowering(
+        options.lower_options,
+        compiles=options.lower == "inductor",
+        cuda_graph=options.cuda_graph,
+        planned=options.memory_budget is not None,
+    )
+
+
+class Executable:
+    """A graph that is ready to run for the calls that its guards allow. It never captures again."""
+
+    def __init__(self, binding: Binding, executor: Executor) -> None:
+        self.captured = binding.captured
+        self.step_graph = binding.captured.step_graph
+        self.gather = binding.gather
+        self.guards = binding.guards
+        self.executor = executor
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """What runs: the graph with its compiled regions, updating in place."""
+        return self.executor.executable
+
+    @property
+    def lowering(self) -> LoweringReport | None:
+        """What was compiled, and why the rest was not; None where nothing was."""
+        return found_lowering(self.executor.executable)
+
+    @property
+    def pending_state(self) -> tuple[int, ...]:
+        """Inputs whose update may still be pending when the graph starts."""
+        return self.executor.iterations.state if isinstance(self.executor, CrossingExecutor) else ()
+
+    def read(self, leaves: list[Any], structure: Any) -> list[Any] | None:
+        """The inputs of the graph for a call; None if its guards do not hold."""
+        state = self.gather.read(leaves)
+        return state if state is not None and self.guards.hold(leaves, structure, state) else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph for a call, or raise GuardError with the guard that failed."""
+        leaves, structure = leaves_of((args, kwargs))
+        pending.flush_all()
+        state = self.read(leaves, structure)
+        if state is None:
+            reason = self.guards.why_not(leaves, structure, self.gather.read(leaves))
+            raise GuardError(
+                f"this executable was not built for the call: {reason}.",
+                fix="capture and build another one for such calls; a step of ws.compile does that by itself.",
+            )
+        result = self.executor.run(state, leaves)
+        if isinstance(self.executor, CrossingExecutor) and self.executor.left is not None:
+            self.executor.complete(self.executor.left)
+        return result
+
+    def __repr__(self) -> str:
+        return f"Executable({self.step_graph!r})"
 
 
 @dataclass(frozen=True)
@@ -79,8 +289,8 @@ class CompiledStep(Generic[P, R]):
         """Why each capture after the first happened."""
         self.capture_seconds = 0.0
         """Time spent capturing, over all graphs."""
-        self._entries: list[Entry] = []
-        self._last: Entry | None = None
+        self._entries: list[Executable] = []
+        self._last: Executable | None = None
         self._last_left: Pending | None = None
         """What the last call left for the next one; void unless `_work` says that it exists."""
         self._calls = 0
@@ -93,11 +303,7 @@ class CompiledStep(Generic[P, R]):
         if plan is not None:
             groups = [axis.group for axis in plan.axes]
             self._ranks = Ranks(self._name, RankTerms(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
-        compiles = options.lower == "inductor"
-        planned = options.memory_budget is not None
-        self._lowering = Lowering(
-            options.lower_options, compiles=compiles, cuda_graph=options.cuda_graph, planned=planned
-        )
+        self._lowering = _lowering_of(options)
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
@@ -123,7 +329,7 @@ class CompiledStep(Generic[P, R]):
     @property
     def executable(self) -> fx.GraphModule | None:
         """What ran last: the graph with its compiled regions, updating in place."""
-        return self._last.executable if self._last is not None else None
+        return self._last.graph_module if self._last is not None else None
 
     @property
     def lowering(self) -> LoweringReport | None:
@@ -205,31 +411,37 @@ class CompiledStep(Generic[P, R]):
             with self._ranks.compiling(self._calls):
                 placing.run()
                 found = self._capture(fn, args, kwargs, leaves, structure)
-            self._ranks.agree(self._calls, *found)
+            entry, state = found
+            self._ranks.agree(self._calls, entry.captured, state, entry.pending_state)
         else:
-            self._ranks.agree_on_choice(self._calls, found[0])
+            self._ranks.agree_on_choice(self._calls, found[0].step_graph)
         entry, state = found
-        with self._ranks.running(self._calls, entry, state):
+        with self._ranks.running(self._calls, entry.step_graph, state):
             return self._run_entry(entry, state, leaves)
 
-    def _run_entry(self, entry: Entry, state: list[Any], leaves: list[Any]) -> Any:
+    def _run_entry(self, entry: Executable, state: list[Any], leaves: list[Any]) -> Any:
         """Run a graph; what it leaves for the next call is completed by that, or by `flush`."""
-        before = self._last_left if self._work.exists else None
-        result = entry.run(state, leaves, before)
+        executor = entry.executor
+        if not isinstance(executor, CrossingExecutor):
+            result = executor.run(state, leaves)
+            self._work.taken()
+            self._last_left = None
+            return result
+        result = executor.run(state, leaves, self._last_left if self._work.exists else None)
         self._work.taken()
-        self._last_left = entry.left
-        if entry.left is not None:
-            entry.left.ask = self._work.flush
-            complete = functools.partial(_complete, entry, entry.left, self._ranks, self._calls)
-            self._work.left(complete, entry.left.state, entry.modules, entry.owners, entry.without_hooks)
+        left = self._last_left = executor.left
+        if left is not None:
+            left.ask = self._work.flush
+            complete = functools.partial(_complete, executor, left, self._ranks, self._calls)
+            self._work.left(complete, left.state, executor.modules, executor.owners, executor.without_hooks)
         return result
 
-    def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+    def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
         """The graph that left something, if it may run for this call; otherwise that is completed first."""
         entry, left = self._last, self._last_left
         if not self._work.exists or entry is None or left is None:
             return None
-        left.check_unchanged(entry.path)
+        left.check_unchanged(entry.executor.path)
         state = entry.gather.read(leaves)
         if state is not None and left.goes_on(state) and entry.guards.hold(leaves, structure, state):
             return entry, state
@@ -259,17 +471,17 @@ class CompiledStep(Generic[P, R]):
         else:
             finally_flush(self._work)
 
-    def _find(self, leaves: list[Any], structure: Any) -> tuple[Entry, list[Any]] | None:
+    def _find(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
         """A graph that may run for this call, and its inputs."""
         last = self._last
         if last is not None:
-            state = last.gather.read(leaves)
-            if state is not None and last.guards.hold(leaves, structure, state):
+            state = last.read(leaves, structure)
+            if state is not None:
                 return last, state
         for entry in reversed(self._entries):
             if entry is not last:
-                state = entry.gather.read(leaves)
-                if state is not None and entry.guards.hold(leaves, structure, state):
+                state = entry.read(leaves, structure)
+                if state is not None:
                     self._last = entry
                     return entry, state
         return None
@@ -281,7 +493,7 @@ class CompiledStep(Generic[P, R]):
         kwargs: dict[str, Any],
         leaves: list[Any],
         structure: Any,
-    ) -> tuple[Entry, list[Any]]:
+    ) -> tuple[Executable, list[Any]]:
         reason = None
         pending.flush_all()
         if self._last is not None:
@@ -292,23 +504,14 @@ class CompiledStep(Generic[P, R]):
             state = nearest.gather.read(leaves)
             reason = nearest.guards.why_not(leaves, structure, state)
             self._numbers = self._numbers.with_changed(nearest.guards.changed_numbers(leaves, structure, state))
-        captured, self._numbers = _trace(fn, args, kwargs, self.options, self._numbers, self._called)
-        if self.options.memory_budget is not None:
-            captured.step_graph.memory = fit_to_budget(
-                captured.step_graph,
-                self._lowering,
-                self.options.memory_budget,
-                policy_of(self.options.policy),
-                runs_once=runs_once(captured),
-            )
-            verify(captured.step_graph, min(self.options.verify, 2))
-        make_program = checked_program if self.options.lower == "debug" else program
-        entry = Entry(captured, self._lowering, make_program)
+        step_graph, self._numbers = capture_step(fn, args, kwargs, self.options, self._numbers, self._called)
+        entry = build_step(step_graph, self.options, self._lowering)
+        seconds = entry.captured.seconds
         self._entries.append(entry)
         if len(self._entries) > _MOST_GRAPHS:
             del self._entries[0]  # the oldest; the warning about recompiles came long before
-        self.capture_seconds += captured.seconds
-        log.info("%s: %d nodes captured in %.2f s", self._name, entry.step_graph.num_nodes, captured.seconds)
+        self.capture_seconds += seconds
+        log.info("%s: %d nodes captured in %.2f s", self._name, entry.step_graph.num_nodes, seconds)
         if reason is not None:
             self.recompiles.append(Recompile(self._calls, reason))
             log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)
@@ -451,42 +654,44 @@ def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
-    """The StepGraph of one call, with nothing executed and no state changed."""
-    options = Options()
-    step: Any = fn
-    if isinstance(step, CompiledStep):
-        options = step.options
-    elif isinstance(step, _BoundStep):
-        options = step._step.options
-    function = getattr(step, "__wholestep_function__", step)
+    """The StepGraph of one call, with nothing executed and no state changed. `ws.build` makes an executable of it.
+
+    `fn`: a function, or a step of `ws.compile`, whose options are used.
+    """
+    function, given = _function_and_options(fn)
+    options = given or Options()
     mode = mode_that_needs_eager()
     if mode is not None:
         raise _needs_eager(mode)
     pending.flush_all()
     if options.parallel is not None:
         find_models(function, args, kwargs, options).run()
-    return _trace(function, args, kwargs, options)[0].step_graph
+    return capture_step(function, args, kwargs, options)[0]
 
 
-def _trace(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
-    called: CalledObjects | None = None,
-) -> tuple[Captured, NumberPolicy]:
-    """Capture, merge equal communication, check the graph, and run the passes."""
-    traced = functools.partial(trace_step, fn, args, kwargs, options, called=called)
-    captured, numbers = trace_with_numbers(traced, numbers)
-    dedup_collectives(captured.step_graph.gm)
-    drop_dead_collectives(captured.step_graph.gm)
-    verify(captured.step_graph, min(options.verify, 2))
-    captured.step_graph.gm.meta[LATE] = late_outputs_of(captured)
-    captured.step_graph.gm.meta[CREATES] = captured.step_graph.signature.creates_optimizer_state
-    dump = None if options.dump_passes is None else Dump(options.dump_passes)
-    run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
-    return captured, numbers
+def build(
+    step_graph: StepGraph,
+    *,
+    lower: str | None = None,
+    lower_options: Any = None,
+    memory_budget: Any = None,
+    policy: Any = None,
+    cuda_graph: bool | str = "auto",
+    verify: int = 1,
+) -> Executable:
+    """An executable of a captured graph: `executable(*args)` runs it for calls that its guards allow, and raises
+    WS-GUARD for others. It never captures again. `step_graph` stays as it is; `executable.step_graph` is its own copy.
+
+    The options are those of `ws.compile`. Ranks do not compare their graphs as those of a compiled step do.
+    """
+    if step_graph.binding is None:
+        raise OptionError(
+            "ws.build got a StepGraph that is not bound to a model: it was read from a file, or made by hand.",
+            fix="build what ws.capture(train_step, ...) returned; sg.gm is a plain graph module that can be called.",
+        )
+    chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
+    options = Options.of(cuda_graph=cuda_graph, verify=verify, **({} if lower is None else {"lower": lower}), **chosen)
+    return build_step(step_graph.copy(), options, _lowering_of(options))
 
 
 def _needs_eager(mode: str) -> UnsupportedError:
@@ -497,13 +702,13 @@ def _needs_eager(mode: str) -> UnsupportedError:
     )
 
 
-def _complete(entry: Entry, left: Pending, ranks: Ranks | None, call: int) -> None:
-    left.check_unchanged(entry.path)
+def _complete(executor: CrossingExecutor, left: Pending, ranks: Ranks | None, call: int) -> None:
+    left.check_unchanged(executor.path)
     if ranks is None:
-        entry.complete(left)
+        executor.complete(left)
         return
     with ranks.completing(call):
-        entry.complete(left)
+        executor.complete(left)
 
 
 def _has_parameter(fn: Callable[..., Any], name: str) -> bool:

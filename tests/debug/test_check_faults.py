@@ -15,7 +15,7 @@ from debug.seeded import call_of, changes_a_constant, seeded, swaps, targets, tr
 from harness import differences, frame, marked_line
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.meta import node_meta
-from wholestep.runtime.executor import Entry
+from wholestep.runtime.executor import Executor
 
 Fault = Callable[[Any, list[Any], Any], Any]
 aten = torch.ops.aten
@@ -73,16 +73,16 @@ def different(report: ws.debug.CheckReport) -> set[str]:
 
 def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, from_run: int = 1) -> None:
     """Let a fault happen after a graph has run, from the given run on."""
-    original = Entry.run
+    original = Executor.run
     runs = 0
 
-    def run(self: Entry, inputs: list[Any], leaves: list[Any], pending: Any = None) -> Any:
+    def run(self: Executor, inputs: list[Any], leaves: list[Any]) -> Any:
         nonlocal runs
         runs += 1
-        result = original(self, inputs, leaves, pending)
+        result = original(self, inputs, leaves)
         return fault(self, leaves, result) if runs >= from_run else result
 
-    monkeypatch.setattr(Entry, "run", run)
+    monkeypatch.setattr(Executor, "run", run)
 
 
 def write(where: Callable[[Trainer], Tensor]) -> Callable[[Trainer], Fault]:

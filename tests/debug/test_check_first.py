@@ -15,7 +15,7 @@ import wholestep as ws
 from cases import buffers_and_randomness, gradients, optimizers, precision, schedules, structure
 from cases.parts import adamw, mlp, train_step
 from harness import Case, assert_parity, batch_of, cases_on, device, differences, frame
-from wholestep.runtime.executor import Entry
+from wholestep.runtime.executor import Executor
 
 GROUPS = [buffers_and_randomness, gradients, optimizers, precision, schedules, structure]
 EVERY = 15
@@ -61,8 +61,8 @@ def test_a_fault_behind_the_checked_calls_is_not_looked_for(monkeypatch: pytest.
     for i in range(2):
         step(model, optimizer, batch_of(device(), i, 5, 6))
     assert "_run" not in vars(step)
-    original = Entry.run
-    monkeypatch.setattr(Entry, "run", lambda *given: original(*given) + 1)
+    original = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *given: original(*given) + 1)
     step(model, optimizer, batch_of(device(), 3, 5, 6))
 
 
@@ -72,8 +72,8 @@ def test_the_second_call_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None
     step = ws.compile(train_step, check_first=3)
     step(model, optimizer, batch_of(device(), 0, 5, 6))
     after_one = frame("one", None, {"model": model, "optimizer": optimizer})
-    original = Entry.run
-    monkeypatch.setattr(Entry, "run", lambda *given: original(*given) + 1)
+    original = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *given: original(*given) + 1)
     with pytest.raises(ws.errors.CheckError, match="result"):
         step(model, optimizer, batch_of(device(), 1, 5, 6))
     assert differences(after_one, frame("now", None, {"model": model, "optimizer": optimizer})) == []

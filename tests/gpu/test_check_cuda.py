@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from cases.parts import adamw, train_step
 from harness import batch_of, differences, frame
-from wholestep.runtime.executor import Entry
+from wholestep.runtime.executor import Executor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,14 +65,14 @@ def test_float16_autocast_with_a_scaler_is_ok() -> None:
 
 def test_other_random_numbers_of_the_device_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
-    original = Entry.run
+    original = Executor.run
 
     def run(*given: Any) -> Any:
         result = original(*given)
         torch.rand(1, device=CUDA)
         return result
 
-    monkeypatch.setattr(Entry, "run", run)
+    monkeypatch.setattr(Executor, "run", run)
     report = ws.check(train_step, model, adamw(model), batch_of(CUDA, 0, 20, 6), lower="eager")
     assert [str(row.part) for row in report.rows if row.status is ws.debug.Status.DIFFERENT] == ["RNG"], str(report)
 

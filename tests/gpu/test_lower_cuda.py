@@ -66,7 +66,7 @@ class Pair:
 
     @property
     def replays(self) -> bool:
-        forward = self.step._last._forward
+        forward = self.step._last.executor._forward
         return isinstance(forward, CudaGraphStep) and bool(forward._recordings)
 
 
@@ -78,7 +78,7 @@ def test_new_batches_and_a_schedule_need_one_recording() -> None:
         pair.run(batch(i).cuda())
     pair.check()
     assert pair.replays
-    assert len(pair.step._last._forward._recordings) == 1
+    assert len(pair.step._last.executor._forward._recordings) == 1
 
 
 def test_step_counts_on_the_host_are_numbers_of_the_recording() -> None:
@@ -114,7 +114,7 @@ def test_dynamic_sizes_have_a_recording_each() -> None:
         pair.run(batch(i, (8, 12, 20)[i % 3]).cuda())
     pair.check()
     assert len(pair.step.graphs) <= 2
-    assert len(pair.step._last._forward._recordings) == 3
+    assert len(pair.step._last.executor._forward._recordings) == 3
 
 
 def test_results_stay_what_they_were_and_moved_state_is_recorded_again() -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.captured import Captured, HostCall
 from wholestep.capture.graph.dynamic_shapes import Shapes
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
@@ -53,6 +52,7 @@ from wholestep.errors import (
     UnsupportedError,
     WholestepError,
 )
+from wholestep.ir.captured_step import CapturedStep, HostCall
 from wholestep.ir.garbage import collector_paused
 from wholestep.ir.known_draws import KnownDraws
 from wholestep.ir.signature import InputKind
@@ -95,7 +95,7 @@ def trace_step(
     numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
     seen: set[str] | None = None,
     called: CalledObjects | None = None,
-) -> Captured:
+) -> CapturedStep:
     """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
 
     `seen`: takes the paths of the numbers that user code got as numbers of the graph, also where the capture fails.
@@ -118,9 +118,8 @@ def trace_step(
             except BaseException:
                 leftovers.clean_up(capture.fake_mode)
                 raise
-        leftovers.refuse(capture.fake_mode, captured, capture.release(), context)
-    captured.seconds = time.perf_counter() - started
-    return captured
+        leftovers.refuse(capture, captured.step_graph, capture.release(), context)
+    return replace(captured, seconds=time.perf_counter() - started)
 
 
 def find_models(
@@ -154,6 +153,8 @@ class Capture:
         self.numbers = numbers
         self.lifted: list[tuple[Slot, type]] = []
         """Numbers that are inputs because they changed between two calls, and their types."""
+        self.erased: list[fx.Node] = []
+        """Nodes of the trace that are not in the graph: nothing needs them."""
         self._seen = seen
         self._scalars: list[ScalarNode] = []
         self.phase = "forward"
@@ -197,7 +198,7 @@ class Capture:
 
     # The way of one capture.
 
-    def run(self) -> Captured:
+    def run(self) -> CapturedStep:
         rng = RandomState(self.world)
         self.settings = ProcessSettings()
         try:

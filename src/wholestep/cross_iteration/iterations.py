@@ -28,7 +28,6 @@ from wholestep.ir.iter.marks import DESTINATIONS, late_outputs, marked_moves, re
 from wholestep.ir.iter.moves import move_of, needed_outputs
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.step_graph import StepGraph
-from wholestep.lower.step import Lowering
 from wholestep.runtime.program import program
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
@@ -80,9 +79,9 @@ class Iterations:
         """Places of all state that crosses, among the inputs of the step."""
         self.late = tuple(dict.fromkeys(i for piece in pieces for i in piece.results))
 
-    def lower(self, lowering: Lowering) -> None:
+    def lower(self, lower_in_place: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
         """Compile the runs of nodes between the pieces. Setup runs once, and the pieces are updates in place."""
-        self.main = lowering.in_place(self.main)
+        self.main = lower_in_place(self.main)
         self._run_main = program(self.main)
 
     def run_as(self, make_program: Callable[[fx.GraphModule], Callable[..., Any]]) -> None:

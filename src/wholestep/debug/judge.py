@@ -23,14 +23,13 @@ from wholestep.compilers.symbol_values import SymbolValues
 from wholestep.debug.compare import Comparison, compare_versions
 from wholestep.debug.numbers import gap_between
 from wholestep.debug.runs import SEED, NodeRaised, Note, run_nodes
-from wholestep.debug.versions import Call, Version, copy_step_graph, lowered_call, with_passes
+from wholestep.debug.versions import Call, Version, lowered_call, with_passes
 from wholestep.errors import WholestepError
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.options import Options
 from wholestep.passes.engine.contract import BoundPass
-from wholestep.runtime.gather import Gather
 
 Verdict = dict[str, Any]
 """wrong; what; node and text, where a node is known; region; kind: value, rule or raised."""
@@ -81,7 +80,7 @@ def judge_eager(call: Call, fn: Any, args: tuple[Any, ...], kwargs: dict[str, An
     left: list[Any] = []
     outputs = run_nodes(call.step_graph.gm, call.inputs, lambda node, value: True, left)
     leaves, _ = leaves_of((args, kwargs))
-    gather = Gather(captured.inputs, captured.leaves, captured.world.optimizers)
+    gather = call.binding.gather
     torch.manual_seed(SEED)
     try:
         result = fn(*args, **kwargs)
@@ -122,7 +121,7 @@ def judge_one_pass(
     before: StepGraph, inputs: Sequence[Any], bound: BoundPass, level: int, note: Note | None = None
 ) -> Verdict:
     """What one pass does wrong: by values first, since they name the node itself; then by the rules."""
-    after = copy_step_graph(before)
+    after = before.copy()
     numerics = bound.graph_pass.contract.numerics
     try:
         bound.graph_pass.function(after.gm, *bound.args, **(bound.options or {}))

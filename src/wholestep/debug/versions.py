@@ -11,22 +11,17 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.trace import find_models, trace_step
+from wholestep.capture.trace import find_models
 from wholestep.cross_iteration import pending
+from wholestep.cross_iteration.executor import CrossingExecutor
 from wholestep.errors import BisectError
-from wholestep.ir.graphs import copy_graph
-from wholestep.ir.iter.marks import CREATES, LATE
+from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
-from wholestep.lower.step import Lowering
 from wholestep.options import Options
-from wholestep.passes.dedup_collectives import dedup_collectives
-from wholestep.passes.drop_dead_collectives import drop_dead_collectives
 from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
 from wholestep.passes.engine.manager import run_passes
-from wholestep.runtime.executor import Entry, late_outputs_of
-from wholestep.runtime.gather import Gather
+from wholestep.step import Binding, build, trace
 from wholestep.torch_private.fx_graphs import has_plain_codegen
 from wholestep.torch_private.pytrees import pytree
 
@@ -63,8 +58,13 @@ class Version:
 class Call:
     """One call of a step: its captured graph before all passes, and the inputs that it has now."""
 
-    captured: Captured
+    binding: Binding
     inputs: tuple[Any, ...]
+
+    @property
+    def captured(self) -> CapturedStep:
+        """What left capture."""
+        return self.binding.captured
 
     @property
     def step_graph(self) -> StepGraph:
@@ -77,38 +77,29 @@ def capture_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     pending.flush_all()
     if options.parallel is not None:
         find_models(fn, args, kwargs, options).run()
-    captured = trace_step(fn, args, kwargs, options)
-    leaves, _ = leaves_of((args, kwargs))
-    gm = captured.step_graph.gm
-    dedup_collectives(gm)
-    drop_dead_collectives(gm)
-    gm.meta[LATE] = late_outputs_of(captured)
-    gm.meta[CREATES] = captured.step_graph.signature.creates_optimizer_state
-    inputs = Gather(captured.inputs, captured.leaves, captured.world.optimizers).read(leaves)
+    captured, _ = trace(fn, args, kwargs, options)
+    binding = captured.step_graph.binding
+    assert isinstance(binding, Binding)
+    inputs = binding.gather.read(leaves_of((args, kwargs))[0])
     if inputs is None:
         raise BisectError("the inputs of the captured graph cannot be read back.", fix="report this with the step.")
-    return Call(captured, tuple(inputs))
-
-
-def copy_step_graph(step_graph: StepGraph) -> StepGraph:
-    """A copy for somebody to rewrite."""
-    gm = fx.GraphModule(step_graph.gm, copy_graph(step_graph.gm.graph))
-    gm.meta.update(step_graph.gm.meta)
-    return StepGraph(gm, step_graph.signature)
+    return Call(binding, tuple(inputs))
 
 
 def with_passes(step_graph: StepGraph, passes: Sequence[BoundPass], level: int) -> StepGraph:
     """A copy of a graph after some passes, each verified at a level whatever it says of itself."""
-    made = copy_step_graph(step_graph)
+    made = step_graph.copy()
     run_passes(made, [replace(bound, verify=level) for bound in passes], level=level)
     return made
 
 
 def lowered_call(call: Call, step_graph: StepGraph, options: Options) -> fx.GraphModule:
     """What would run for a call: regions compiled, updates in place."""
-    captured = replace(call.captured, step_graph=copy_step_graph(step_graph), leaves=list(call.captured.leaves))
-    entry = Entry(captured, Lowering(options.lower_options, compiles=True, cuda_graph=False))
-    return step_graph.gm if entry.iterations is not None else entry.executable
+    if step_graph.binding is None:
+        step_graph = step_graph.copy()
+        step_graph.binding = call.binding.rebound(step_graph)
+    executable = build(step_graph, lower="inductor", lower_options=options.lower_options, cuda_graph=False)
+    return step_graph.gm if isinstance(executable.executor, CrossingExecutor) else executable.graph_module
 
 
 def two_versions(one: Any, other: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Version, Version]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholestep.capture.captured import Captured
 from wholestep.guards.arguments import (
     FoundElsewhere,
     NoGradients,
@@ -41,54 +40,56 @@ from wholestep.guards.scalars import SameBranches, SameNumberTypes, SizesInRange
 from wholestep.guards.tensor_attributes import SameTensorAttributes
 from wholestep.guards.tensors import AllThere, SameForm
 from wholestep.guards.value_sources import SameClasses, SameEnvironment, SameFiles, SameFunctions, SameThreadLocals
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.runtime.gather import Gather
 
 
 class Guards:
     """The conditions of one captured graph."""
 
-    def __init__(self, captured: Captured, gather: Gather) -> None:
-        self._sizes = SizesInRange(captured)
-        self._structure = SameStructure(captured)
+    def __init__(self, specs: GuardSpecs, gather: Gather, leaves: list[Any]) -> None:
+        """`leaves`: the arguments of the captured call; not kept."""
+        self._sizes = SizesInRange(specs)
+        self._structure = SameStructure(specs)
         everything: list[Guard] = [
             SameModes(),
             self._structure,
-            SameObjects(captured),
-            watched_attributes(captured),
-            watched_parameters(captured),
-            *(SameOptimizer(o, path, captured, gather) for o, path in captured.world.optimizers.items()),
-            SameGradients(captured),
-            SameRequiresGrad(captured, gather),
-            SameHooks(captured),
-            AllThere(captured),
-            SameNumberTypes(captured),
-            SameForm(captured, gather),
+            SameObjects(specs),
+            watched_attributes(specs),
+            watched_parameters(specs),
+            *(SameOptimizer(o, path, specs, gather) for o, path in specs.optimizers.items()),
+            SameGradients(specs),
+            SameRequiresGrad(specs, gather),
+            SameHooks(specs),
+            AllThere(gather.slots),
+            SameNumberTypes(specs),
+            SameForm(specs, gather, leaves),
             # Most steps have few of these.
-            OtherAttributes(captured),
-            EmptyBuffers(captured),
-            SameTensorAttributes(captured),
-            SameClasses(captured),
-            SameThreadLocals(captured),
-            SameFunctions(captured),
-            SameEnvironment(captured),
-            SameFiles(captured),
-            SameVariables(captured),
-            SameReads(captured),
-            SameClassReads(captured),
-            OptimizerAttributes(captured),
-            SameKinds(captured),
-            SameContents(captured),
-            SameContainers(captured),
-            SameArrays(captured),
-            SameTensors(captured),
-            SameNests(captured),
-            SameScalers(captured),
-            SameChains(captured),
-            FoundElsewhere(captured),
-            NoGradients(captured),
-            SameTensorTwice(captured),
+            OtherAttributes(specs),
+            EmptyBuffers(specs),
+            SameTensorAttributes(specs),
+            SameClasses(specs),
+            SameThreadLocals(specs),
+            SameFunctions(specs),
+            SameEnvironment(specs),
+            SameFiles(specs),
+            SameVariables(specs),
+            SameReads(specs),
+            SameClassReads(specs),
+            OptimizerAttributes(specs),
+            SameKinds(specs),
+            SameContents(specs),
+            SameContainers(specs),
+            SameArrays(specs),
+            SameTensors(specs),
+            SameNests(specs),
+            SameScalers(specs),
+            SameChains(specs),
+            FoundElsewhere(specs),
+            NoGradients(specs, leaves),
+            SameTensorTwice(specs, leaves),
             self._sizes,
-            SameBranches(captured),
+            SameBranches(specs),
         ]
         self._guards = [guard for guard in everything if guard.is_needed()]
         self._checks = [guard.holds for guard in self._guards]
@@ -100,13 +101,9 @@ class Guards:
     def hold(self, leaves: list[Any], structure: Any, state: list[Any]) -> bool:
         """Whether the graph may run. `state` is what `gather` read."""
         call = Call(leaves, structure, state)
-        try:
-            for holds in self._checks:
-                if not holds(call):
-                    return False
-        except (RuntimeError, KeyError, TypeError, ValueError):
-            # Comparing attributes that are tensors or arrays, or a slot that is gone: another graph.
-            return False
+        for holds in self._checks:  # noqa: SIM110  (a generator costs more than the checks)
+            if not holds(call):
+                return False
         return True
 
     def why_not(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> str:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.captured import Captured
 from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.guards.wording import is_other_number
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_array
 from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain
-from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 
 class SameStructure(Guard):
     """The arguments are nested as they were."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._structure = captured.structure
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._structure = specs.arguments.structure
 
     def holds(self, call: Call) -> bool:
         return bool(call.structure == self._structure)
@@ -31,13 +31,9 @@ class SameStructure(Guard):
 class SameObjects(Guard):
     """Arguments that are no tensors are the same objects, or the same plain values."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._paths = captured.leaf_paths
-        self._fixed = [
-            (i, leaf)
-            for i, leaf in enumerate(captured.leaves)
-            if not isinstance(leaf, Tensor) and captured.leaf_paths[i] not in captured.lifted
-        ]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._paths = specs.arguments.paths
+        self._fixed = list(specs.arguments.constants.items())
 
     def holds(self, call: Call) -> bool:
         leaves = call.leaves
@@ -61,9 +57,9 @@ class SameObjects(Guard):
 class SameContents(Listed):
     """Lists, dicts and arrays among the arguments hold what they held."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._paths = captured.leaf_paths
-        leaves = list(zip(captured.leaves, captured.leaf_paths, strict=True))
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._paths = specs.arguments.paths
+        leaves = [(leaf, specs.arguments.paths[i]) for i, leaf in specs.arguments.constants.items()]
         containers = [(leaf, path) for leaf, path in leaves if isinstance(leaf, CONTAINERS)]
         self._contents = Contents(containers)
         self._arrays = [ArrayCopy(leaf, path) for leaf, path in leaves if is_array(leaf)]
@@ -80,9 +76,9 @@ class SameContents(Listed):
 class FoundElsewhere(Listed):
     """A tensor that was also found elsewhere (a parameter passed to the step) still is what lies there."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._paths = captured.leaf_paths
-        self._slots = _found_elsewhere(captured)
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._paths = specs.arguments.paths
+        self._slots = specs.arguments.found_elsewhere
         super().__init__(self._slots)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -94,11 +90,11 @@ class FoundElsewhere(Listed):
 class NoGradients(Listed):
     """Tensors among the arguments that require grad have no gradient yet."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._paths = captured.leaf_paths
-        elsewhere = {i for i, _ in _found_elsewhere(captured)}
-        leaves = enumerate(captured.leaves)
-        self._places = [i for i, t in leaves if isinstance(t, Tensor) and t.requires_grad and i not in elsewhere]
+    def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
+        self._paths = specs.arguments.paths
+        elsewhere = {i for i, _ in specs.arguments.found_elsewhere}
+        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._places = [i for i, tensor in tensors if tensor.requires_grad and i not in elsewhere]
         super().__init__(self._places)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -111,9 +107,9 @@ class NoGradients(Listed):
 class SameTensorTwice(Listed):
     """Arguments that were one tensor still are."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._paths = captured.leaf_paths
-        self._pairs = _aliased_leaves(captured)
+    def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
+        self._paths = specs.arguments.paths
+        self._pairs = _aliased(leaves)
         super().__init__(self._pairs)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -122,16 +118,10 @@ class SameTensorTwice(Listed):
                 yield f"{self._paths[first]} and {self._paths[second]} are two tensors"
 
 
-def _found_elsewhere(captured: Captured) -> list[tuple[int, Slot]]:
-    tracked = captured.table.tracked
-    slots = [(i, tracked[id(leaf)].slot) for i, leaf in enumerate(captured.leaves) if isinstance(leaf, Tensor)]
-    return [(i, slot) for i, slot in slots if not isinstance(slot, BatchSlot)]
-
-
-def _aliased_leaves(captured: Captured) -> list[tuple[int, int]]:
+def _aliased(leaves: list[Any]) -> list[tuple[int, int]]:
     first: dict[int, int] = {}
     pairs = []
-    for i, leaf in enumerate(captured.leaves):
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if id(leaf) in first:
                 pairs.append((first[id(leaf)], i))

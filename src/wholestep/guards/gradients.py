@@ -7,8 +7,8 @@ from operator import attrgetter
 
 from torch.utils.hooks import RemovableHandle
 
-from wholestep.capture.captured import Captured
 from wholestep.guards.guard import Call, Guard, Listed
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.slots import LocalSlot
 from wholestep.runtime.gather import Gather
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
@@ -20,9 +20,9 @@ _grad = attrgetter("grad")
 class SameGradients(Guard):
     """The parameters that had a gradient have one; the others have none."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._owners = [tracked.real for tracked in captured.table.parameters]
-        self._paths = [tracked.slot.path for tracked in captured.table.parameters]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._owners = [parameter for parameter, _ in specs.parameters]
+        self._paths = [slot.path for _, slot in specs.parameters]
         self._absent = [owner.grad is None for owner in self._owners]
         self._none_there = [None] * len(self._owners) if all(self._absent) else None
 
@@ -41,12 +41,12 @@ class SameGradients(Guard):
 class SameRequiresGrad(Listed):
     """Parameters that are no input require grad as they did; inputs have it checked with their shape."""
 
-    def __init__(self, captured: Captured, gather: Gather) -> None:
+    def __init__(self, specs: GuardSpecs, gather: Gather) -> None:
         checked = {id(slot) for slot in gather.tensor_slots}
         self._parameters = [
-            (tracked.real, tracked.real.requires_grad, tracked.slot.path)
-            for tracked in captured.table.parameters
-            if id(tracked.slot) not in checked or isinstance(tracked.slot, LocalSlot)
+            (parameter, parameter.requires_grad, slot.path)
+            for parameter, slot in specs.parameters
+            if id(slot) not in checked or isinstance(slot, LocalSlot)
         ]
         super().__init__(self._parameters)
 
@@ -62,10 +62,10 @@ class SameHooks(Guard):
     Every hook of torch gets a number: while the next one is the same, none was added anywhere.
     """
 
-    def __init__(self, captured: Captured) -> None:
-        self._owners = [tracked.real for tracked in captured.table.parameters]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._owners = [parameter for parameter, _ in specs.parameters]
         self._nones = [None] * len(self._owners)
-        self._registries = hook_registries([m for m, _ in captured.modules], list(captured.world.optimizers))
+        self._registries = hook_registries([m for m, _ in specs.modules], list(specs.optimizers))
         self._counts = list(map(len, self._registries))
         self._on_tensors = self._tensors_with_hooks()
         self._next = RemovableHandle.next_id

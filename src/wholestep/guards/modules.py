@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.objects.discover import MODULE_INTERNALS
 from wholestep.guards.guard import Call, Guard, Listed, Watched
 from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
 
 class SameAttributes(Guard):
     """Modules have the attributes that they had. Those that the step itself sets are `OtherAttributes`."""
 
-    def __init__(self, captured: Captured) -> None:
-        modules = [(m, path) for m, path in captured.modules if id(m) not in captured.volatile]
+    def __init__(self, specs: GuardSpecs) -> None:
+        modules = [(m, path) for m, path in specs.modules if id(m) not in specs.volatile]
         self.dicts = [vars(m) for m, _ in modules]
         self._paths = [path for _, path in modules]
         # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
@@ -32,7 +32,11 @@ class SameAttributes(Guard):
         if list(map(len, self.dicts)) != self._sizes:
             return False
         for (read, d), values in zip(self._readers, self._values, strict=True):
-            if not all(map(is_, read(d), values)) and not all(map(same_value, read(d), values)):
+            try:
+                now = read(d)
+            except KeyError:
+                return False  # one is gone, and another there
+            if not all(map(is_, now, values)) and not all(map(same_value, now, values)):
                 return False
         return True
 
@@ -53,8 +57,8 @@ class SameAttributes(Guard):
 class SameSubmodules(Guard):
     """No submodule was replaced, added or removed."""
 
-    def __init__(self, captured: Captured) -> None:
-        self.dicts = [vars(m)["_modules"] for m, _ in captured.modules if vars(m)["_modules"]]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self.dicts = [vars(m)["_modules"] for m, _ in specs.modules if vars(m)["_modules"]]
         self._before = [dict(d) for d in self.dicts]
 
     def holds(self, call: Call) -> bool:
@@ -68,11 +72,11 @@ class SameSubmodules(Guard):
 class SameParameters(Guard):
     """Parameters are the same objects."""
 
-    def __init__(self, captured: Captured) -> None:
-        slots = [(s, tracked) for s, tracked in captured.table.module_slots if s.kind is not InputKind.BUFFER]
+    def __init__(self, specs: GuardSpecs) -> None:
+        slots = [(slot, tensor) for slot, tensor in specs.module_tensors if slot.kind is not InputKind.BUFFER]
         self._places = [(slot.mapping, slot.key) for slot, _ in slots]
         self._paths = [slot.path for slot, _ in slots]
-        self._objects = [tracked.real for _, tracked in slots]
+        self._objects = [tensor for _, tensor in slots]
 
     def holds(self, call: Call) -> bool:
         return all(map(is_, [mapping.get(key) for mapping, key in self._places], self._objects))
@@ -86,8 +90,8 @@ class SameParameters(Guard):
 class SameCounts(Guard):
     """Modules have as many parameters and buffers as they had."""
 
-    def __init__(self, captured: Captured) -> None:
-        self.dicts = [vars(m)[kind] for m, _ in captured.modules for kind in ("_parameters", "_buffers")]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self.dicts = [vars(m)[kind] for m, _ in specs.modules for kind in ("_parameters", "_buffers")]
         self._counts = list(map(len, self.dicts))
 
     def holds(self, call: Call) -> bool:
@@ -101,10 +105,10 @@ class SameCounts(Guard):
 class OtherAttributes(Listed):
     """Where the step sets attributes of a module, its other attributes are as they were."""
 
-    def __init__(self, captured: Captured) -> None:
-        volatile = captured.volatile
+    def __init__(self, specs: GuardSpecs) -> None:
+        volatile = specs.volatile
         self._modules = []
-        for module, path in captured.modules:
+        for module, path in specs.modules:
             if id(module) in volatile:
                 before = {k: v for k, v in vars(module).items() if k not in volatile[id(module)]}
                 self._modules.append((module, path, volatile[id(module)], before))
@@ -128,10 +132,10 @@ class OtherAttributes(Listed):
 class EmptyBuffers(Listed):
     """Buffers that were None still are."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, specs: GuardSpecs) -> None:
         self._buffers = [
             (module._buffers, name, f"{path}.{name}")
-            for module, path in captured.modules
+            for module, path in specs.modules
             for name, buffer in module._buffers.items()
             if buffer is None
         ]
@@ -143,17 +147,17 @@ class EmptyBuffers(Listed):
                 yield f"{path} is no longer None"
 
 
-def watched_attributes(captured: Captured) -> Watched:
+def watched_attributes(specs: GuardSpecs) -> Watched:
     """Attributes and submodules, looked at again where something is set on a module."""
-    attributes = SameAttributes(captured)
-    submodules = SameSubmodules(captured)
+    attributes = SameAttributes(specs)
+    submodules = SameSubmodules(specs)
     return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
 
 
-def watched_parameters(captured: Captured) -> Watched:
+def watched_parameters(specs: GuardSpecs) -> Watched:
     """Parameters and buffers, looked at again where one is set."""
-    counts = SameCounts(captured)
-    return Watched([SameParameters(captured), counts], counts.dicts)
+    counts = SameCounts(specs)
+    return Watched([SameParameters(specs), counts], counts.dicts)
 
 
 def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:

@@ -8,26 +8,25 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.objects.discover import OPTIMIZER_INTERNALS
 from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.call_tree import same_objects
 from wholestep.ir.user_objects.nested_containers import structure_of
 from wholestep.ir.user_objects.plain_values import same_plain, skeleton
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.runtime.gather import Gather
-from wholestep.torch_private.modules_and_optimizers import SCALER_SETTINGS, SCALER_TENSORS
+from wholestep.torch_private.modules_and_optimizers import OPTIMIZER_INTERNALS, SCALER_SETTINGS, SCALER_TENSORS
 
 
 class SameOptimizer(Guard):
     """An optimizer has its param groups with their options, and state for the same parameters."""
 
-    def __init__(self, optimizer: Optimizer, path: str, captured: Captured, gather: Gather) -> None:
+    def __init__(self, optimizer: Optimizer, path: str, specs: GuardSpecs, gather: Gather) -> None:
         self._optimizer = optimizer
         self._path = path
         self._gather = gather
-        groups = captured.table.groups[optimizer]
+        groups = specs.param_groups[optimizer]
         self._groups = [
             (group.params, {key: skeleton(value) for key, value in group.constants.items()}) for group in groups
         ]
@@ -95,10 +94,9 @@ def _sizes(state: Any) -> list[int]:
 class SameNests(Listed):
     """Lists, dicts and constants in optimizer state are nested and valued as they were; shared tensors still are."""
 
-    def __init__(self, captured: Captured) -> None:
-        table = captured.table
-        self._structures = table.structures
-        self._same = [(a, b) for a, b in table.same_tensors if not isinstance(b, BatchSlot)]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._structures = specs.nested_state
+        self._same = [(a, b) for a, b in specs.same_tensors if not isinstance(b, BatchSlot)]
         super().__init__([*self._structures, *self._same])
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -113,10 +111,10 @@ class SameNests(Listed):
 class OptimizerAttributes(Listed):
     """What a user can set on an optimizer is as it was."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, specs: GuardSpecs) -> None:
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
-        for optimizer, path in captured.world.optimizers.items():
-            skip = (OPTIMIZER_INTERNALS - {"defaults"}) | captured.volatile.get(id(optimizer), set())
+        for optimizer, path in specs.optimizers.items():
+            skip = (OPTIMIZER_INTERNALS - {"defaults"}) | specs.volatile.get(id(optimizer), set())
             own = not type(optimizer).__module__.startswith("torch.")  # private attributes of torch's are its own
             before = {k: v for k, v in vars(optimizer).items() if k not in skip and (own or not k.startswith("_"))}
             before["step"] = vars(optimizer).get("step", ABSENT)  # a method that is replaced on the instance
@@ -141,8 +139,8 @@ class OptimizerAttributes(Listed):
 class SameScalers(Listed):
     """Gradient scalers have their settings, and were used before or not."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._scalers = [(s, path, _unused(s), _settings(s)) for s, path in captured.world.scalers.items()]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._scalers = [(s, path, _unused(s), _settings(s)) for s, path in specs.scalers.items()]
         super().__init__(self._scalers)
 
     def reasons(self, call: Call) -> Iterator[str]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.capture.captured import Captured
 from wholestep.guards.guard import Call, Listed
 from wholestep.guards.wording import is_other_number, was_and_is
-from wholestep.ir.signature import InputKind
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_large
 from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_plain
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ModuleSlot, in_users_objects
+from wholestep.ir.user_objects.slots import ABSENT
 
 
 class SameVariables(Listed):
     """Closure variables and globals hold what they held."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, specs: GuardSpecs) -> None:
         self._variables = [
             (path, slot, value)
-            for path, slot, value in captured.world.variables
-            if path not in captured.rebound_variables and path not in captured.lifted
+            for path, slot, value in specs.variables
+            if path not in specs.rebound_variables and path not in specs.lifted
         ]
         super().__init__(self._variables)
 
@@ -37,8 +36,8 @@ class SameVariables(Listed):
 class SameReads(Listed):
     """Attributes of plain objects that the step read are as they were."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._reads = [(obj, path, list(values.items())) for obj, path, values in captured.reads]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._reads = [(obj, path, list(values.items())) for obj, path, values in specs.reads]
         super().__init__(self._reads)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -59,8 +58,8 @@ class SameReads(Listed):
 class SameClassReads(Listed):
     """Plain values that the step read from the classes of such objects are as they were."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._reads = captured.class_reads
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._reads = specs.class_reads
         super().__init__(self._reads)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -74,9 +73,9 @@ class SameClassReads(Listed):
 class SameKinds(Listed):
     """Variables and attributes that the step itself sets hold the kind of thing that they held."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._variables = [(path, slot, kind) for path, (slot, kind) in captured.rebound_variables.items()]
-        self._attributes = captured.kinds
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._variables = [(path, slot, kind) for path, (slot, kind) in specs.rebound_variables.items()]
+        self._attributes = specs.kinds
         super().__init__([*self._variables, *self._attributes])
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -91,9 +90,9 @@ class SameKinds(Listed):
 class SameContainers(Listed):
     """Lists and dicts that the step may have read hold what they held."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._contents = Contents(captured.containers)
-        super().__init__(captured.containers)
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._contents = Contents(specs.containers)
+        super().__init__(specs.containers)
 
     def holds(self, call: Call) -> bool:
         return self._contents.are_same()
@@ -105,8 +104,8 @@ class SameContainers(Listed):
 class SameArrays(Listed):
     """NumPy arrays that the step may have read hold what they held."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._arrays = [ArrayCopy(held, path) for held, path in captured.arrays if not is_large(held)]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._arrays = [ArrayCopy(held, path) for held, path in specs.arrays if not is_large(held)]
         super().__init__(self._arrays)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -116,8 +115,8 @@ class SameArrays(Listed):
 class SameChains(Listed):
     """Objects that the step calls are still reached by the same links from its arguments and variables."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._links = captured.links
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._links = specs.links
         super().__init__(self._links)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -129,13 +128,8 @@ class SameChains(Listed):
 class SameTensors(Listed):
     """Parameters that lie outside of modules (in a list, in a param group) are the same objects."""
 
-    def __init__(self, captured: Captured) -> None:
-        tracked = [(in_users_objects(t.slot), t.real) for t in captured.table.tracked.values()]
-        self._parameters = [
-            (slot, real)
-            for slot, real in tracked
-            if slot.kind is InputKind.PARAMETER and not isinstance(slot, BatchSlot | ModuleSlot)
-        ]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._parameters = specs.loose_parameters
         super().__init__(self._parameters)
 
     def reasons(self, call: Call) -> Iterator[str]:

@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.graph.dynamic_shapes import out_of_range
-from wholestep.capture.graph.known_values import ItemLeaf
 from wholestep.guards.guard import Call, Listed
+from wholestep.ir.dynamic_sizes import out_of_range
+from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.ir.known_values import ItemLeaf
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 
 class SizesInRange(Listed):
     """Declared dynamic sizes are in their range, and are as the trace assumed."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._shapes = captured.shapes
-        self._paths = captured.leaf_paths
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._sizes = specs.sizes
+        self._paths = specs.arguments.paths
         self._dims = [
-            (leaf, dim, declared, captured.leaf_paths[leaf])
-            for leaf, dims in captured.dynamic_dims.items()
+            (leaf, dim, declared, specs.arguments.paths[leaf])
+            for leaf, dims in specs.sizes.dims.items()
             for dim, declared in dims.items()
         ]
         super().__init__(self._dims)
@@ -30,12 +30,12 @@ class SizesInRange(Listed):
 
     def renew(self) -> None:
         """Take over what was assumed since: lowering compares sizes, too."""
-        self._assumed = self._shapes.guards()
+        self._assumed = self._sizes.assumed()
 
     def reasons(self, call: Call) -> Iterator[str]:
         self._raise_out_of_range(call.leaves)
         sizes: dict[str, int] = {}
-        for name, places in self._shapes.sources.items():
+        for name, places in self._sizes.sources.items():
             found = {f"{self._paths[leaf]}.shape[{dim}]": call.leaves[leaf].shape[dim] for leaf, dim in places}
             if len(set(found.values())) > 1:
                 yield "one size became several: " + ", ".join(f"{where} is {size}" for where, size in found.items())
@@ -55,8 +55,8 @@ class SizesInRange(Listed):
 class SameNumberTypes(Listed):
     """Numbers that became inputs are still of the type that they had: `1`, `1.0` and `True` may take other branches."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._numbers = captured.number_types
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._numbers = specs.scalar_types
         super().__init__(self._numbers)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -69,15 +69,15 @@ class SameNumberTypes(Listed):
 class SameBranches(Listed):
     """Numbers that Python compared while tracing (a learning rate, a step count) compare the same way."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._guards = captured.scalar_guards
-        self._items = captured.items
-        self._slots = captured.placeholder_slots
-        used = {id(leaf): leaf for guard in self._guards for leaf in guard.expression.leaves()}.values()
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._conditions = specs.conditions
+        self._items = specs.items
+        self._slots = specs.placeholder_slots
+        used = {id(leaf): leaf for condition in self._conditions for leaf in condition.leaves}.values()
         self._numbers = list(used) if all(isinstance(leaf, Slot) for leaf in used) else None
         """The numbers that guards look at, where those are all they look at: unchanged numbers need no look."""
         self._good_numbers: list[Any] | None = None
-        super().__init__(self._guards)
+        super().__init__(self._conditions)
 
     def reasons(self, call: Call) -> Iterator[str]:
         numbers = None if self._numbers is None else [value_in(call, slot) for slot in self._numbers]
@@ -85,9 +85,9 @@ class SameBranches(Listed):
             return
         value = self._value_in(call)
         memo: dict[int, Any] = {}
-        for guard in self._guards:
-            if not guard.holds(value, memo):
-                yield f"{guard.describe()} no longer holds"
+        for condition in self._conditions:
+            if not condition.holds(value, memo):
+                yield f"{condition.text} no longer holds"
                 return
         self._good_numbers = numbers
 

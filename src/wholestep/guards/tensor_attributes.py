@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.objects.tensor_attributes import OwnAttributes
 from wholestep.guards.guard import Call, Guard
 from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.ir.guard_specs import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.torch_private.guard_checks import DictWatch
@@ -19,12 +18,9 @@ from wholestep.torch_private.guard_checks import DictWatch
 class SameTensorAttributes(Guard):
     """Tensors have the attributes that they had; looked at again only where one was set."""
 
-    def __init__(self, captured: Captured) -> None:
-        kept = [own for own in captured.tensor_attributes if not isinstance(own.slot, BatchSlot)]
-        self._tensors = [(own, vars(own.real)) for own in kept]
-        self._batch = [own for own in captured.tensor_attributes if isinstance(own.slot, BatchSlot)]
-        for own in self._batch:
-            own.real = None  # type: ignore[assignment]  # a graph does not keep its batch
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._tensors = [(own, vars(own.real)) for own in specs.tensor_attributes if own.real is not None]
+        self._batch = [own for own in specs.tensor_attributes if own.real is None]
         self._watch: DictWatch | None = None
 
     def is_needed(self) -> bool:
@@ -59,7 +55,7 @@ class SameTensorAttributes(Guard):
                 yield path
 
 
-def _differences(own: OwnAttributes, now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(own: TensorAttributesSpec, now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Attributes that changed: path, value at capture, value now."""
     before = own.before
     if not before and not now:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from wholestep.capture.captured import Captured
 from wholestep.guards.guard import Call, Guard
+from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import BatchSlot, GeneratorSlot, ModuleSlot, Slot
 from wholestep.runtime.gather import Gather, picker
@@ -20,8 +18,8 @@ _NUMBER = (int, float)
 class AllThere(Guard):
     """All inputs are there, and those that were numbers are numbers."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._numbers = [(i, slot.path) for i, slot in enumerate(captured.inputs) if _is_number(slot)]
+    def __init__(self, inputs: Sequence[Slot]) -> None:
+        self._numbers = [(i, slot.path) for i, slot in enumerate(inputs) if _is_number(slot)]
         self._places = [i for i, _ in self._numbers]
 
     def holds(self, call: Call) -> bool:
@@ -40,18 +38,18 @@ class AllThere(Guard):
 class SameForm(Guard):
     """Tensors have the type, dtype, device, sizes, strides and `requires_grad` that they had."""
 
-    def __init__(self, captured: Captured, gather: Gather) -> None:
+    def __init__(self, specs: GuardSpecs, gather: Gather, leaves: list[Any]) -> None:
         self._gather = gather
         slots = gather.tensor_slots
-        self._unused = _unused_leaves(captured, gather)
-        leaves, dynamic = captured.leaves, captured.dynamic_dims
+        self._unused = _unused_leaves(specs, gather)
+        dynamic = specs.sizes.dims
         tensors = [leaves[s.index] if isinstance(s, BatchSlot) else s.get() for s in slots]
         dims = [frozenset(dynamic.get(s.index, ()) if isinstance(s, BatchSlot) else ()) for s in slots]
         names = [slot.path for slot in slots]
         for i in self._unused:
             tensors.append(leaves[i])
             dims.append(frozenset(dynamic.get(i, ())))
-            names.append(captured.leaf_paths[i])
+            names.append(specs.arguments.paths[i])
         self._count = len(tensors)
         self._all = TensorChecks(tensors, dims, names)
         in_modules = [i for i, s in enumerate(slots) if isinstance(s, ModuleSlot)]
@@ -92,15 +90,13 @@ class SameForm(Guard):
         return [*self._gather.tensors(call.state), *(call.leaves[i] for i in self._unused)]
 
 
-def _unused_leaves(captured: Captured, gather: Gather) -> list[int]:
+def _unused_leaves(specs: GuardSpecs, gather: Gather) -> list[int]:
     """Tensors among the arguments that are no input; of a tensor that is there twice, the first."""
     read = {s.index for s in gather.tensor_slots if isinstance(s, BatchSlot)}
     found = []
-    for i, leaf in enumerate(captured.leaves):
-        if isinstance(leaf, Tensor) and i not in read:
-            slot = captured.table.tracked[id(leaf)].slot
-            if isinstance(slot, BatchSlot) and slot.index == i:
-                found.append(i)
+    for i, slot in enumerate(specs.arguments.slots):
+        if isinstance(slot, BatchSlot) and slot.index == i and i not in read:
+            found.append(i)
     return found
 
 

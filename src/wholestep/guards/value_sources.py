@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.python_reads.attribute_reads import class_code
 from wholestep.guards.guard import Call, Guard, Listed
-from wholestep.ir.user_objects.slots import ClassSlot
+from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.ir.user_objects.plain_values import class_code
 from wholestep.torch_private.guard_checks import DictWatch
 
 
 class SameClasses(Guard):
     """Classes of the user's have the methods and the names that they had. Values in them are variables of the step."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._classes = [_Class(cls, path) for cls, path in captured.world.sources.classes.items()]
-        set_by_step = {id(c.slot.owner) for c in captured.changes if isinstance(c.slot, ClassSlot)}
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._classes = [_Class(cls, path) for cls, path in specs.classes.items()]
+        set_by_step = {id(cls) for cls in specs.classes_set_by_step}
         dicts = [(c, _dict_of(c.cls)) for c in self._classes]
         self._quiet = [d for c, d in dicts if d is not None and id(c.cls) not in set_by_step]
         """Dicts that a replay does not write: one look at their versions is enough."""
@@ -79,8 +78,8 @@ def _dict_of(cls: type) -> dict[Any, Any] | None:
 class SameFunctions(Listed):
     """Functions of the user's have the defaults and the attributes that they had. Their values are variables."""
 
-    def __init__(self, captured: Captured) -> None:
-        functions = captured.world.sources.functions
+    def __init__(self, specs: GuardSpecs) -> None:
+        functions = specs.functions
         self._defaults = [(fn, path, fn.__defaults__) for fn, path, _ in functions if fn.__defaults__]
         self._names = [(fn, path, names) for fn, path, names in functions if names]
         super().__init__([*self._defaults, *self._names])
@@ -97,8 +96,8 @@ class SameFunctions(Listed):
 class SameThreadLocals(Listed):
     """Thread locals have, in the calling thread, the attributes that they had. Their values are variables."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._locals = [(local, path, set(vars(local))) for local, path in captured.world.sources.thread_locals]
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._locals = [(local, path, set(vars(local))) for local, path in specs.thread_locals]
         super().__init__(self._locals)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -110,9 +109,9 @@ class SameThreadLocals(Listed):
 class SameEnvironment(Guard):
     """Environment variables that the step read have the values that they had."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._values = captured.outside.environment
-        self._whole = captured.outside.whole_environment
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._values = specs.environment
+        self._whole = specs.whole_environment
         self._data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
         self._watch: DictWatch | None = None
 
@@ -138,8 +137,8 @@ class SameEnvironment(Guard):
 class SameFiles(Listed):
     """Files that the step read were not written since."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._files = list(captured.outside.files.values())
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._files = specs.files
         super().__init__(self._files)
 
     def reasons(self, call: Call) -> Iterator[str]:

@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from torch import fx
 from torch.fx.graph import CodeGen
 
 from wholestep.ir.fingerprint import fingerprint
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.groups import rebind_groups, renamed_groups
 from wholestep.ir.io.serialize import read_step_graph, write_step_graph
 from wholestep.ir.memory_report import MemoryReport
 from wholestep.ir.readable import readable
 from wholestep.ir.signature import Signature
-from wholestep.torch_private.fx_graphs import has_plain_codegen
+from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
+
+
+class GraphBinding(Protocol):
+    """The link from a captured graph to the user's objects."""
+
+    def rebound(self, step_graph: StepGraph) -> GraphBinding:
+        """The same for another version of the graph, with the same inputs and outputs."""
 
 
 class StepGraph:
@@ -32,6 +40,8 @@ class StepGraph:
         self.signature = signature
         self.memory: MemoryReport | None = None
         """With a memory budget: what was planned, and what the first run needed."""
+        self.binding: GraphBinding | None = None
+        """How the graph is bound to the user's objects (`step.Binding`); None where it was read from a file."""
         if not has_plain_codegen(gm.graph):
             gm.graph.set_codegen(CodeGen())
             gm.recompile()
@@ -47,6 +57,15 @@ class StepGraph:
         if print_output:
             print(text, file=file)
         return text
+
+    def copy(self) -> StepGraph:
+        """A copy to rewrite, bound to the same objects."""
+        gm = lazy_graph_module(self.gm, copy_graph(self.gm.graph), type(self.gm).__name__)
+        gm.meta.update(self.gm.meta)
+        made = StepGraph(gm, self.signature)
+        made.memory = self.memory
+        made.binding = None if self.binding is None else self.binding.rebound(made)
+        return made
 
     def to_json(self) -> str:
         """The step as versioned JSON, readable with `from_json`."""

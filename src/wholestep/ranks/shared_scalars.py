@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep.capture.captured import Captured
+from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.comm_block import communicates
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
@@ -49,7 +49,7 @@ class SharedScalars:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: CapturedStep,
         data_groups: Iterable[str],
         per_rank: Iterable[str] = (),
         samples: dict[str, float] | None = None,
@@ -63,8 +63,8 @@ class SharedScalars:
         self.constants = constants or {}
         self._excluded = tuple(per_rank)
         self._samples = {} if samples is None else samples
-        self._groups = [self._options(o, path, captured) for o, path in captured.world.optimizers.items()]
-        self._scalers = [self._settings(s, path) for s, path in captured.world.scalers.items()]
+        self._groups = [self._options(o, path, captured) for o, path in captured.guards.optimizers.items()]
+        self._scalers = [self._settings(s, path) for s, path in captured.guards.scalers.items()]
         places = self._other_numbers(captured, data_groups)
         self._paths = [captured.inputs[i].path for i in places]
         self._pick: Callable[[list[Any]], tuple[Any, ...]] = _picker(places)
@@ -118,7 +118,9 @@ class SharedScalars:
     def _compares(self, path: str) -> bool:
         return not any(fnmatchcase(path, pattern) or path == pattern for pattern in self._excluded)
 
-    def _options(self, optimizer: Optimizer, path: str, captured: Captured) -> tuple[Optimizer, list[Any], list[Any]]:
+    def _options(
+        self, optimizer: Optimizer, path: str, captured: CapturedStep
+    ) -> tuple[Optimizer, list[Any], list[Any]]:
         lifted = {s.key for s in captured.inputs if isinstance(s, HyperSlot) and s.optimizer is optimizer}
         getters, names = [], []
         for g, group in enumerate(optimizer.param_groups):
@@ -133,7 +135,7 @@ class SharedScalars:
         keys = [k for k in (*SCALER_NUMBERS, *SCALER_SETTINGS) if _is_plain(attributes.get(k))]
         return attributes, keys, [f"{path}.{key}" for key in keys]
 
-    def _other_numbers(self, captured: Captured, data_groups: Iterable[str]) -> list[int]:
+    def _other_numbers(self, captured: CapturedStep, data_groups: Iterable[str]) -> list[int]:
         graph = captured.step_graph
         numbers = [i for i, spec in enumerate(graph.signature.inputs) if _may_be_shared(spec, captured.inputs[i])]
         return shared_places(graph, numbers, frozenset(data_groups)) if numbers else []

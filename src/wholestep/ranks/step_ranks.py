@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from wholestep.capture.captured import Captured
+from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.guard_specs import constants_of
+from wholestep.ir.step_graph import StepGraph
 from wholestep.ranks.agreement import Agreement
 from wholestep.ranks.channel import Channel
 from wholestep.ranks.digest import GraphDigest, LinesDigest, RankScalars, digest_of, local_shapes
 from wholestep.ranks.scalar_watch import ScalarTrail
 from wholestep.ranks.shared_scalars import Named, SharedScalars, update_constants
-from wholestep.runtime.executor import Entry
 
 _steps: dict[str, itertools.count[int]] = {}
 _nothing = nullcontext()
@@ -58,8 +59,8 @@ class Ranks:
         self._terms = terms
         self._deadline = terms.deadline
         self._members = sorted({rank for _, ranks in terms.axes for rank in ranks})
-        self._last: Entry | None = None
-        self._known: WeakKeyDictionary[Entry, _Known] = WeakKeyDictionary()
+        self._last: StepGraph | None = None
+        self._known: WeakKeyDictionary[StepGraph, _Known] = WeakKeyDictionary()
         self._samples: dict[str, float] = {}
         """Of scalars on an accelerator, the last value that was read."""
         self._trail: ScalarTrail | None = None
@@ -78,41 +79,43 @@ class Ranks:
             place = f"{self._step}, placing its models"
             Agreement(channel, place, self._deadline).agree(call, LinesDigest(lines))
 
-    def agree(self, call: int, entry: Entry, state: list[Any]) -> None:
-        """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same."""
+    def agree(self, call: int, captured: CapturedStep, state: list[Any], pending: Sequence[int]) -> None:
+        """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same.
+
+        `pending`: inputs whose update may still be under way when the graph starts.
+        """
         channel = Channel.current()
         if channel is None:
             return
-        graph = entry.step_graph
-        pending = () if entry.iterations is None else entry.iterations.state
-        constants = _constants(entry.captured)
+        graph = captured.step_graph
+        constants = _constants(captured)
         groups, excluded = self._terms.data_groups, self._terms.per_rank
-        scalars = SharedScalars(entry.captured, groups, excluded, self._samples, pending, constants)
+        scalars = SharedScalars(captured, groups, excluded, self._samples, pending, constants)
         values = scalars.named(scalars.read(state, call))
         here = RankScalars(values, _teams(self._terms.axes), constants, update_constants(graph, groups))
         digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
-        self._known[entry] = _Known(digest, scalars)
+        self._known[graph] = _Known(digest, scalars)
         channel.deadline = self._deadline
         Agreement(channel, self._step, self._deadline).agree(call, digest)
 
-    def agree_on_choice(self, call: int, entry: Entry) -> None:
+    def agree_on_choice(self, call: int, graph: StepGraph) -> None:
         """Before another graph runs than in the last call: the others must have chosen one that fits.
 
         A rank that goes on with the same graph asks nobody; its watchdog answers for it.
         """
         channel = Channel.current()
-        known = self._known.get(entry)
-        if entry is self._last or channel is None or known is None:
+        known = self._known.get(graph)
+        if graph is self._last or channel is None or known is None:
             return
         Agreement(channel, self._step, _PATIENCE * self._deadline).agree(call, known.digest)
 
-    def running(self, call: int, entry: Entry, state: list[Any]) -> AbstractContextManager[None]:
+    def running(self, call: int, graph: StepGraph, state: list[Any]) -> AbstractContextManager[None]:
         """While the body runs a graph, failures of other ranks end its waits. `state`: the inputs of the graph."""
-        self._last = entry
+        self._last = graph
         channel = Channel.current()
         if channel is None:
             return _nothing
-        known = self._known.get(entry)
+        known = self._known.get(graph)
         if known is None:
             return channel.running(self._step, call)
         trail = self._trail
@@ -140,14 +143,7 @@ def _neighbours(here: int, axes: Sequence[tuple[str, Sequence[int]]]) -> list[in
     return sorted({rank for rank in found if rank != here})
 
 
-def _constants(captured: Captured) -> Named:
+def _constants(captured: CapturedStep) -> Named:
     """Python numbers, flags and strings that the capture took for constants, by path."""
     plain = (bool, int, float, str)
-    found: Named = {}
-    for path, leaf in zip(captured.leaf_paths, captured.leaves, strict=True):
-        found |= {path: repr(leaf)} if isinstance(leaf, plain) else {}
-    for path, _, value in captured.world.variables:
-        found |= {path: repr(value)} if isinstance(value, plain) else {}
-    for _, path, values in (*captured.reads, *captured.class_reads):
-        found |= {f"{path}.{name}": repr(value) for name, value in values.items() if isinstance(value, plain)}
-    return found
+    return {path: repr(value) for path, value in constants_of(captured.guards) if isinstance(value, plain)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -38,7 +38,7 @@ class Gather:
     What lies in dicts (parameters, buffers, optimizer state) is kept from the last reading while no dict was written.
     """
 
-    def __init__(self, slots: list[Slot], leaves: list[Any], optimizers: Iterable[Any] = ()) -> None:
+    def __init__(self, slots: Sequence[Slot], leaves: list[Any], optimizers: Iterable[Any] = ()) -> None:
         self.slots = slots
         held = [leaves[s.index] if isinstance(s, BatchSlot) else s.get() for s in slots]
         self.tensor_positions = [i for i, value in enumerate(held) if isinstance(value, Tensor)]

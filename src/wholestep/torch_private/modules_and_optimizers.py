@@ -9,6 +9,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as _pytree
 
+MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
+"""Attributes that torch keeps on every module. 2.11, 2.13."""
+OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))]))) | {
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+}
+"""Attributes that torch keeps on every optimizer. 2.11, 2.13."""
+
 MODULE_APPLY = "_apply"
 """The method of nn.Module behind `.to()`, `.half()`, `.cuda()`. 2.11, 2.13."""
 

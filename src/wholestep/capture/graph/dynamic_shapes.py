@@ -11,7 +11,7 @@ the range that the user declared is checked at each call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import DynamicShapeError, Location
+from wholestep.ir.dynamic_sizes import Dim, out_of_range
 from wholestep.ir.user_location import user_location
-from wholestep.options import Dim
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (
     ShapeEnv,
     fixed_symbols,
     new_symbol,
-    shape_guards,
     sympy_function_names,
 )
 
@@ -129,18 +128,6 @@ class Shapes:
                     location=self.env.fixed_at.get(name),
                 )
 
-    def guards(self) -> list[tuple[str, Callable[[dict[str, int]], bool]]]:
-        """Conditions on the symbols that the trace relied on: text and check."""
-        if self.env is None:
-            return []
-        checks: list[tuple[str, Callable[[dict[str, int]], bool]]] = []
-        for expression in shape_guards(self.env):
-            free = sorted(expression.free_symbols, key=str)
-            if not free or _only_excludes_one(expression):
-                continue
-            checks.append((str(expression), _checker(expression, free)))
-        return checks
-
     def node(self, value: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
         """What stands for a symbolic size in the arguments of a node."""
         expression = sympy.sympify(value.node.expr)
@@ -199,24 +186,3 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "ToFloat": (float, 1),
     "TruncToInt": (int, 1),
 }
-
-
-def out_of_range(path: str, dim: int, size: int, declared: Dim) -> DynamicShapeError:
-    """A call came with a size that the user excluded."""
-    top = "any" if declared.max is None else declared.max
-    return DynamicShapeError(
-        f"{path} has size {size} in dimension {dim}, outside of the declared {declared.min} to {top}.",
-        fix="declare a wider ws.Dim, or pad the batch.",
-    )
-
-
-def _only_excludes_one(expression: Any) -> bool:
-    """`Ne(s0, 1)`: the trace assumed no broadcasting over a declared dim, which holds for size 1 too."""
-    return isinstance(expression, sympy.Ne) and sympy.Integer(1) in expression.args
-
-
-def _checker(expression: Any, free: Sequence[Any]) -> Callable[[dict[str, int]], bool]:
-    def check(sizes: dict[str, int]) -> bool:
-        return bool(expression.subs({symbol: sizes[str(symbol)] for symbol in free}))
-
-    return check

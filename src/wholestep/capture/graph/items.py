@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.inputs import Inputs
-from wholestep.capture.graph.known_values import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import NumberPolicy
 from wholestep.capture.scalars.scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
+from wholestep.ir.known_values import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_location import asked_by, user_location
 from wholestep.torch_private.dtensor import local_of

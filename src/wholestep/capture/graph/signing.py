@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from wholestep.capture.captured import Change
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.ir.captured_step import Change
+from wholestep.ir.dynamic_sizes import DynamicSizes
 from wholestep.ir.groups import group_table
 from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.signature import InputSpec, OutputSpec, Signature, StateChange, TensorSpec, WriteBack
@@ -22,7 +23,9 @@ def sign(
     capture: Capture, gm: fx.GraphModule, bindings: Bindings, copies: list[tuple[fx.Node, fx.Node]], result: Any
 ) -> Signature:
     """Describe a graph that is complete. `result`: the tree that the step returns."""
-    guards = [g.describe() for g in capture.guards.values()] + [text for text, _ in capture.shapes.guards()]
+    guards = [g.describe() for g in capture.guards.values()] + [
+        text for text, _ in DynamicSizes(env=capture.shapes.env).assumed()
+    ]
     return Signature(
         inputs=tuple(_input(n, capture.inputs.slot_of[n]) for n in gm.graph.nodes if n.op == "placeholder"),
         outputs=tuple(OutputSpec(kind, path, _spec_of(node)) for kind, path, node in bindings.outputs),

@@ -27,25 +27,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.libraries import is_foreign
-from wholestep.capture.objects.reachable import Chain, Link, has_own_dict, search
+from wholestep.capture.objects.reachable import Chain, has_own_dict, search
 from wholestep.errors import WrappedError
+from wholestep.ir.guard_specs import ObjectLink
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import CONTAINERS, own_dict
 from wholestep.ir.user_objects.plain_values import PLAIN as _PLAIN
 from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.torch_private.guard_checks import generator_key
+from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS, OPTIMIZER_INTERNALS
 
 _MAX_DEPTH = 6
 TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _NESTS = (list, tuple, dict, set, frozenset, deque)
-MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes that torch keeps on every module."""
-OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))]))) | {
-    "_opt_called",
-    "_need_device_dtype_check_for_fused",
-    "_step_supports_amp_scaling",
-}
-"""Attributes that torch keeps on every optimizer."""
 
 
 @dataclass
@@ -88,12 +82,12 @@ class World:
     behind: dict[int, Chain] = field(default_factory=dict)
     """Objects behind the frontier that the step is not known to call, by identity."""
 
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, ObjectLink] = field(default_factory=dict)
     """How the walk came to an object from the one that holds it, by identity of the object."""
 
-    def links_to(self, called: set[int]) -> list[Link]:
+    def links_to(self, called: set[int]) -> list[ObjectLink]:
         """The links by which objects that the step calls are reached from its arguments and variables."""
-        found: dict[int, Link] = {}
+        found: dict[int, ObjectLink] = {}
         for chain in self.chains:
             for link in chain.links:
                 found.setdefault(id(link.child), link)
@@ -168,7 +162,7 @@ class _Walk:
             return
         if self._within and slot is not None and id(value) not in self.world.links:
             named = None if isinstance(self._within[-1], deque | set) else slot.get
-            self.world.links[id(value)] = Link(self._within[-1], value, path, named)
+            self.world.links[id(value)] = ObjectLink(self._within[-1], value, path, named)
         if depth > _MAX_DEPTH:
             self.world.frontier[id(value)] = (value, path)
             if isinstance(value, TARGETS) or not (self._within and isinstance(self._within[-1], _NESTS)):

@@ -4,7 +4,7 @@
 guarded. This search goes further (`__slots__`, class attributes, Python modules, bound methods, weak references,
 generators, deep nests) and only records how each object is reached. An object counts when the step *calls* it.
 
-    wrapper (slots) --inner--> list --[0]--> optimizer          Chain(target, [Link, Link])
+    wrapper (slots) --inner--> list --[0]--> optimizer          Chain(target, [ObjectLink, ObjectLink])
 
 Each link can be read again at little cost: a guard compares what it leads to by identity.
 """
@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wholestep.ir.guard_specs import ObjectLink
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.ir.user_objects.slots import ABSENT
 
@@ -49,33 +50,12 @@ _NEVER = (*PLAIN, Tensor, CodeType, FrameType, BuiltinFunctionType, property, Ge
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
-    """One step from an object to another."""
-
-    parent: Any
-    child: Any
-    path: str
-    """Of the child."""
-    read: Callable[[], Any] | None
-    """What the link leads to now; None where it has no name (an iterator's list)."""
-
-    def holds(self) -> bool:
-        """Whether the link still leads to the same object."""
-        if self.read is None:
-            return any(found is self.child for found in gc.get_referents(self.parent))
-        try:
-            return self.read() is self.child
-        except (AttributeError, KeyError, IndexError, ValueError, TypeError):
-            return False
-
-
-@dataclass(frozen=True, eq=False)
 class Chain:
     """How an object is reached from one that `discover` found."""
 
     target: Any
     path: str
-    links: tuple[Link, ...]
+    links: tuple[ObjectLink, ...]
     origin: str
     """Path of the object where the chain begins."""
 
@@ -90,7 +70,7 @@ class Chain:
 def search(roots: Iterable[tuple[Any, str]], wanted: tuple[type, ...], known: Callable[[Any], bool]) -> list[Chain]:
     """The wanted objects that are reached from the roots and not known, each by a shortest chain."""
     found: dict[int, Chain] = {}
-    came_from: dict[int, Link | None] = {}
+    came_from: dict[int, ObjectLink | None] = {}
     origins: dict[int, str] = {}
     queue: deque[tuple[Any, str]] = deque()
     for root, path in roots:
@@ -112,8 +92,8 @@ def search(roots: Iterable[tuple[Any, str]], wanted: tuple[type, ...], known: Ca
     return list(found.values())
 
 
-def _links_to(value: Any, came_from: dict[int, Link | None]) -> tuple[Link, ...]:
-    links: list[Link] = []
+def _links_to(value: Any, came_from: dict[int, ObjectLink | None]) -> tuple[ObjectLink, ...]:
+    links: list[ObjectLink] = []
     link = came_from[id(value)]
     while link is not None:
         links.append(link)
@@ -121,7 +101,7 @@ def _links_to(value: Any, came_from: dict[int, Link | None]) -> tuple[Link, ...]
     return tuple(reversed(links))
 
 
-def links_of(value: Any, path: str) -> Iterator[Link]:
+def links_of(value: Any, path: str) -> Iterator[ObjectLink]:
     """What an object leads to."""
     for name, read in _named(value):
         try:
@@ -129,11 +109,11 @@ def links_of(value: Any, path: str) -> Iterator[Link]:
         except (AttributeError, KeyError, IndexError, ValueError, TypeError):  # an empty cell, slot or reference
             continue
         if child is not ABSENT:
-            yield Link(value, child, f"{path}{name}", read)
+            yield ObjectLink(value, child, f"{path}{name}", read)
     if _is_opaque(value):
         for child in gc.get_referents(value):
             if not isinstance(child, type):
-                yield Link(value, child, path, None)
+                yield ObjectLink(value, child, path, None)
 
 
 _Named = Iterator[tuple[str, Callable[[], Any]]]

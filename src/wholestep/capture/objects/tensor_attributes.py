@@ -6,7 +6,7 @@ guard; a tensor among them is an input where it is used; what the step sets is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import SideEffectError
+from wholestep.ir.guard_specs import TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
@@ -117,10 +118,15 @@ class TensorAttributes:
         if isinstance(new, Tensor) or scalar is not None:
             own.set_by_step.add(key)
 
-    def own_attributes(self) -> Iterable[OwnAttributes]:
-        """For guards; lets go of the fakes."""
+    def specs(self) -> list[TensorAttributesSpec]:
+        """What guards assume; lets go of the fakes."""
         followed, self._followed = self._followed, []
-        return [own for _, own in followed]
+        return [
+            TensorAttributesSpec(
+                own.slot, None if isinstance(own.slot, BatchSlot) else own.real, own.before, frozenset(own.set_by_step)
+            )
+            for _, own in followed
+        ]
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

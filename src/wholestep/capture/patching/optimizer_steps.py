@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep.capture.captured import HostCall
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.patching.amp import select_instead_of_branch
 from wholestep.capture.results.accounting import Account, StepCall
 from wholestep.capture.scalars.host_scalars import HostNumber, LastRateSlot
 from wholestep.capture.scalars.scalars import Number, scalar_of
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
+from wholestep.ir.captured_step import HostCall
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_location import user_location
 from wholestep.ir.user_objects.slots import Slot

@@ -224,10 +224,3 @@ def class_values(cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in list(members.items()):
         if not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__"):
             yield name, value
-
-
-def class_code(cls: type) -> Iterator[tuple[str, Any]]:
-    """Methods and descriptors of a class."""
-    for name, value in list(vars(cls).items()):
-        if hasattr(type(value), "__get__") and name not in ("__getattribute__", "__dict__", "__weakref__"):
-            yield name, value

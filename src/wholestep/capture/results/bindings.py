@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.captured import Change
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
+from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, Slot
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.captured import Change
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.python_state import Attributes, holds_tensor
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.scalars.scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
+from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_contents, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
@@ -29,11 +29,11 @@ class ChangedPython:
         self._table = capture.table
         self._bindings = bindings
         self.volatile: dict[int, set[str]] = {}
-        """See `Captured`."""
+        """See `CapturedStep`."""
         self.rebound_variables: dict[str, tuple[Slot, Any]] = {}
-        """See `Captured`."""
+        """See `CapturedStep`."""
         self.kinds: list[tuple[dict[str, Any], str, str, Any]] = []
-        """See `Captured`."""
+        """See `CapturedStep`."""
 
     def bind(self) -> None:
         for snapshot in self._capture.snapshots:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.optim import Optimizer
 
-from wholestep.capture.captured import Change
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.nested_changes import bind_nest
 from wholestep.capture.scalars.host_scalars import HostNumber
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
+from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.nested_containers import NESTS, FreshContainersSlot, OwnerSlot
 from wholestep.ir.user_objects.plain_values import same_plain

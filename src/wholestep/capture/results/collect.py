@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.captured import Captured
-from wholestep.capture.graph.known_values import ItemLeaf, Recipe
 from wholestep.capture.graph.signing import sign
 from wholestep.capture.graph.write_backs import add_write_backs
 from wholestep.capture.results.bindings import Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
 from wholestep.capture.results.returned import describe_result, returned_leaves
+from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.dynamic_sizes import DynamicSizes
 from wholestep.ir.effects import is_needed
+from wholestep.ir.guard_specs import ArgumentSpec, GuardSpecs, ParamGroupSpec, ScalarCondition
+from wholestep.ir.known_values import ItemLeaf, Recipe
+from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import flatten
-from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, ModuleSlot, in_users_objects
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 _OVERRIDDEN = frozenset({"step", "get_last_lr", "param_groups"})
 
 
-def collect(capture: Capture, result: Any) -> Captured:
+def collect(capture: Capture, result: Any) -> CapturedStep:
     """Turn the recorded nodes into a StepGraph. The user's objects still hold fakes."""
     bindings = Bindings(capture)
     flat = flatten(result)
@@ -45,39 +48,84 @@ def collect(capture: Capture, result: Any) -> Captured:
     _finish(capture.graph, [node for _, _, node in bindings.outputs])
     used = set(capture.graph.nodes)
     gm = lazy_graph_module(_Root(capture.inputs.constants), capture.graph, "WholeStep")
-    return Captured(
+    capture.erased = [node for node in made if node not in used]
+    return CapturedStep(
         step_graph=StepGraph(gm, sign(capture, gm, bindings, copies, description)),
-        inputs=[capture.inputs.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"],
-        changes=bindings.changes,
-        result_leaves=leaves,
+        inputs=tuple(capture.inputs.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"),
+        changes=tuple(bindings.changes),
+        result_leaves=tuple(leaves),
         rebuild_result=None if flat.is_leaf else flat.rebuild,
-        host_calls=capture.host_calls,
-        stepped=list(dict.fromkeys(capture.steps_seen)),
-        world=capture.world,
-        table=capture.table,
-        shapes=capture.shapes,
-        scalar_guards=list(capture.guards.values()),
+        host_calls=tuple(capture.host_calls),
+        stepped=tuple(dict.fromkeys(capture.steps_seen)),
+        guards=_guard_specs(capture, bindings, python, items),
+        compare_scalars=capture.may_tell_numbers_apart(),
+    )
+
+
+def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, items: Recipe | None) -> GuardSpecs:
+    """What the graph assumes of the user's objects. Those still hold fakes: values are read by `guards/`, later."""
+    world, table, sources = capture.world, capture.table, capture.world.sources
+    parameters = [(in_users_objects(t.slot), t.real) for t in table.tracked.values()]
+    outside = capture.sources.outside
+    return GuardSpecs(
+        arguments=_arguments(capture),
+        sizes=DynamicSizes(capture.dynamic_dims, capture.shapes.sources, capture.shapes.env),
+        modules=tuple(world.modules.items()),
+        parameters=tuple((tracked.real, tracked.slot) for tracked in table.parameters),
+        module_tensors=tuple((slot, tracked.real) for slot, tracked in table.module_slots),
+        loose_parameters=tuple(
+            (slot, real)
+            for slot, real in parameters
+            if slot.kind is InputKind.PARAMETER and not isinstance(slot, BatchSlot | ModuleSlot)
+        ),
+        optimizers=dict(world.optimizers),
+        param_groups={
+            optimizer: tuple(ParamGroupSpec(tuple(group.params), dict(group.constants)) for group in groups)
+            for optimizer, groups in table.groups.items()
+        },
+        scalers=dict(world.scalers),
+        nested_state=tuple(table.structures),
+        same_tensors=tuple(table.same_tensors),
+        tensor_attributes=tuple(table.attributes.specs()),
+        variables=tuple(world.variables),
+        rebound_variables=python.rebound_variables,
+        volatile=python.volatile,
+        kinds=tuple(python.kinds),
+        reads=tuple(_reads(capture, python.volatile)),
+        class_reads=tuple((r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values),
+        containers=tuple((c, path) for c, path in world.containers if _may_read(capture, path)),
+        arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path)),
+        links=tuple(world.links_to(capture.called)),
+        classes=dict(sources.classes),
+        classes_set_by_step=frozenset(c.slot.owner for c in bindings.changes if isinstance(c.slot, ClassSlot)),
+        functions=tuple(sources.functions),
+        thread_locals=tuple(sources.thread_locals),
+        environment=dict(outside.environment),
+        whole_environment=outside.whole_environment,
+        files=tuple(outside.files.values()),
+        lifted=frozenset(slot.path for slot, _ in capture.lifted),
+        scalar_types=tuple(capture.lifted),
+        conditions=tuple(
+            ScalarCondition(guard.describe(), tuple(guard.expression.leaves()), guard.holds)
+            for guard in capture.guards.values()
+        ),
         items=items,
         placeholder_slots=dict(capture.inputs.slot_of),
-        dynamic_dims=capture.dynamic_dims,
-        leaf_paths=capture.leaf_paths,
-        leaves=capture.flat.leaves,
+    )
+
+
+def _arguments(capture: Capture) -> ArgumentSpec:
+    leaves, lifted = capture.flat.leaves, {slot.path for slot, _ in capture.lifted}
+    tracked = capture.table.tracked
+    return ArgumentSpec(
         structure=capture.structure,
-        volatile=python.volatile,
-        rebound_variables=python.rebound_variables,
-        kinds=python.kinds,
-        reads=list(_reads(capture, python.volatile)),
-        class_reads=[(r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values],
-        containers=[(c, path) for c, path in capture.world.containers if _may_read(capture, path)],
-        arrays=[(a, path) for a, path in capture.world.sources.arrays if _may_read(capture, path)],
-        links=capture.world.links_to(capture.called),
-        modules=list(capture.world.modules.items()),
-        outside=capture.sources.outside,
-        lifted=frozenset(slot.path for slot, _ in capture.lifted),
-        number_types=capture.lifted,
-        compare_numbers=capture.may_tell_numbers_apart(),
-        erased=[node for node in made if node not in used],
-        tensor_attributes=capture.table.attributes.own_attributes(),
+        paths=tuple(capture.leaf_paths),
+        slots=tuple(tracked[id(leaf)].slot if isinstance(leaf, Tensor) else None for leaf in leaves),
+        constants={
+            i: leaf
+            for i, leaf in enumerate(leaves)
+            if not isinstance(leaf, Tensor) and capture.leaf_paths[i] not in lifted
+        },
     )
 
 

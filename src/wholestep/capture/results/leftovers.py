@@ -40,7 +40,8 @@ from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, held_by_torch
 
 if TYPE_CHECKING:
-    from wholestep.capture.captured import Captured
+    from wholestep.capture.trace import Capture
+    from wholestep.ir.step_graph import StepGraph
 
 Fakes = list[tuple[weakref.ref[Tensor], fx.Node]]
 """The fakes of a trace with their nodes."""
@@ -68,13 +69,13 @@ class Leftovers:
         for holder, child in self._edges(traced):
             _take_out(holder, child)
 
-    def refuse(self, mode: FakeTensorMode, captured: Captured, fakes: Fakes, context: Context) -> None:
+    def refuse(self, capture: Capture, step_graph: StepGraph, fakes: Fakes, context: Context) -> None:
         """After a trace: take away what is left, and refuse the step if that was more than `lru_cache` entries."""
-        traced = _Traced(mode)
+        traced = _Traced(capture.fake_mode)
         lines = {id(fake()): node_meta(node).location for fake, node in fakes}
         found = self._globals.put_back(traced.identities, context)
-        _let_go_of_weakly_held(captured, fakes)
-        records = _records(captured)
+        _let_go_of_weakly_held(capture, step_graph, fakes)
+        records = _records(capture, step_graph)
 
         def some_survive() -> bool:
             return _some_survive(fakes, records)
@@ -85,7 +86,7 @@ class Leftovers:
             self._collect()  # recomputation (checkpoint) leaves cycles
         if some_survive():
             found += self._look(traced, some_survive)
-        captured.erased.clear()  # not before: the counts include what these hold
+        capture.erased.clear()  # not before: the counts include what these hold
         if found:
             raise _refusal(found, lines)
 
@@ -252,7 +253,7 @@ def _contents(cell: Any) -> tuple[Any, ...]:
 # Reference counts.
 
 
-def _let_go_of_weakly_held(captured: Captured, fakes: Fakes) -> None:
+def _let_go_of_weakly_held(capture: Capture, step_graph: StepGraph, fakes: Fakes) -> None:
     """Put aliases into our records in the place of fakes that somebody else has weak references to.
 
     A weak cache then forgets them, as it would forget the tensors of an eager call.
@@ -265,24 +266,24 @@ def _let_go_of_weakly_held(captured: Captured, fakes: Fakes) -> None:
     fake = None
     if not aliases:
         return
-    for node in (*captured.step_graph.gm.graph.nodes, *captured.erased):
+    for node in (*step_graph.gm.graph.nodes, *capture.erased):
         val = node.meta.get("val")
         if isinstance(val, Tensor):
             node.meta["val"] = aliases.get(id(val), val)
         elif isinstance(val, list | tuple):
             node.meta["val"] = type(val)(aliases.get(id(each), each) for each in val)
-    for tracked in captured.table.tracked.values():
+    for tracked in capture.table.tracked.values():
         tracked.fake = aliases.get(id(tracked.fake), tracked.fake)
 
 
-def _records(captured: Captured) -> Counter[int]:
+def _records(capture: Capture, step_graph: StepGraph) -> Counter[int]:
     """How many references to each fake are ours."""
     counts: Counter[int] = Counter()
-    nodes = {id(n): n for n in captured.step_graph.gm.graph.nodes} | {id(n): n for n in captured.erased}
+    nodes = {id(n): n for n in step_graph.gm.graph.nodes} | {id(n): n for n in capture.erased}
     for node in nodes.values():
         _count(node.meta.get("val"), counts)
     whole: dict[int, Tensor] = {}
-    for tracked in captured.table.tracked.values():
+    for tracked in capture.table.tracked.values():
         counts[id(tracked.fake)] += 1
         whole |= {id(each): each for each in (tracked.fake, tracked.fake.grad) if each is not None}
     for each in whole.values():

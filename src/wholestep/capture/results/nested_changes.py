@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture.captured import Change
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.user_objects.nested_containers import (
     NESTS,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from wholestep.capture.graph.known_values import ItemLeaf
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.python_state import holds_tensor
 from wholestep.capture.python_reads.stand_ins import real_of
@@ -19,6 +18,7 @@ from wholestep.capture.scalars.host_scalars import HostNumber
 from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
 from wholestep.errors import ItemError, UnsupportedError
 from wholestep.ir.io.result_tree import describe, describe_leaf
+from wholestep.ir.known_values import ItemLeaf
 from wholestep.ir.signature import OutputKind
 from wholestep.ir.user_objects.call_tree import Flat
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.captured import Captured
 from wholestep.errors import Location, UnsupportedError, WholestepError
+from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.meta import node_meta
 from wholestep.ir.number_tensor import number_tensor
 from wholestep.ir.signature import ChangeKind
@@ -58,17 +58,17 @@ class NumberPolicy:
         return replace(self, lifted=self.lifted - gone, pinned=self.pinned | gone)
 
 
-Trace = Callable[[NumberPolicy, set[str]], Captured]
+Trace = Callable[[NumberPolicy, set[str]], CapturedStep]
 """One capture under a policy; adds the paths of the numbers that were given to user code as graph numbers."""
 
 _MOST_TRIES = 8
 
 
-def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[Captured, NumberPolicy]:
+def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep, NumberPolicy]:
     """A capture whose graph numbers behaved as plain ones, and the policy that it was made with."""
     seen: set[str] = set()
     captured, error = _attempt(trace, policy, seen)
-    if captured is not None and not captured.compare_numbers:
+    if captured is not None and not captured.compare_scalars:
         return captured, policy
     if isinstance(error, WholestepError) and not policy.lifted & seen:
         raise error
@@ -81,7 +81,7 @@ def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[Captured, Nu
     return _pin(trace, policy, plain, seen)
 
 
-def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) -> tuple[Captured, NumberPolicy]:
+def _pin(trace: Trace, policy: NumberPolicy, plain: CapturedStep, seen: set[str]) -> tuple[CapturedStep, NumberPolicy]:
     """Pin the numbers that make the difference: first all that were lifted, then all; each that can be is an input."""
     difference: str | None = None
     where: Location | None = None
@@ -110,14 +110,14 @@ def _pin(trace: Trace, policy: NumberPolicy, plain: Captured, seen: set[str]) ->
     )
 
 
-def _attempt(trace: Trace, policy: NumberPolicy, seen: set[str]) -> tuple[Captured | None, Exception | None]:
+def _attempt(trace: Trace, policy: NumberPolicy, seen: set[str]) -> tuple[CapturedStep | None, Exception | None]:
     try:
         return trace(policy, seen), None
     except Exception as error:
         return None, error
 
 
-def first_difference(one: Captured, other: Captured) -> str | None:
+def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
     """Where two captures of one call differ, numbers compared by their value at that call; None if nowhere."""
     programs = _Program(one), _Program(other)
     for first, second in zip(programs[0].calls, programs[1].calls, strict=False):
@@ -132,7 +132,7 @@ def first_difference(one: Captured, other: Captured) -> str | None:
     return _changed_state(*programs)
 
 
-def line_of_difference(one: Captured, other: Captured) -> Location | None:
+def line_of_difference(one: CapturedStep, other: CapturedStep) -> Location | None:
     """The user's line of the first operator that differs."""
     programs = _Program(one), _Program(other)
     pairs = zip(programs[0].calls, programs[1].calls, strict=False)
@@ -153,8 +153,8 @@ def _changed_state(one: _Program, other: _Program) -> str | None:
 class _Program:
     """What a capture does, in a form in which captures can be compared."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._inputs = {node: slot.path for node, slot in captured.placeholder_slots.items()}
+    def __init__(self, captured: CapturedStep) -> None:
+        self._inputs = {node: slot.path for node, slot in captured.guards.placeholder_slots.items()}
         self._places: dict[fx.Node, int] = {}
         self.calls: list[tuple[Any, str]] = []
         """Each operator that is no arithmetic on Python numbers, and its name for people."""

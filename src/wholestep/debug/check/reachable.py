@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from wholestep.capture.objects.discover import MODULE_INTERNALS
 from wholestep.debug.check.children import children_of, has_contents, is_optimizer, is_random_object
 from wholestep.debug.check.user_code import global_names, is_foreign, named_by
 from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
 
 class Part(StrEnum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,3 +101,10 @@ def assign_contents(container: Any, contents: Any) -> None:
         container.extend(contents)
     else:
         container.update(contents)
+
+
+def class_code(cls: type) -> Iterator[tuple[str, Any]]:
+    """Methods and descriptors of a class."""
+    for name, value in list(vars(cls).items()):
+        if hasattr(type(value), "__get__") and name not in ("__getattribute__", "__dict__", "__weakref__"):
+            yield name, value
