@@ -268,10 +268,10 @@ def an_update_is_not_lost_by_an_error_before_it(rank: int) -> None:
     training = Training()
     entry, left = training.step._last, training.step._last_left
     assert entry is not None
-    assert entry.iterations is not None
+    assert entry.executor.iterations is not None
     assert left is not None
     inputs = entry.gather.read([None, None, torch.randn(5, 3)])
-    graphs, run = entry.iterations, entry.iterations._run_main
+    graphs, run = entry.executor.iterations, entry.executor.iterations._run_main
 
     def fails(*inputs: Any) -> Any:
         raise ArithmeticError
@@ -290,10 +290,10 @@ def a_piece_that_ran_before_an_error_does_not_run_again(rank: int) -> None:
     training = Training()
     entry, left = training.step._last, training.step._last_left
     assert entry is not None
-    assert entry.iterations is not None
+    assert entry.executor.iterations is not None
     assert left is not None
     inputs = entry.gather.read([None, None, torch.randn(5, 3)])
-    graphs = entry.iterations
+    graphs = entry.executor.iterations
 
     def fails(*inputs: Any) -> Any:
         first = graphs.pieces[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_one_graph_builds_many_executables_and_stays_as_it_is() -> None:
         with torch.no_grad():
             for mine, theirs in zip(training.model.parameters(), eager.model.parameters(), strict=True):
                 mine.copy_(theirs)
-        training.optimizer.load_state_dict(eager.optimizer.state_dict())
+        training.optimizer.load_state_dict(copy.deepcopy(eager.optimizer.state_dict()))
         assert torch.equal(executable(batch()), eager.train_step(batch()))
         assert torch.equal(training.state()[0], eager.state()[0])
     assert graph.print_readable(print_output=False) == before
@@ -100,7 +101,7 @@ def test_a_pass_between_capture_and_build_is_in_what_runs() -> None:
     run_passes(graph, [count_nodes])
     executable = ws.build(graph, lower="eager")
     assert seen
-    assert [each.name for each in ws.passes.applied_passes(executable.step_graph)] == ["count_nodes"]
+    assert ws.passes.applied_passes(executable.step_graph.gm) == ("count_nodes",)
 
 
 def test_a_graph_from_a_file_cannot_be_built() -> None:
