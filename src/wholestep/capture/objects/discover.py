@@ -17,6 +17,7 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -392,9 +393,10 @@ def _argument_names(fn: FunctionType) -> list[str]:
     return list(inspect.signature(fn).parameters)
 
 
-def _global_names(code: CodeType) -> set[str]:
+@lru_cache(maxsize=8192)
+def _global_names(code: CodeType) -> frozenset[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, CodeType):
             names |= _global_names(const)
-    return names
+    return frozenset(names)
