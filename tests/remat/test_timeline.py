@@ -6,9 +6,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from wholestep.ir.effects import find_storages
 from wholestep.ir.io.values import tensor_bytes
 from wholestep.remat.measure import bytes_at_most, held_bytes
-from wholestep.remat.storage import find_pieces
 from wholestep.remat.timeline import timeline
 from wholestep.runtime.program import program
 
@@ -92,6 +92,6 @@ def test_lists_of_lists_have_a_piece_for_each_tensor():
     second = graph.call_function(__import__("operator").getitem, (first, 1))
     second.meta["val"] = both.meta["val"][0][1]
     graph.output(second)
-    pieces = find_pieces(graph)
+    pieces = find_storages(graph)
     assert [pieces.size[p] for p in pieces.seen_by[second]] == [16]
     assert len(pieces.made_by[both]) == 3

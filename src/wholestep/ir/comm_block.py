@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from wholestep.ir.effects import is_collective, is_measure, is_point_to_point, is_wait, shared_inputs, writes
-from wholestep.ir.groups import group_of
+from wholestep.ir.effects import is_collective, is_measure, is_wait, shared_inputs, writes
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,6 @@ class CommBlock:
     def is_dead(self) -> bool:
         """Whether nobody uses what the collective brings."""
         return not self.misused and not self.measures and not any(wait.users for wait in self.waits)
-
-
-def communicates(node: fx.Node) -> bool:
-    """Whether a node starts a collective: all ranks of its group must come to it in the same order."""
-    return group_of(node) is not None and not is_point_to_point(node.target)
 
 
 def comm_block(collective: fx.Node) -> CommBlock:

@@ -17,16 +17,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_wait, keeps_elements
+from wholestep.ir.call_arguments import arguments_by_name, operator_of
+from wholestep.ir.effects import communicates, is_wait, keeps_elements
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
 from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.io.symbols import SymbolWriter
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.signature import Signature
-from wholestep.torch_private.operators import OpOverload, op_name, schema_of
+from wholestep.torch_private.operators import op_name
 
 _GROUP_ARGUMENTS = frozenset({"group_name", "group_size"})
 
@@ -125,12 +124,9 @@ class _Writer:
 
 def _call(node: fx.Node) -> tuple[str, dict[str, Any]]:
     """The operator's name and its arguments by name."""
-    op, args = node.target, node.args
-    if op is call_on_copies:
-        op, args = args[0], args[2:]  # type: ignore[assignment]
-    assert isinstance(op, OpOverload)
-    names = [argument.name for argument in schema_of(op).arguments]
-    return op_name(op), {**dict(zip(names, args, strict=False)), **node.kwargs}
+    op = operator_of(node)
+    assert op is not None
+    return op_name(op), arguments_by_name(node)
 
 
 def _is_tensors(value: Any) -> bool:

@@ -23,9 +23,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.effects import is_collective, shared_inputs, writes, written_positions
+from wholestep.ir.call_arguments import argument_at, nodes_in
+from wholestep.ir.effects import (
+    changes_layout,
+    functional_variant,
+    is_collective,
+    shared_inputs,
+    writes,
+    written_inputs,
+    written_positions,
+)
 from wholestep.ir.meta import KEY, update_node_meta
-from wholestep.torch_private.operators import OpOverload, find_overloads, op_name, overload_name, schema_of
+from wholestep.torch_private.operators import OpOverload, overload_name, plain_name, schema_of
 
 _COPY = torch.ops.aten.copy_.default
 _NOTHING: frozenset[fx.Node] = frozenset()
@@ -47,7 +56,7 @@ def writes_in_place(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
         and node.target is not _COPY
-        and functional_variant(node.target) is not None
+        and _variant(node.target) is not None
     )
 
 
@@ -57,11 +66,11 @@ def plan_updates(graph: fx.Graph) -> dict[fx.Node, OpOverload]:
     """Values that a collective further down depends on, walking backwards."""
     found: dict[fx.Node, OpOverload] = {}
     for node in reversed(graph.nodes):
-        written = _written(node)
+        written = written_inputs(node)
         if is_collective(node.target) or node in sent or any(value in sent for value in written):
             sent.update(node.all_input_nodes)
         elif writes_in_place(node) and isinstance(node.target, OpOverload) and not _in_doubt(node, written):
-            variant = functional_variant(node.target)
+            variant = _variant(node.target)
             assert variant is not None
             found[node] = variant
     return dict(reversed(found.items()))
@@ -74,40 +83,21 @@ def _in_doubt(node: fx.Node, written: list[fx.Node]) -> bool:
     return len(set(written)) != len(written) or several or (bool(node.users) and not schema_of(node.target).returns)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    if not isinstance(node.target, OpOverload) or not writes(node):
-        return []
-    return [value for values in _written_lists(node) for value in values]
-
-
 def _written_lists(node: fx.Node) -> list[list[fx.Node]]:
     """For each argument that is written: its tensors."""
     assert isinstance(node.target, OpOverload)
-    found: list[list[fx.Node]] = []
-    for position in written_positions(node.target):
-        name = schema_of(node.target).arguments[position].name
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        items = value if isinstance(value, list | tuple) else [value]
-        found.append([item for item in items if isinstance(item, fx.Node)])
-    return found
+    return [nodes_in(argument_at(node, position)) for position in written_positions(node.target)]
 
 
 @lru_cache(maxsize=1024)
-def functional_variant(op: OpOverload) -> OpOverload | None:
-    """`_fused_adam` for `_fused_adam_`: the overload with the same arguments that returns one value per written one."""
-    written = written_positions(op)
-    namespace, base = op_name(op).split(".")[0].split("::")
-    if not written or not base.endswith("_") or torch.Tag.inplace_view in op.tags:
+def _variant(op: OpOverload) -> OpOverload | None:
+    """`_fused_adam` for `_fused_adam_`: the overload that returns one value for each written argument, and no other."""
+    if not plain_name(op).endswith("_") or changes_layout(op):
         return None
-    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
-    for other in find_overloads(namespace, base.removesuffix("_")):
-        schema = schema_of(other)
-        if schema.is_mutable or any(result.alias_info is not None for result in schema.returns):
-            continue
-        same = [(a.name, str(a.type)) for a in schema.arguments] == wanted and len(schema.returns) == len(written)
-        if same and overload_name(other) == overload_name(op):
-            return other
-    return None
+    found = functional_variant(op)
+    if found is None or overload_name(found) != overload_name(op):
+        return None
+    return found if len(schema_of(found).returns) == len(written_positions(op)) else None
 
 
 @dataclass(frozen=True)
@@ -222,13 +212,13 @@ def _without_aliases(graph: fx.Graph, chosen: dict[fx.Node, OpOverload]) -> set[
             if source not in chosen and source not in found:
                 found -= roots.get(source, _NOTHING) & written  # read through a view
         if node in chosen:
-            roots[node] = roots.get(_written(node)[0], _NOTHING) if len(_written(node)) == 1 else _NOTHING
-            for value in _written(node):
+            roots[node] = roots.get(written_inputs(node)[0], _NOTHING) if len(written_inputs(node)) == 1 else _NOTHING
+            for value in written_inputs(node):
                 written |= roots.get(value, _NOTHING)
                 if value not in found and value not in chosen:
                     found -= roots.get(value, _NOTHING)  # written through a view
         else:
-            for value in _written(node):
+            for value in written_inputs(node):
                 found -= roots.get(value, _NOTHING)
     return found
 

@@ -11,29 +11,30 @@ A group is whatever an operator's schema calls `group_name`, in every namespace.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
 
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.call_arguments import argument, argument_position, find_argument, operator_of
 from wholestep.ir.signature import GroupSpec
 from wholestep.torch_private.distributed import process_group_size
-from wholestep.torch_private.operators import OpOverload, schema_of
 
 
 def group_of(node: fx.Node) -> str | None:
     """The name of the process group that a node communicates in; None for nodes that do not communicate."""
-    found = _argument(node, "group_name")
+    op = operator_of(node)
+    if op is None or argument_position(op, "group_name") is None:
+        return None
+    found = argument(node, "group_name")
     return found if isinstance(found, str) else getattr(found, "group_name", None)
 
 
 def group_size(node: fx.Node) -> int:
     """How many ranks a node communicates with, itself included; 1 if nobody knows."""
-    stated = _argument(node, "group_size")
+    name = group_of(node)
+    stated = argument(node, "group_size") if name is not None else None
     if type(stated) is int:
         return stated
-    name = group_of(node)
     return (process_group_size(name) if name is not None else 0) or 1
 
 
@@ -43,7 +44,7 @@ def group_table(gm: fx.GraphModule, axis_of: Mapping[str, str] | None = None) ->
     for node in gm.graph.nodes:
         name = group_of(node)
         if name is not None:
-            stated = _argument(node, "group_size")
+            stated = argument(node, "group_size")
             sizes[name] = sizes.get(name, 0) or (stated if type(stated) is int else 0)
     axes = axis_of or {}
     return tuple(GroupSpec(name, axes.get(name, ""), process_group_size(name) or size) for name, size in sizes.items())
@@ -55,7 +56,7 @@ def rebind_groups(gm: fx.GraphModule, names: Mapping[str, str]) -> int:
     for node in gm.graph.nodes:
         old = group_of(node)
         if old is not None and names.get(old, old) != old:
-            where = _find(node, "group_name")
+            where = find_argument(node, "group_name")
             if isinstance(where, int):
                 node.update_arg(where, names[old])
             elif where is not None:
@@ -92,36 +93,9 @@ def replace_group(node: fx.Node, by: object) -> tuple[list[Any], dict[str, Any]]
     """The arguments of a node with its group replaced; the node stays as it is."""
     args: list[Any] = list(node.args)
     kwargs: dict[str, Any] = dict(node.kwargs)
-    where = _find(node, "group_name")
+    where = find_argument(node, "group_name")
     if isinstance(where, int):
         args[where] = by
     elif where is not None:
         kwargs[where] = by
     return args, kwargs
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    where = _find(node, name)
-    if where is None:
-        return None
-    return node.args[where] if isinstance(where, int) else node.kwargs[where]
-
-
-def _find(node: fx.Node, name: str) -> int | str | None:
-    """Where a node has the argument of that name: its position, or the name itself among the keywords."""
-    if node.op != "call_function":
-        return None
-    op, shift = node.target, 0
-    if op is call_on_copies:
-        op, shift = node.args[0], 2  # type: ignore[assignment]
-    position = _position(op, name) if isinstance(op, OpOverload) else None
-    if position is None:
-        return None
-    if position + shift < len(node.args):
-        return position + shift
-    return name if name in node.kwargs else None
-
-
-@lru_cache(maxsize=4096)
-def _position(op: OpOverload, name: str) -> int | None:
-    return next((i for i, argument in enumerate(schema_of(op).arguments) if argument.name == name), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wholestep.torch_private.fake_tensors import storage_key
-from wholestep.torch_private.operators import OpOverload, schema_of
+from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, schema_of
 
 
 def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -28,11 +28,11 @@ def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs:
     copies: dict[int, Tensor] = {}
     new: list[Tensor] = []
     for position in mutated:
-        copied = _copy(_argument(op, position, args, kwargs), copies)
+        copied = _copy(bound_argument(op, position, args, kwargs), copies)
         new += _tensors(copied)
         if position < len(positional):
             positional[position] = copied
-        elif (name := _names(op)[position]) in named:
+        elif (name := argument_names(op)[position]) in named:
             named[name] = copied
     returned = op(*positional, **named)
     own = _own_results(op, tuple(mutated), returned)
@@ -50,7 +50,7 @@ def split_results(
     op: OpOverload, mutated: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any], flat: Sequence[Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What `call_on_copies` returned (values, or the nodes that stand for them) as (own results, new values)."""
-    written = sum(len(_tensors(_argument(op, position, args, kwargs))) for position in mutated)
+    written = sum(len(_tensors(bound_argument(op, position, args, kwargs))) for position in mutated)
     cut = len(flat) - written
     return tuple(flat[:cut]), tuple(flat[cut:])
 
@@ -69,15 +69,6 @@ def returns_written(op: OpOverload, mutated: tuple[int, ...]) -> tuple[bool, ...
         r.alias_info is not None and (r.alias_info.is_write or bool(r.alias_info.before_set & written))
         for r in schema.returns
     )
-
-
-@lru_cache(maxsize=1024)
-def _names(op: OpOverload) -> tuple[str, ...]:
-    return tuple(a.name for a in schema_of(op).arguments)
-
-
-def _argument(op: OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[position] if position < len(args) else kwargs.get(_names(op)[position])
 
 
 def _own_results(op: OpOverload, mutated: tuple[int, ...], returned: Any) -> list[Any]:

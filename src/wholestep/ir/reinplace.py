@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.ir.call_arguments import nodes_in
 from wholestep.ir.comm_block import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
 from wholestep.ir.graphs import copy_graph
@@ -27,7 +28,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fx_graphs import lazy_graph_module
-from wholestep.torch_private.operators import OpOverload, schema_of
+from wholestep.torch_private.operators import OpOverload, bound_argument, schema_of
 
 aten = torch.ops.aten
 
@@ -147,13 +148,12 @@ class _Reinplace:
         positions, args = _written_positions(node, op)
         targets: list[fx.Node] = []
         for position in positions:
-            value = args[position] if position < len(args) else node.kwargs.get(_argument_name(op, position))
-            targets.extend(_nodes(value))
+            targets += nodes_in(bound_argument(op, position, args, node.kwargs))
         roots = [self.root[t] for t in targets]
         if not targets or not self._are_apart(targets):
             return False
-        others = [n for n in _nodes([a for i, a in enumerate(args) if i not in positions]) if n not in targets]
-        others += [n for n in _nodes(list(node.kwargs.values())) if n not in targets]
+        others = [n for n in nodes_in([a for i, a in enumerate(args) if i not in positions]) if n not in targets]
+        others += [n for n in nodes_in(list(node.kwargs.values())) if n not in targets]
         if any(self.root[n] in roots for n in others) or _reads_a_target(args, positions, targets):
             return False
         if not all(self._free_to_write(t, node) and _same_geometry(t, node, op) for t in targets):
@@ -273,20 +273,8 @@ def _written_positions(node: fx.Node, op: OpOverload) -> tuple[tuple[int, ...], 
     return written_positions(op), node.args
 
 
-def _argument_name(op: OpOverload, position: int) -> str:
-    return str(schema_of(op).arguments[position].name)
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [n for item in value for n in _nodes(item)]
-    return []
-
-
 def _reads_a_target(args: tuple[Any, ...], positions: tuple[int, ...], targets: list[fx.Node]) -> bool:
-    return any(n in targets for i, a in enumerate(args) if i not in positions for n in _nodes(a))
+    return any(n in targets for i, a in enumerate(args) if i not in positions for n in nodes_in(a))
 
 
 def _is_list(node: fx.Node) -> bool:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.effects import draws
+from wholestep.ir.effects import draws, written_inputs
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.values import is_packed, size_hint
-from wholestep.lower.in_place import written_nodes
 from wholestep.torch_private.inductor import keeps_order_of_draws
 from wholestep.torch_private.operators import OpOverload, plain_name
 
@@ -37,7 +36,7 @@ def why_not_drawn(node: fx.Node) -> str:
         return "this version of torch may exchange random draws, or what they draw"
     if _draws_like(target):
         return ""
-    if any(not is_packed(val) for source in written_nodes(node) for val in tensors_in(source.meta.get("val"))):
+    if any(not is_packed(val) for source in written_inputs(node) for val in tensors_in(source.meta.get("val"))):
         return "draws random numbers into memory with gaps"
     read = [val for source in node.all_input_nodes for val in tensors_in(source.meta.get("val"))]
     seen = [*read, *tensors_in(node.meta.get("val"))]

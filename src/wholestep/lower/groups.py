@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_communication, is_custom_operator, may_write, writes
+from wholestep.ir.effects import communicates, is_communication, is_custom_operator, may_write, writes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS

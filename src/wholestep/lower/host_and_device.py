@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_communication
+from wholestep.ir.effects import communicates, is_communication
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.lower.scalars import pack_numbers

@@ -20,10 +20,11 @@ import torch
 from torch import fx
 
 from wholestep.errors import LowerError, LowerWarning
+from wholestep.ir.effects import written_roots
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.assumptions import Assumptions
 from wholestep.lower.compiled import CompiledRegion
-from wholestep.lower.in_place import name_what_was_written, written_inputs
+from wholestep.lower.in_place import name_what_was_written
 from wholestep.lower.inductor import RegionCache, compile_whole
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
@@ -189,7 +190,7 @@ class _Rewriter:
         return self._failed(region, ValueError(f"no input tells whether {conditions} hold at a call"))
 
     def _assume(self, region: Region, module: CompiledRegion, packs: int, conditions: SizeConditions) -> None:
-        written = written_inputs(order_of(region), region.inputs) if self._may_alias else []
+        written = written_roots(order_of(region), region.inputs) if self._may_alias else []
         if not symbols_of([*region.inputs, *region.nodes]):
             conditions = SizeConditions([], {})
         if self._may_alias or conditions:
@@ -304,7 +305,7 @@ class _Rewriter:
                 region.operators,
                 len(arguments),
                 len(region.outputs),
-                len(written_inputs(order_of(region), region.inputs)),
+                len(written_roots(order_of(region), region.inputs)),
                 tuple(dict.fromkeys(place.phase for place in places)),
             )
         )

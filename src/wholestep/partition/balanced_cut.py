@@ -33,8 +33,8 @@ import numpy as np
 from torch import fx, nn
 
 from wholestep.errors import CutError, PartitionError
-from wholestep.ir.comm_block import comm_block, communicates
-from wholestep.ir.effects import shared_inputs
+from wholestep.ir.comm_block import comm_block
+from wholestep.ir.effects import communicates, shared_inputs
 from wholestep.partition.bottleneck import Line, RunMemory, best_cuts, fewest_runs, fits
 from wholestep.partition.graph_checks import (
     Cuttable,

@@ -40,6 +40,7 @@ import torch
 from torch import fx, nn
 
 from wholestep.errors import PartitionError
+from wholestep.ir.effects import OrderEdges, order_edges
 from wholestep.ir.io.targets import describe_target
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.partition.graph_checks import (
@@ -51,7 +52,6 @@ from wholestep.partition.graph_checks import (
     sound_nodes,
     unpacked_from,
 )
-from wholestep.partition.order_edges import Edges, order_edges
 from wholestep.torch_private.fx_graphs import lazy_graph_module, mark_impure
 from wholestep.torch_private.operators import OpOverload
 
@@ -168,7 +168,7 @@ def _ask(nodes: Sequence[fx.Node], is_supported: Callable[[fx.Node], bool] | Ope
 
 
 def _units(
-    nodes: Sequence[fx.Node], supported: Mapping[fx.Node, bool], before: Edges
+    nodes: Sequence[fx.Node], supported: Mapping[fx.Node, bool], before: OrderEdges
 ) -> tuple[list[list[fx.Node]], UnitGraph]:
     """The nodes of each unit, and the graph of units (without the output)."""
     place = {node: i for i, node in enumerate(nodes)}
@@ -199,7 +199,7 @@ def _moves_along(source: fx.Node, movable: bool) -> bool:
     return source.op in ("placeholder", "get_attr") or (movable and len(source.users) == 1)
 
 
-def _separated(node: fx.Node, producer: fx.Node, before: Edges, place: Mapping[fx.Node, int]) -> bool:
+def _separated(node: fx.Node, producer: fx.Node, before: OrderEdges, place: Mapping[fx.Node, int]) -> bool:
     """True if a mode switch lies between a value and an index into it, and the value may be a tensor."""
     return node in before and not makes_tuple(producer) and any(place[e] > place[producer] for e in before[node])
 

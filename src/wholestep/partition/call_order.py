@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import SplitCycleError, SplitError, SplitOrderError
+from wholestep.ir.effects import GraphEffects, order_edges
 from wholestep.partition.assignment import CALLS, OUTSIDE, Assignment, error_at
-from wholestep.partition.node_effects import EffectReader
-from wholestep.partition.order_edges import order_edges
 from wholestep.torch_private.autograd import EXIT_AUTOCAST
 
 _SHOWN = 8
@@ -196,13 +195,13 @@ def forget_flow(assignment: Assignment) -> None:
         partition.needs, partition.gives, partition.sources, partition.uses = {}, {}, {}, {}
 
 
-def order_pairs(assignment: Assignment, effects: EffectReader) -> list[tuple[fx.Node, fx.Node]]:
+def order_pairs(assignment: Assignment, effects: GraphEffects) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs of nodes in different partitions that must keep their order although no value flows between them."""
     if len(assignment.partitions) < 2 or not (effects.tokens or effects.written or effects.fences):
         return []
     place = assignment.place
     pairs = []
-    for node, earlier in order_edges(assignment.nodes, around_switches=False, reader=effects).items():
+    for node, earlier in order_edges(assignment.nodes, around_switches=False, effects=effects).items():
         end = place.get(node, OUTSIDE)
         if end != OUTSIDE:
             pairs += [(other, node) for other in earlier if place.get(other, OUTSIDE) not in (OUTSIDE, end)]

@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from wholestep.errors import SplitError
+from wholestep.ir.effects import GraphEffects
 from wholestep.ir.garbage import collector_paused
 from wholestep.partition.assignment import Assignment, ModuleAttributes, assign
 from wholestep.partition.assignment import Partition as Partition  # where torch's module of this name has it
 from wholestep.partition.autocast_and_grad import GradModeAtEnd, find_regions, plan_leaving
 from wholestep.partition.call_order import cycle_error, find_flow, forget_flow, order_error, order_pairs, stable_order
-from wholestep.partition.node_effects import EffectReader
 from wholestep.partition.submodules import ChildOptions, ParentWriter, build_child
 
 
@@ -61,7 +61,7 @@ def split_module(
     attributes = ModuleAttributes(m)
     with collector_paused():
         assignment = assign(m, split_callback, partition_affix, attributes)
-        effects = EffectReader(assignment.nodes, m)
+        effects = GraphEffects(assignment.nodes, m)
         order = _find_order(assignment, effects)
         regions = find_regions(assignment.nodes) if assignment.has_switches else None
         leaving = {} if regions is None else plan_leaving(assignment, regions, order)
@@ -86,7 +86,7 @@ def split_module(
         return parent.finish(m)
 
 
-def _find_order(assignment: Assignment, effects: EffectReader) -> list[int]:
+def _find_order(assignment: Assignment, effects: GraphEffects) -> list[int]:
     """The indices of the partitions in the order of their calls."""
     complete, pairs = len(assignment.partitions), order_pairs(assignment, effects)
     for computed_sizes in (True, False):

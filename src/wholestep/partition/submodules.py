@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from wholestep.ir.effects import is_needed
+from wholestep.ir.effects import GraphEffects, is_needed
 from wholestep.partition.assignment import Assignment, ModuleAttributes, Partition
 from wholestep.partition.autocast_and_grad import GradModeAtEnd, ModeRegions, ModeWriter
 from wholestep.partition.call_order import VALUE_KEYS
-from wholestep.partition.node_effects import EffectReader
 from wholestep.torch_private.fx_graphs import (
     GraphWriter,
     is_marked_impure,
@@ -45,7 +44,7 @@ class ChildOptions:
     tuple_return: bool
     training: bool
     regions: ModeRegions | None
-    effects: EffectReader
+    effects: GraphEffects
     names: dict[Any, str] = field(default_factory=dict)
     needed: dict[Any, bool] = field(default_factory=dict)
 

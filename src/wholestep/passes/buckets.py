@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.comm_block import CommBlock, comm_block, is_part
-from wholestep.ir.effects import sharing_with_outputs
+from wholestep.ir.effects import WriteWindows, sharing_with_outputs
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of
-from wholestep.passes.write_windows import WriteWindows
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional

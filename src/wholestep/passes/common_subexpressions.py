@@ -24,8 +24,15 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.comm_block import communicates
-from wholestep.ir.effects import is_collective, is_data_dependent, is_wait, shared_inputs, sharing_with_outputs, writes
+from wholestep.ir.effects import (
+    communicates,
+    is_collective,
+    is_data_dependent,
+    is_wait,
+    shared_inputs,
+    sharing_with_outputs,
+    writes,
+)
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.io.targets import PYTHON_FUNCTIONS, target_name

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from wholestep.ir.comm_block import comm_block, communicates
-from wholestep.ir.effects import is_wait, writes
+from wholestep.ir.comm_block import comm_block
+from wholestep.ir.effects import communicates, is_wait, writes
 from wholestep.ir.mutable import call_on_copies
 from wholestep.torch_private.operators import OpOverload
 

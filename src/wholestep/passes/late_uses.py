@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from wholestep.ir.comm_block import is_part
-from wholestep.ir.effects import is_communication, may_write
-from wholestep.passes.write_windows import WriteWindows
+from wholestep.ir.effects import WriteWindows, is_communication, may_write
 from wholestep.torch_private.operators import OpOverload
 
 aten = torch.ops.aten

@@ -21,9 +21,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import OptionError
-from wholestep.ir.effects import keeps_elements
+from wholestep.ir.effects import keeps_elements, written_inputs
 from wholestep.ir.functionalize import writes_in_place
-from wholestep.ir.iter.moves import written_inputs
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.passes.list_lanes import (

@@ -21,11 +21,10 @@ import math
 from torch import fx
 
 from wholestep.ir.comm_block import is_part
-from wholestep.ir.effects import is_wait, writes
+from wholestep.ir.effects import WriteWindows, is_wait, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.passes.write_windows import WriteWindows
 
 
 @graph_optimization_pass(prerequisites=[comm_fusion_with_concat], numerics="exact", allow_rerun=True)

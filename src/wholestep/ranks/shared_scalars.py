@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep.ir.captured_step import CapturedStep
-from wholestep.ir.comm_block import communicates
+from wholestep.ir.effects import communicates
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
 from wholestep.ir.step_graph import StepGraph

@@ -16,19 +16,21 @@ import torch
 from torch import fx
 
 from wholestep.ir.effects import (
+    Storages,
     draws,
+    find_storages,
     is_arithmetic,
     is_communication,
     is_custom_operator,
     is_data_dependent,
-    may_write,
+    is_unsafe_split,
+    read_by,
     writes,
 )
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.remat.costs import is_fused, time_of
 from wholestep.remat.policy import Policy, policy_of
-from wholestep.remat.storage import Pieces, find_pieces, is_unsafe_split, read_by
 from wholestep.torch_private.operators import OpOverload
 
 Plan = frozenset[int]
@@ -51,7 +53,7 @@ class Outline:
 
     nodes: list[fx.Node]
     inputs: list[tuple[int, ...]]
-    pieces: Pieces
+    pieces: Storages
     forward: list[bool]
     backward: list[bool]
     kept_anyway: set[int]
@@ -158,9 +160,9 @@ class Outline:
             return self.asked.get(i) != "recompute"
         if not isinstance(target, OpOverload):
             return not is_arithmetic(target)  # an operator inside (`call_on_copies`) may draw
-        if draws(node) or is_data_dependent(target) or is_unsafe_split(node):
+        if draws(node) or is_data_dependent(target) or is_unsafe_split(target):
             return True
-        return (may_write(target) and writes(node)) or node.is_impure()
+        return writes(node) or node.is_impure()
 
     def cost(self, plan: Collection[int]) -> float:
         """Nanoseconds that a plan adds."""
@@ -254,9 +256,9 @@ def _inside_of_forward(inputs: list[tuple[int, ...]], forward: list[bool], backw
     return found
 
 
-def _pieces_when_updated(graph: fx.Graph, device: torch.device | None) -> Pieces:
+def _pieces_when_updated(graph: fx.Graph, device: torch.device | None) -> Storages:
     """The memory of the values, with updates of state in place, as the runtime will do them."""
-    pieces = find_pieces(graph, device)
+    pieces = find_storages(graph, device)
     for node in epilogue(graph):
         for piece in pieces.seen_by.get(node.args[1], ()) if isinstance(node.args[1], fx.Node) else ():
             maker = pieces.maker[piece]

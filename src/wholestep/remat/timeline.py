@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wholestep.remat.storage import find_pieces, read_by
+from wholestep.ir.effects import find_storages, read_by
 
 ExtraBytes = Callable[[fx.Node], int | None]
 
@@ -39,7 +39,7 @@ def timeline(
 
     `early`: results that are there from the beginning, as if they were inputs.
     """
-    pieces = find_pieces(graph, device)
+    pieces = find_storages(graph, device)
     held_early = 0
     for piece in {piece for node in early for piece in pieces.seen_by.get(node, ())}:
         maker = pieces.maker[piece]

@@ -17,7 +17,6 @@ from wholestep.ir.effects import (
     is_communication,
     is_custom_operator,
     is_data_dependent,
-    may_write,
     shared_inputs,
     writes,
 )
@@ -59,7 +58,7 @@ class OperatorMemory:
             return False
         if is_data_dependent(target) or shared_inputs(node) or (is_elementwise(target) and not _is_odd(node)):
             return False
-        if (may_write(target) and writes(node)) or draws(node) or is_custom_operator(target):
+        if writes(node) or draws(node) or is_custom_operator(target):
             return False
         made = [t for t in tensors_in(node.meta.get("val")) if t.device == self._device]
         return bool(made) and any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)

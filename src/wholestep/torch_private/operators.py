@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -93,3 +93,14 @@ def shares_storage(a: Any, b: Any) -> bool:
 def packet_of(op: OpOverload) -> Any:
     """All overloads of an operator as one function (`OpOverload.overloadpacket`). 2.11, 2.13."""
     return op.overloadpacket
+
+
+@lru_cache(maxsize=4096)
+def argument_names(op: OpOverload) -> tuple[str, ...]:
+    """The names of an operator's arguments, in the order of its schema."""
+    return tuple(argument.name for argument in schema_of(op).arguments)
+
+
+def bound_argument(op: OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at a schema position of a call, given by position or by name; None if it is not given."""
+    return args[position] if position < len(args) else kwargs.get(argument_names(op)[position])

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.graph.schema import OpFacts
 from wholestep.capture.graph.tensor_values import OPAQUE, Value
 from wholestep.errors import AliasError
-from wholestep.ir.effects import is_view_of_first
+from wholestep.ir.effects import OperatorFacts, is_view_of_first
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.user_location import user_location
@@ -46,7 +45,7 @@ class CustomOperators:
     def record(
         self,
         func: Any,
-        facts: OpFacts,
+        facts: OperatorFacts,
         fake_args: list[Any],
         fake_kwargs: dict[str, Any],
         node_args: list[Any],

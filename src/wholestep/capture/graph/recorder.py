@@ -30,7 +30,6 @@ from wholestep.capture.graph.refusals import (
     refuse_branching_backward,
     unsupported,
 )
-from wholestep.capture.graph.schema import OpFacts, bind, op_facts, view_variant
 from wholestep.capture.graph.tensor_values import Value, Values
 from wholestep.capture.graph.writes import Writes
 from wholestep.capture.results.accounting import Account
@@ -42,6 +41,7 @@ from wholestep.errors import (
     SparseError,
     UnsupportedError,
 )
+from wholestep.ir.effects import OperatorFacts, operator_facts, view_variant
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.rnn import packed_weights
 from wholestep.ir.user_location import user_location
@@ -53,7 +53,7 @@ from wholestep.torch_private.fake_tensors import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from wholestep.torch_private.operators import HigherOrderOperator
+from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, bound_argument
 from wholestep.torch_private.symbolic_shapes import shapes_by_python
 
 aten = torch.ops.aten
@@ -176,7 +176,7 @@ class Recorder(DispatchMode):
                 location=user_location(),
             )
         refuse_branching_backward(func, args)
-        facts = op_facts(func)
+        facts = operator_facts(func)
         if facts.is_custom:
             self.host.account.custom_call(func)
         fake_args, node_args = self._operands.convert_all(args)
@@ -194,8 +194,8 @@ class Recorder(DispatchMode):
                 return self._inplace_view(func, fake_args, fake_kwargs)
             if facts.replaces_storage:
                 return self._replace_storage(func, fake_args, fake_kwargs)
-            if facts.writes and (not facts.writes_if or self._flag(facts, args, kwargs)):
-                if self._writes.overlap(facts, fake_args, fake_kwargs):
+            if facts.writes and (not facts.writes_if or self._flag(func, facts, args, kwargs)):
+                if self._writes.overlap(func, facts, fake_args, fake_kwargs):
                     return self._writes.one_by_one(func, list(args), kwargs)
                 return self._writes.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
             out = self._computed(func, fake_args, fake_kwargs)
@@ -223,9 +223,9 @@ class Recorder(DispatchMode):
         with shapes_by_python():
             return func(*fake_args, **fake_kwargs)
 
-    def _flag(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        flag = bind(facts, args, kwargs, facts.names.index(facts.writes_if))
-        return bool(flag) and bind(facts, args, kwargs, facts.writes[0]) is not None
+    def _flag(self, func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        flag = bound_argument(func, facts.names.index(facts.writes_if), args, kwargs)
+        return bool(flag) and bound_argument(func, facts.writes[0], args, kwargs) is not None
 
     def register_outputs(self, node: fx.Node, out: Any) -> None:
         """The tensors of a result are what the node, or its elements, hold."""
@@ -345,7 +345,7 @@ class Recorder(DispatchMode):
             self.random_devices[str(tensor.device)] = None
             return
 
-    def _insert_named_scalars(self, facts: OpFacts, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _insert_named_scalars(self, facts: OperatorFacts, args: list[Any], kwargs: dict[str, Any]) -> None:
         for name, scalar in self.named_scalars.items():
             name = name if name in facts.names else _OTHER_NAMES.get(name, name)
             if name not in facts.names:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
-from wholestep.capture.graph.schema import OpFacts, bind
 from wholestep.errors import OverlapError, UnsupportedError
-from wholestep.ir.effects import is_custom_operator
+from wholestep.ir.effects import OperatorFacts, is_custom_operator
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.user_location import user_location
 from wholestep.torch_private.autograd import is_accumulating_gradient
+from wholestep.torch_private.operators import bound_argument
 
 if TYPE_CHECKING:
     from wholestep.capture.graph.recorder import Recorder
@@ -44,7 +44,7 @@ class Writes:
     def record(
         self,
         func: Any,
-        facts: OpFacts,
+        facts: OperatorFacts,
         fake_args: list[Any],
         fake_kwargs: dict[str, Any],
         node_args: list[Any],
@@ -55,7 +55,7 @@ class Writes:
             out = func(*fake_args, **fake_kwargs)
             self._values.write(fake_args[0], node_args[1])
             return out
-        targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
+        targets = [bound_argument(func, position, fake_args, fake_kwargs) for position in facts.writes]
         flat = list(tensors_in(targets))
         records = torch.is_grad_enabled() and any(
             t.requires_grad for t in tensors_in([fake_args, [*fake_kwargs.values()]])
@@ -102,9 +102,9 @@ class Writes:
             self._values.write(target, self._fitted(target, new))
         return out
 
-    def overlap(self, facts: OpFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+    def overlap(self, func: Any, facts: OperatorFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
         """Whether two tensors that an operator writes are views of one."""
-        targets = [bind(facts, tuple(fake_args), fake_kwargs, position) for position in facts.writes]
+        targets = [bound_argument(func, position, fake_args, fake_kwargs) for position in facts.writes]
         flat = list(tensors_in(targets))
         return len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat)
 
@@ -152,7 +152,7 @@ class Writes:
     def _call_on_copies(
         self,
         func: Any,
-        facts: OpFacts,
+        facts: OperatorFacts,
         node_args: list[Any],
         node_kwargs: dict[str, Any],
         fresh: list[Any],
@@ -187,7 +187,7 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _fresh_results(out: Any, facts: OpFacts) -> list[Tensor]:
+def _fresh_results(out: Any, facts: OperatorFacts) -> list[Tensor]:
     if facts.fresh_results == 0 or out is None:
         return []
     items = list(out) if isinstance(out, list | tuple) else [out]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.graph.schema import OpFacts
 from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.ir.effects import OperatorFacts
 from wholestep.torch_private.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _is_whole(kind: str) -> bool:
 
 def fix_metadata(
     op: Any,
-    facts: OpFacts,
+    facts: OperatorFacts,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     fakes: tuple[list[Any], dict[str, Any]],
     nodes: tuple[list[Any], dict[str, Any]],

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import IterMoveError
-from wholestep.ir.effects import shared_inputs, writes, written_positions
+from wholestep.ir.call_arguments import nodes_in
+from wholestep.ir.effects import alias_roots, shared_inputs, written_inputs
 from wholestep.ir.meta import node_meta
-from wholestep.torch_private.operators import OpOverload, schema_of
+from wholestep.ir.slices import reachable
 
 _COPY = torch.ops.aten.copy_.default
 # The same memory under another name: who reads that reads the state, later.
@@ -94,19 +95,7 @@ def needed_outputs(graph: fx.Graph, late_outputs: Collection[int] = ()) -> set[f
     result = output.args[0] if output.args else ()
     if not late_outputs or not isinstance(result, tuple | list):
         return set(output.all_input_nodes)
-    return {n for i, value in enumerate(result) if i not in late_outputs for n in _nodes_in(value)}
-
-
-def written_inputs(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose contents a node changes."""
-    target = node.target
-    if not isinstance(target, OpOverload) or not writes(node):
-        return []
-    found: list[fx.Node] = []
-    for position in written_positions(target):
-        name = schema_of(target).arguments[position].name
-        found += _nodes_in(node.args[position] if position < len(node.args) else node.kwargs.get(name))
-    return found
+    return {n for i, value in enumerate(result) if i not in late_outputs for n in nodes_in(value)}
 
 
 def state_of(node: fx.Node) -> fx.Node | None:
@@ -269,34 +258,9 @@ class _Planner:
 
 def _shared_placeholders(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """The placeholders whose memory a node may share."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            found[node] = frozenset({node})
-        elif node.op == "call_function":
-            for source in shared_inputs(node):
-                if source in found:
-                    found[node] = found.get(node, _NOTHING) | found[source]
-    return found
+    return alias_roots(graph.nodes, (node for node in graph.nodes if node.op == "placeholder"))
 
 
 def roots_of(node: fx.Node) -> list[fx.Node]:
     """The placeholders whose memory one node may share."""
-    stack, found, seen = [node], [], {node}
-    while stack:
-        current = stack.pop()
-        if current.op == "placeholder":
-            found.append(current)
-        for source in shared_inputs(current):
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return found
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [node for item in value for node in _nodes_in(item)]
-    return []
+    return [each for each in reachable([node], shared_inputs) if each.op == "placeholder"]

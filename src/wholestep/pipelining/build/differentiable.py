@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from wholestep.ir.effects import written_inputs
 from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.functions import BEGIN, is_mark, marked
 from wholestep.pipelining.build.regions import Region, regions_of
 from wholestep.pipelining.build.staged import storage_of
-from wholestep.pipelining.build.writes import written_nodes
 from wholestep.torch_private.fake_tensors import new_fake_mode
 from wholestep.torch_private.pytrees import pytree
 
@@ -78,7 +78,7 @@ class _Watch:
             self._flags[result] = can and self._functions[number]
 
     def _call(self, node: fx.Node) -> None:
-        written = written_nodes(node)
+        written = written_inputs(node)
         key = self._key(node)
         answer = self._known.get(key)
         if answer is None:

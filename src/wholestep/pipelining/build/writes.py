@@ -15,29 +15,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError
-from wholestep.ir.effects import written_positions
+from wholestep.ir.effects import written_inputs
 from wholestep.pipelining.build.staged import Staged, storage_of
-from wholestep.torch_private.operators import OpOverload, op_name, schema_of
-
-_RUNNING_STATISTICS = {"aten::batch_norm": 5, "aten::instance_norm": 5, "aten::native_batch_norm": 5}
-"""Operators that write arguments 3 and 4 if a flag is set, whatever their schema says."""
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    flag = _RUNNING_STATISTICS.get(op_name(node.target).split(".")[0])
-    if flag is not None:
-        positions: tuple[int, ...] = (3, 4) if len(node.args) > flag and node.args[flag] else ()
-    else:
-        positions = written_positions(node.target)
-    found: list[fx.Node] = []
-    names = [argument.name for argument in schema_of(node.target).arguments] if positions else []
-    for position in positions:
-        value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(names[position])
-        found += [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, fx.Node)]
-    return found
 
 
 def writes_by_storage(staged: Staged) -> dict[Any, dict[int, fx.Node]]:
@@ -45,7 +24,7 @@ def writes_by_storage(staged: Staged) -> dict[Any, dict[int, fx.Node]]:
     found: dict[Any, dict[int, fx.Node]] = {}
     for node in staged.graph.nodes:
         if node in staged.stage_of:
-            for written in written_nodes(node):
+            for written in written_inputs(node):
                 key = staged.storage(written)
                 if key is not None:
                     found.setdefault(key, {}).setdefault(staged.stage_of[node], node)
@@ -89,7 +68,7 @@ def _copy(staged: Staged, key: Any, members: list[fx.Node], stage: int) -> list[
         parts = value if isinstance(value, list | tuple) else [value]
         if node.op != "call_function" or all(storage_of(part) != key for part in parts):
             return node
-        if written_nodes(node):
+        if written_inputs(node):
             raise PipelineError(
                 f"stage {stage} writes to memory that {node.name} changes the shape of in an earlier stage.",
                 fix="cut elsewhere, or write out of place",

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir.effects import shared_inputs
+from wholestep.ir.effects import shared_inputs, written_inputs
 from wholestep.pipelining.build.functions import is_mark
 from wholestep.pipelining.build.regions import regions_of
 from wholestep.pipelining.build.staged import NO_STAGE
-from wholestep.pipelining.build.writes import written_nodes
 from wholestep.simulate.cost_model import Machine, timed, work_of
 from wholestep.torch_private.operators import OpOverload
 from wholestep.torch_private.pytrees import pytree
@@ -67,7 +66,7 @@ def _is_differentiable(node: fx.Node, differentiable: set[fx.Node]) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node only names memory that is there."""
-    return bool(shared_inputs(node)) and not written_nodes(node)
+    return bool(shared_inputs(node)) and not written_inputs(node)
 
 
 def measure(
@@ -97,7 +96,7 @@ def measure(
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any], differentiable: set[fx.Node]) -> tuple[Cost, Any]:
-    written = set(written_nodes(node))
+    written = set(written_inputs(node))
     leaves: list[torch.Tensor] = []
 
     def operand(arg: fx.Node) -> Any:

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.errors import StageError
+from wholestep.ir.effects import aliased_inputs, written_roots
 from wholestep.parallel.plan import Plan
-from wholestep.pipelining.build.written_inputs import written_inputs
 from wholestep.pipelining.run.chunk_backward import Beginning, accumulate, add_passed, begin
 from wholestep.pipelining.run.data_parallel import apply_plan
 from wholestep.pipelining.run.gradients import Earlier, divide
@@ -55,7 +55,7 @@ class Stage(LinkedStage):
         super().__init__(module, index, source.num_stages, device, group, rank_step)
         self._source = source
         self._weighted = weights == "rows"
-        self._written = written_inputs(source.get_stage_module(index))
+        self._written = _written_inputs(source.get_stage_module(index))
         self._halfway: dict[int, list[Group] | Beginning] = {}
         """Between the two halves of a backward; a Beginning: nothing was done yet, the second half is all of it."""
         self._first_sizes: list[int] = []
@@ -285,3 +285,11 @@ class Stage(LinkedStage):
 
 def _describe(loss: object) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+
+
+def _written_inputs(module: nn.Module) -> frozenset[int]:
+    """Positions of the inputs that a stage writes to. It gets copies: a received tensor is a leaf of autograd."""
+    if not isinstance(module, fx.GraphModule):
+        return frozenset()
+    nodes = list(module.graph.nodes)
+    return frozenset(written_roots(nodes, [node for node in nodes if node.op == "placeholder"], aliased_inputs))
