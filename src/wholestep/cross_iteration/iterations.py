@@ -27,6 +27,7 @@ from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, k
 from wholestep.ir.iter.marks import DESTINATIONS, late_outputs, marked_moves, requested_moves
 from wholestep.ir.iter.moves import move_of, needed_outputs
 from wholestep.ir.reinplace import reinplace
+from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.runtime.program import program
 from wholestep.torch_private.dtensor import local_of
@@ -249,13 +250,7 @@ def _own_what_is_carried(graph: fx.Graph) -> None:
 
 def _memory(node: fx.Node) -> set[fx.Node]:
     """The nodes whose memory a node may share: itself, what it is a view of, what it was updated in."""
-    found, stack = {node}, [node]
-    while stack:
-        for source in shared_inputs(stack.pop()):
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return {n for n in found if not shared_inputs(n)}
+    return {each for each in reachable([node], shared_inputs) if not shared_inputs(each)}
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -24,6 +24,7 @@ from wholestep.debug.versions import Version, two_versions
 from wholestep.errors import Location, OptionError
 from wholestep.ir.origin import location_of_node
 from wholestep.ir.readable import format_node
+from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.example_inputs import nudged
 
@@ -191,13 +192,10 @@ def _state_apart(
 
 
 def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]) -> Difference:
-    new: dict[str, None] = {}
-    stack = [source for source in node.all_input_nodes if source.name not in pairs]
-    while stack:
-        source = stack.pop()
-        if source.name not in new:
-            new[source.name] = None
-            stack += [each for each in source.all_input_nodes if each.name not in pairs]
+    def unpaired(node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if source.name not in pairs]
+
+    new = [source.name for source in reachable(unpaired(node), unpaired)]
     return Difference(
         node.name,
         counterpart,

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.effects import is_collective, is_custom_operator
 from wholestep.ir.signature import InputKind
+from wholestep.ir.slices import ancestors
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload
 
@@ -58,16 +59,7 @@ class KnownValues:
 
     def is_constant(self, node: fx.Node) -> bool:
         """Whether a known node depends on no input at all."""
-        stack, seen = [node], {node}
-        while stack:
-            current = stack.pop()
-            if current.op == "placeholder":
-                return False
-            for source in current.all_input_nodes:
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return True
+        return all(source.op != "placeholder" for source in ancestors([node]))
 
     def _compute(self, node: fx.Node) -> Any | None:
         if node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Slices of a graph: what can be reached from some nodes, against or along the edges."""
+"""Slices of a graph: what can be reached from some nodes along the edges, and in which order it can run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ def reachable(starts: Iterable[Item], following: Callable[[Item], Iterable[Item]
             found[item] = None
             stack.extend(following(item))
     return found
+
+
+def postorder(starts: Iterable[Item], needed: Callable[[Item], Iterable[Item]]) -> list[Item]:
+    """`starts` and all that they need, transitively, each after everything that it needs itself."""
+    order: dict[Item, None] = {}
+    for start in starts:
+        stack = [(start, False)]
+        while stack:
+            item, is_ready = stack.pop()
+            if item in order:
+                continue
+            if is_ready:
+                order[item] = None
+            else:
+                stack.append((item, True))
+                stack.extend((each, False) for each in needed(item) if each not in order)
+    return list(order)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
 from wholestep.ir.graphs import epilogue
+from wholestep.ir.slices import postorder, reachable
 from wholestep.lower.exact import why_not_exact
 from wholestep.lower.groups import Group, form_groups
 from wholestep.lower.predicates import (
@@ -263,17 +264,9 @@ def _find_edges(graph: fx.Graph, plan: Plan) -> None:
 
 def _need_from(nodes: Iterable[fx.Node], needed: dict[fx.Node, None]) -> None:
     """What nodes outside of regions read, through views."""
-    stack = [source for node in nodes for source in node.all_input_nodes]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_free(node):
-            stack += node.all_input_nodes
-        else:
-            needed[node] = None
+    read = (source for node in nodes for source in node.all_input_nodes)
+    found = reachable(read, lambda node: node.all_input_nodes if is_free(node) else ())
+    needed.update(dict.fromkeys(node for node in found if not is_free(node)))
 
 
 def _find_inputs(region: Region) -> None:
@@ -316,18 +309,4 @@ def _mixed(region: Region) -> bool:
 
 def _sorted(region: Region) -> list[fx.Node]:
     borrowed = set(region.borrowed)
-    done: set[fx.Node] = set()
-    order: list[fx.Node] = []
-    for node in region.nodes:
-        stack: list[tuple[fx.Node, bool]] = [(node, False)]
-        while stack:
-            each, ready = stack.pop()
-            if each in done:
-                continue
-            if ready:
-                done.add(each)
-                order.append(each)
-            else:
-                stack.append((each, True))
-                stack += [(s, False) for s in each.all_input_nodes if s in borrowed and s not in done]
-    return order
+    return postorder(region.nodes, lambda node: (source for source in node.all_input_nodes if source in borrowed))

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from wholestep.ir.effects import draws, shared_inputs
 from wholestep.ir.io.values import tensor_bytes
 from wholestep.ir.meta import node_meta
+from wholestep.ir.slices import reachable
 from wholestep.lower.compiled import Compiled
 from wholestep.lower.groups import is_ordered
 from wholestep.lower.regions import Region
@@ -222,15 +223,8 @@ def _write_early(
 
 def _shared_with(values: Sequence[Any]) -> set[str]:
     """Names of the inputs whose memory values are views of."""
-    found = set()
-    stack = [value for value in values if isinstance(value, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            found.add(node.name)
-        elif node.op == "call_function":
-            stack += shared_inputs(node)
-    return found
+    behind = reachable((value for value in values if isinstance(value, fx.Node)), shared_inputs)
+    return {node.name for node in behind if node.op == "placeholder"}
 
 
 def _examples(gm: fx.GraphModule) -> list[Any]:

@@ -38,6 +38,7 @@ from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.io.targets import PYTHON_FUNCTIONS, target_name
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.torch_private.operators import OpOverload, op_name
 
@@ -174,18 +175,12 @@ def is_pure(node: fx.Node) -> bool:
 
 def _written_memory(graph: fx.Graph, epilogue: set[fx.Node]) -> set[fx.Node]:
     """All nodes that share memory with something that is written before the epilogue."""
-    stack = [n for node in graph.nodes if node not in epilogue and writes(node) for n in (node, *node.all_input_nodes)]
-    if not stack:
+    writers = [node for node in graph.nodes if node not in epilogue and writes(node)]
+    if not writers:
         return set()
+    touched = [each for node in writers for each in (node, *node.all_input_nodes)]
     views: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         for source in shared_inputs(node):
             views.setdefault(source, []).append(node)
-    found: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += views.get(node, [])
-            stack += shared_inputs(node)
-    return found
+    return set(reachable(touched, lambda node: [*views.get(node, ()), *shared_inputs(node)]))

@@ -24,6 +24,7 @@ from wholestep.ir.comm_block import collective_of
 from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
 from wholestep.ir.iter.moves import needed_outputs, roots_of, state_of
 from wholestep.ir.meta import node_meta
+from wholestep.ir.slices import reachable
 from wholestep.torch_private.operators import OpOverload, op_name
 
 
@@ -52,16 +53,9 @@ def waits_behind(nodes: Iterable[fx.Node], waits: Iterable[fx.Node]) -> dict[fx.
     wanted = set(nodes)
     behind: dict[fx.Node, frozenset[fx.Node]] = {}
     for wait in waits:
-        stack, seen = [wait], {wait}
-        while stack:
-            node = stack.pop()
+        for node in reachable([wait], lambda node: () if node in wanted else node.users):
             if node in wanted:
                 behind[node] = behind.get(node, frozenset()) | {wait}
-                continue
-            for user in node.users:
-                if user not in seen:
-                    seen.add(user)
-                    stack.append(user)
     return behind
 
 
@@ -222,13 +216,5 @@ def _is_small(node: fx.Node) -> bool:
 
 
 def _is_input_memory(node: fx.Node) -> bool:
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        if current.op == "placeholder" or any(_is_write_back(user) for user in current.users):
-            return True
-        for source in shared_inputs(current):
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return False
+    shared = reachable([node], shared_inputs)
+    return any(each.op == "placeholder" or any(map(_is_write_back, each.users)) for each in shared)

@@ -18,6 +18,7 @@ from torch import fx
 
 from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import WriteWindows, is_communication, may_write
+from wholestep.ir.slices import reachable
 from wholestep.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
@@ -59,13 +60,11 @@ class LateUses:
 
     def behind(self, waits: Iterable[fx.Node], place: float) -> list[fx.Node]:
         """The nodes behind some waits that stand before a place and have to move there, in graph order."""
-        found: set[fx.Node] = set()
-        stack = list(waits)
-        while stack:
-            for user in stack.pop().users:
-                if user not in found and self._place[user] < place and self._moves(user):
-                    found.add(user)
-                    stack.append(user)
+
+        def early(node: fx.Node) -> list[fx.Node]:
+            return [user for user in node.users if self._place[user] < place and self._moves(user)]
+
+        found = reachable((user for wait in waits for user in early(wait)), early)
         return sorted(found, key=self._place.__getitem__)
 
     def _moves(self, node: fx.Node) -> bool:

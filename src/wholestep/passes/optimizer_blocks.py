@@ -25,6 +25,7 @@ from wholestep.ir.effects import keeps_elements, written_inputs
 from wholestep.ir.functionalize import writes_in_place
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
+from wholestep.ir.slices import descendants
 from wholestep.passes.list_lanes import (
     Lanes,
     base_name,
@@ -194,16 +195,10 @@ def _in_place_error(node: fx.Node) -> NoOptimizerError:
 
 def find_all_descendants(gm: fx.GraphModule, parent_nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Some nodes and all that depends on them, without the output node, in graph order."""
-    stack = list(parent_nodes)
-    if not stack:
+    found = descendants(parent_nodes)
+    if not found:
         raise NoParentsError("No parent nodes are given.", fix="give at least one node.")
-    found = set(stack)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and user.op != "output":
-                found.add(user)
-                stack.append(user)
-    return [node for node in gm.graph.nodes if node in found]
+    return [node for node in gm.graph.nodes if node in found and node.op != "output"]
 
 
 def make_block(

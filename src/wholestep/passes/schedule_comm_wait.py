@@ -23,6 +23,7 @@ from torch import fx
 from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import WriteWindows, is_wait, writes
 from wholestep.ir.graphs import epilogue
+from wholestep.ir.slices import reachable
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
 from wholestep.passes.engine.contract import graph_optimization_pass
 
@@ -73,21 +74,15 @@ def _started_by(wait: fx.Node) -> fx.Node:
 def _followers(graph: fx.Graph) -> set[fx.Node]:
     """Waits, and views of what they give."""
     other = set[int]()
-    stack: list[fx.Node] = []
+    waits: list[fx.Node] = []
     for node in graph.nodes:
         if id(node.target) in other:
             continue
         if is_wait(node.target):
-            stack.append(node)
+            waits.append(node)
         else:
             other.add(id(node.target))
-    found = set(stack)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_part(user):
-                found.add(user)
-                stack.append(user)
-    return found
+    return set(reachable(waits, lambda node: filter(is_part, node.users)))
 
 
 def apply_moves(moves: list[tuple[fx.Node, fx.Node]]) -> None:

@@ -27,6 +27,7 @@ from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.effects import communicates
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
+from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.slots import HyperSlot, Slot
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_SETTINGS
@@ -177,13 +178,12 @@ def update_constants(graph: StepGraph, data_groups: Iterable[str]) -> list[str]:
     local = _depends_on_batch(graph, groups)
     by_name = {node.name: node for node in graph.gm.graph.nodes}
     kinds = {spec.name: spec.kind for spec in graph.signature.inputs}
-    behind: set[fx.Node] = set()
-    todo = list(_state_values(graph.gm, graph.signature, kinds, by_name))
-    while todo:
-        node = todo.pop()
-        if node not in behind and not _reduces(node, groups):
-            behind.add(node)
-            todo += node.all_input_nodes
+
+    def local_sources(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if not _reduces(node, groups)]
+
+    values = local_sources(_state_values(graph.gm, graph.signature, kinds, by_name))
+    behind = reachable(values, lambda node: local_sources(node.all_input_nodes))
     chosen = (node for node in graph.gm.graph.nodes if node in behind and node not in local)
     found = ((node, _constants(node)) for node in chosen if node.op == "call_function" and node.target not in _PADS)
     return [f"{node.target}({', '.join(constants)})" for node, constants in found if constants]

@@ -29,6 +29,7 @@ from wholestep.ir.effects import (
 )
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
+from wholestep.ir.slices import reachable
 from wholestep.remat.costs import is_fused, time_of
 from wholestep.remat.policy import Policy, policy_of
 from wholestep.torch_private.operators import OpOverload
@@ -170,28 +171,15 @@ class Outline:
 
     def run_again(self, plan: Collection[int]) -> set[int]:
         """The nodes of a plan that the backward needs: no reader, no second computation."""
-        found: set[int] = set()
-        stack = [s for i, back in enumerate(self.backward) if back for s in self.inputs[i] if s in plan]
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                stack += [s for s in self.inputs[i] if s in plan]
-        return found
+        read = [s for i, back in enumerate(self.backward) if back for s in self.inputs[i] if s in plan]
+        return set(reachable(read, lambda i: [s for s in self.inputs[i] if s in plan]))
 
     def saved(self, plan: Collection[int]) -> list[int]:
         """Places of the forward values that live until the backward under a plan, views left out."""
         again = self.run_again(plan)
-        found: set[int] = set()
         readers = [i for i, back in enumerate(self.backward) if back]
-        stack = [s for i in (*readers, *again) for s in self.inputs[i] if s not in again and self.forward[s]]
-        while stack:
-            i = stack.pop()
-            if i in found:
-                continue
-            found.add(i)
-            if self.is_view(i):
-                stack += [s for s in self.inputs[i] if self.forward[s]]
+        read = [s for i in (*readers, *again) for s in self.inputs[i] if s not in again and self.forward[s]]
+        found = reachable(read, lambda i: [s for s in self.inputs[i] if self.forward[s]] if self.is_view(i) else [])
         return sorted(i for i in found if not self.is_view(i) or self.is_element(i))
 
     def is_element(self, i: int) -> bool:

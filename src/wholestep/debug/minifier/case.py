@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.effects import is_needed
 from wholestep.ir.propagate import fill_values
+from wholestep.ir.slices import reachable
 from wholestep.torch_private.fake_tensors import FakeTensorMode
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 
@@ -122,14 +123,7 @@ def _ends(case: Case, edit: Edit) -> list[fx.Node]:
 
 def _live(effects: Sequence[fx.Node], ends: list[fx.Node], given: set[str], dropped: set[str]) -> set[fx.Node]:
     effects = [node for node in effects if node.name not in dropped]
-    live, stack = set[fx.Node](), [*ends, *effects]
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            if node.name not in given:
-                stack += node.all_input_nodes
-    return live
+    return set(reachable([*ends, *effects], lambda node: () if node.name in given else node.all_input_nodes))
 
 
 def _write_output(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.debug.minifier.case import Case, Edit, effects_of, longest_list, results_of
+from wholestep.ir.slices import reachable
 
 _ROUNDS = 8
 _MOST_PEELED = 100
@@ -99,17 +100,13 @@ class Search:
         case = self._current()
         away = set(gone)
         ends = set(results_of(case.gm.graph))
-        crossing: dict[str, None] = {}
-        stack = [n for n in case.nodes if n.name in away and (n in ends or any(u.name not in away for u in n.users))]
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            crossing[node.name] = None
-            if _has_parts(node):  # it may be a tuple, which is no input: then what it is made from has to be one
-                for source in node.all_input_nodes:
-                    if source not in seen and source.name in away:
-                        seen.add(source)
-                        stack.append(source)
+
+        def behind(node: fx.Node) -> list[fx.Node]:
+            # It may be a tuple, which cannot be an input: then what it is computed from has to be one.
+            return [source for source in node.all_input_nodes if source.name in away] if _has_parts(node) else []
+
+        read = [n for n in case.nodes if n.name in away and (n in ends or any(u.name not in away for u in n.users))]
+        crossing = {node.name for node in reachable(read, behind)}
         dropped = tuple(node.name for node in case.effects if node.name in away)
         given = tuple(node.name for node in case.nodes if node.name in crossing)
         return Edit(given=given, before=first, dropped=dropped)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from wholestep.ir.slices import postorder
+
 
 @dataclass
 class Group:
@@ -132,18 +134,7 @@ def plan_groups(
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
     """All nodes below the roots, each after those that it hands gradients to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, below_done = stack.pop()
-        if below_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order
+    return postorder(roots, lambda node: [child for child, _ in node.next_functions if child is not None])
 
 
 class _Same:
