@@ -35,6 +35,7 @@ def op_name(op: OpOverload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
+@lru_cache(maxsize=4096)
 def plain_name(op: OpOverload) -> str:
     """The name without its overload, and for torch's own operators without `aten::`: `add_` of `aten::add_.Tensor`."""
     return op_name(op).removeprefix("aten::").partition(".")[0]

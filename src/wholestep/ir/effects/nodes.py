@@ -36,7 +36,7 @@ from wholestep.ir.effects.python_calls import (
 )
 from wholestep.ir.groups import group_of
 from wholestep.torch_private.fx_graphs import ASSERTIONS
-from wholestep.torch_private.operators import OpOverload, may_copy, plain_name, shares_storage
+from wholestep.torch_private.operators import OpOverload, bound_argument, may_copy, plain_name, shares_storage
 
 RANDOM, COLLECTIVE, EFFECT = "random", "collective", "effect"
 """Kinds of effects that keep their order among themselves."""
@@ -107,10 +107,14 @@ def shared_inputs(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(target, OpOverload):
         return []
-    positions = shared_positions(target)
-    if not positions:
-        return []
-    return [each for position in positions for each in nodes_in(argument_at(node, position))]
+    found: list[fx.Node] = []
+    for position in shared_positions(target):
+        value = bound_argument(target, position, node.args, node.kwargs)
+        if isinstance(value, fx.Node):
+            found.append(value)
+        else:
+            found += nodes_in(value)
+    return found
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

@@ -206,19 +206,22 @@ def only_checks(op: OpOverload) -> bool:
 
 def may_draw(target: Any) -> bool:
     """Whether an operator can draw random numbers."""
-    return isinstance(target, OpOverload) and _has_tag(target, torch.Tag.nondeterministic_seeded)
+    return isinstance(target, OpOverload) and _may_draw(target)
+
+
+@lru_cache(maxsize=4096)
+def _may_draw(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_data_dependent(target: Any) -> bool:
     """Whether the value or the shape of a result depends on the contents of the arguments."""
-    if not isinstance(target, OpOverload):
-        return False
-    return _has_tag(target, torch.Tag.data_dependent_output) or _has_tag(target, torch.Tag.dynamic_output_shape)
+    return isinstance(target, OpOverload) and _is_data_dependent(target)
 
 
 @lru_cache(maxsize=4096)
-def _has_tag(op: OpOverload, tag: torch.Tag) -> bool:
-    return tag in op.tags
+def _is_data_dependent(op: OpOverload) -> bool:
+    return torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
 
 
 def is_communication(target: Any) -> bool:
