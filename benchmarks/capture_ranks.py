@@ -48,7 +48,7 @@ def main() -> None:
     for name, plan in plans.items():
         model = Transformer(options.layers, 64)
         runs[name] = (
-            ws.compile(train_step, parallel=plan, lower="eager"),
+            ws.compile(train_step, parallel=plan, passes=None, lower="eager"),
             model,
             torch.optim.AdamW(model.parameters(), 0.1),
         )

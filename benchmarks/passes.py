@@ -58,7 +58,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
 def captured(layers: int, width: int, plan: Any) -> ws.StepGraph:
     model = nn.Sequential(*(Block(width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    return ws.capture(ws.compile(train_step, parallel=plan, lower="eager"), model, optimizer, torch.randn(2, 8, width))
+    return ws.capture(
+        ws.compile(train_step, parallel=plan, passes=None, lower="eager"), model, optimizer, torch.randn(2, 8, width)
+    )
 
 
 def collectives(graph: fx.Graph) -> int:

@@ -1,33 +1,87 @@
-"""wholestep: an ordinary PyTorch training step as one FX graph."""
+"""wholestep: an ordinary PyTorch training step as one FX graph.
 
-from wholestep import compilers as compilers
-from wholestep import debug as debug
-from wholestep import errors as errors
-from wholestep import inspect as inspect
-from wholestep import lower as lower
-from wholestep import passes as passes
-from wholestep import pipelining as pipelining
-from wholestep import simulate as simulate
-from wholestep.errors import CudaGraphWarning as CudaGraphWarning
-from wholestep.errors import EagerWarning as EagerWarning
-from wholestep.errors import LowerWarning as LowerWarning
-from wholestep.errors import RecompileWarning as RecompileWarning
-from wholestep.errors import WholestepError as WholestepError
-from wholestep.ir.step_graph import StepGraph as StepGraph
-from wholestep.lower import partial_lower as partial_lower
-from wholestep.options import Dim as Dim
-from wholestep.options import Options as Options
-from wholestep.parallel.plan import FullyShard as FullyShard
-from wholestep.parallel.plan import Replicate as Replicate
-from wholestep.partition import split_module as split_module
-from wholestep.step import CompiledStep as CompiledStep
-from wholestep.step import Executable as Executable
-from wholestep.step import build as build
-from wholestep.step import capture as capture
-from wholestep.step import check as check
-from wholestep.step import compile as compile
+Public names are loaded when they are first used: `import wholestep` imports no other module, neither torch nor
+Inductor, and registers nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wholestep import compilers as compilers
+    from wholestep import debug as debug
+    from wholestep import errors as errors
+    from wholestep import inspect as inspect
+    from wholestep import ir as ir
+    from wholestep import lower as lower
+    from wholestep import options as options
+    from wholestep import parallel as parallel
+    from wholestep import partition as partition
+    from wholestep import passes as passes
+    from wholestep import pipelining as pipelining
+    from wholestep import simulate as simulate
+    from wholestep.errors import CudaGraphWarning as CudaGraphWarning
+    from wholestep.errors import EagerWarning as EagerWarning
+    from wholestep.errors import LowerWarning as LowerWarning
+    from wholestep.errors import RecompileWarning as RecompileWarning
+    from wholestep.errors import WholestepError as WholestepError
+    from wholestep.ir.step_graph import StepGraph as StepGraph
+    from wholestep.lower import partial_lower as partial_lower
+    from wholestep.options import Dim as Dim
+    from wholestep.options import Options as Options
+    from wholestep.parallel.plan import FullyShard as FullyShard
+    from wholestep.parallel.plan import Replicate as Replicate
+    from wholestep.partition import split_module as split_module
+    from wholestep.step import CompiledStep as CompiledStep
+    from wholestep.step import Executable as Executable
+    from wholestep.step import build as build
+    from wholestep.step import capture as capture
+    from wholestep.step import check as check
+    from wholestep.step import compile as compile
 
 __version__ = "0.1.0.dev0"
+
+_MODULES = (
+    "compilers",
+    "debug",
+    "errors",
+    "inspect",
+    "ir",
+    "lower",
+    "options",
+    "parallel",
+    "partition",
+    "passes",
+    "pipelining",
+    "simulate",
+)
+"""Public modules."""
+
+_NAMES = {
+    "CompiledStep": "step",
+    "CudaGraphWarning": "errors",
+    "Dim": "options",
+    "EagerWarning": "errors",
+    "Executable": "step",
+    "FullyShard": "parallel.plan",
+    "LowerWarning": "errors",
+    "Options": "options",
+    "RecompileWarning": "errors",
+    "Replicate": "parallel.plan",
+    "StepGraph": "ir.step_graph",
+    "WholestepError": "errors",
+    "build": "step",
+    "capture": "step",
+    "check": "step",
+    "compile": "step",
+    "partial_lower": "lower",
+    "split_module": "partition",
+}
+"""Public name to the module that defines it. The same list as the imports for type checkers above: a test compares."""
 
 __all__ = [
     "CompiledStep",
@@ -50,10 +104,43 @@ __all__ = [
     "debug",
     "errors",
     "inspect",
+    "ir",
     "lower",
+    "options",
+    "parallel",
     "partial_lower",
+    "partition",
     "passes",
     "pipelining",
     "simulate",
     "split_module",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """A package whose public names are not replaced by submodules that are called the same.
+
+    Importing `wholestep.capture` makes Python set the attribute `capture` of its parent to that package, whenever it
+    happens. `ws.capture` is the function; the package is found by import statements, which look in `sys.modules`.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _NAMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

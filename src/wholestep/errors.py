@@ -177,6 +177,11 @@ class OptionError(WholestepError, TypeError):
     code = "WS-OPTION"
 
 
+def invalid_value(name: str, value: object, fix: str) -> OptionError:
+    """The error for an option that exists and does not take a value. `fix`: the values that it takes."""
+    return OptionError(f"{name}={value!r} is not a valid value.", fix=fix)
+
+
 class MeshError(WholestepError):
     """A mesh, an axis or a process group that does not fit, or none at all."""
 

@@ -1,114 +1,176 @@
-"""Options of `ws.compile`, checked when they are given and frozen after."""
+"""Options of `ws.compile`: checked when they are given and frozen after.
+
+`CompileOptions` is what a user may write, for type checkers; `Options` is what the stages of a step read. Both have the
+keywords of `ws.compile`, whose docstring says what each of them means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
 
-from wholestep.environment import default_lower
-from wholestep.errors import OptionError
+from torch import fx
+
+from wholestep.environment import LOWER, default_lower
+from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.dynamic_sizes import Dim as Dim
 from wholestep.lower.options import LowerOptions
 from wholestep.parallel.plan import Plan
-from wholestep.passes.engine.contract import check_list
-from wholestep.passes.engine.registry import resolve
+from wholestep.passes.engine.contract import BoundPass, GraphPass, check_list
+from wholestep.passes.engine.registry import DEFAULT, automatic, resolve
 from wholestep.remat.budget import Budget
 from wholestep.remat.policy import policy_of
+
+_LOWERINGS = ("inductor", "eager", "debug")
+_OF_TORCH_COMPILE = {
+    "backend": 'there is one graph of the whole step, and lower= says how it runs: lower="inductor" compiles it, '
+    'lower="eager" runs it operator by operator. ws.lower.partial_lower compiles a part of a graph.',
+    "fullgraph": "leave it out: a step is always captured as one graph, or refused with the line that prevents it.",
+    "mode": 'what the modes of torch.compile choose are options here: "reduce-overhead" is cuda_graph=True, and '
+    '"max-autotune" is lower_options={"config": {"max_autotune": True}}.',
+    "options": 'settings of Inductor go to lower_options={"config": {...}}.',
+    "disable": "call the function itself instead of ws.compile(function).",
+    "recompile_limit": "write max_recompiles=.",
+}
+"""Arguments of `torch.compile`, and what to write here instead."""
+
+
+DynamicOption = bool | Mapping[str, Mapping[int, Dim]] | None
+PassesOption = Literal["auto", "default"] | Iterable[GraphPass | BoundPass | str] | None
+PolicyOption = Mapping[Any, str] | Callable[[fx.Node], str | None] | None
+
+
+class CompileOptions(TypedDict, total=False):
+    """The keywords of `ws.compile` and their types. Its docstring says what they mean."""
+
+    lower: Literal["inductor", "eager", "debug"] | None
+    lower_options: LowerOptions | Mapping[str, Any] | None
+    cuda_graph: bool | Literal["auto"]
+    memory_budget: int | float | str | Budget | None
+    policy: PolicyOption
+    passes: PassesOption
+    disable_passes: Sequence[str]
+    dump_passes: str | None
+    parallel: Plan | None
+    dynamic: DynamicOption
+    verify: Literal[0, 1, 2, 3]
+    check_first: int
+    max_recompiles: int
+    hooks: Literal["refuse", "trace"]
+    name: str
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is captured, rewritten and run."""
+    """How a step is captured, rewritten and run: the keywords of `ws.compile`, checked."""
 
     lower: str = field(default_factory=default_lower)
-    """`inductor`: compile runs of operators; `eager`: operator by operator, bit for bit like eager PyTorch; `debug`:
-    like `eager`, and each value is checked against the graph's metadata (`ws.compilers.DebugInterpreter`)."""
     lower_options: Any = None
-    """A `ws.lower.LowerOptions`, or a dict of its fields: min_aten_ops, strict, remat, exact, shed, config,
-    region_config."""
+    """A `LowerOptions`, whatever was given."""
     cuda_graph: bool | str = "auto"
-    """Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done)."""
     memory_budget: Any = None
-    """The peak memory of a step: bytes, "12GiB", or a fraction (0.0: the smallest possible, 1.0: nothing is computed
-    again). Values are computed again in the backward to stay within. None: Inductor's own choice."""
+    """A `Budget`, or None."""
     policy: Any = None
-    """With `memory_budget`: what is kept or computed again in any case, by module path or operator:
-    {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node."""
-    passes: Any = None
-    """Rewrites of the graph: None, "default", or a list of passes (`ws.passes...`) and names, "default" among them."""
+    passes: Any = "auto"
+    """The passes to run, in order: a tuple of `BoundPass`, whatever was given."""
     disable_passes: Sequence[str] = ()
-    """Names of passes that do not run."""
+    """Empty: what it named is left out of `passes`."""
     dump_passes: str | None = None
-    """A folder for the graphs before and after each pass."""
     parallel: Plan | None = None
-    """`ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph."""
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None
-    """Path of a batch leaf (or of a part of the batch) to the dimensions that may vary."""
+    dynamic: DynamicOption = None
     verify: int = 1
-    """0: nothing; 1: structure, after capture and each pass; 2: metadata too; 3: also replay around each pass."""
     check_first: int = 0
-    """Run the first calls in eager as well, from the same state, and raise WS-CHECK if they differ. Compiled regions
-    then draw eager's random numbers, also on a GPU."""
     max_recompiles: int = 8
     hooks: str = "refuse"
-    """`refuse` hooks, or `trace` what they compute."""
-    name: str = field(default="")
+    name: str = ""
     """What messages call this step; its function's name by default."""
 
     def __post_init__(self) -> None:
-        if self.lower not in ("eager", "inductor", "debug"):
-            raise OptionError(f"lower={self.lower!r}", fix='use "inductor", "eager" or "debug".')
+        if self.lower not in _LOWERINGS:
+            raise invalid_value("lower", self.lower, f'use "inductor", "eager" or "debug" (also in {LOWER}).')
         object.__setattr__(self, "lower_options", LowerOptions.of(self.lower_options, "lower_options"))
         if self.cuda_graph not in (True, False, "auto"):
-            raise OptionError(f"cuda_graph={self.cuda_graph!r}", fix='use True, False or "auto".')
+            raise invalid_value("cuda_graph", self.cuda_graph, 'use True, False or "auto".')
+        self._check_memory()
+        if self.parallel is not None and not isinstance(self.parallel, Plan):
+            raise OptionError(
+                f"parallel={self.parallel!r} is not a plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
+            )
+        self._resolve_passes()
+        if self.verify not in (0, 1, 2, 3):
+            raise invalid_value("verify", self.verify, "use 0, 1, 2 or 3.")
+        self._check_checking()
+        if type(self.max_recompiles) is not int or self.max_recompiles < 0:
+            raise invalid_value("max_recompiles", self.max_recompiles, "use a whole number, 0 or more.")
+        if self.hooks not in ("refuse", "trace"):
+            raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
+        _check_dynamic(self.dynamic)
+
+    def _check_memory(self) -> None:
         object.__setattr__(self, "memory_budget", Budget.of(self.memory_budget))
         policy_of(self.policy)
         if self.policy is not None and self.memory_budget is None:
-            raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
+            raise OptionError(
+                "policy= is given without memory_budget=.",
+                fix="give a budget too; memory_budget=1.0 is the widest.",
+            )
         if self.lower_options.shed and self.memory_budget is not None:
             raise OptionError(
-                f"memory_budget= with lower_options' shed={self.lower_options.shed}",
+                f"memory_budget= is given together with shed={self.lower_options.shed} in lower_options.",
                 fix="leave out one: a budget chooses itself how many bytes to shed (step.last.memory.shed tells).",
             )
-        object.__setattr__(self, "passes", resolve(self.passes, self.disable_passes))
+
+    def _resolve_passes(self) -> None:
+        given, disabled = self.passes, self.disable_passes
+        if isinstance(given, str) and given == "auto":
+            given = automatic(communicates=self.parallel is not None, exact=self._is_exact())
+            chosen = {each.name for each in given}
+            # A default pass that "auto" left out already needs no disabling, and naming it is not a mistake.
+            disabled = [name for name in disabled if name in chosen or name not in {each.name for each in DEFAULT}]
+        object.__setattr__(self, "passes", resolve(given, disabled))
+        object.__setattr__(self, "disable_passes", ())
         check_list(self.passes)
-        if self.parallel is not None and not isinstance(self.parallel, Plan):
-            raise OptionError(
-                f"parallel={self.parallel!r} is no plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
-            )
-        if self.verify not in (0, 1, 2, 3):
-            raise OptionError(f"verify={self.verify!r}", fix="use 0, 1, 2 or 3.")
+
+    def _is_exact(self) -> bool:
+        """True if the step is asked to give the bits of eager."""
+        return self.lower != "inductor" or self.lower_options.exact
+
+    def _check_checking(self) -> None:
         if type(self.check_first) is not int or self.check_first < 0:
-            raise OptionError(f"check_first={self.check_first!r}", fix="use a whole number, 0 or more.")
+            raise invalid_value("check_first", self.check_first, "use a whole number, 0 or more.")
         if self.check_first and self.parallel is not None:
             raise OptionError(
-                "check_first= with parallel=: the function in eager does not communicate, and is no reference.",
+                "check_first= cannot be used with parallel=: the function in eager does not communicate, so it is no "
+                "reference.",
                 fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
             )
         if self.check_first:
             object.__setattr__(self, "lower_options", self.lower_options.with_eagers_random_numbers())
-        if type(self.max_recompiles) is not int or self.max_recompiles < 0:
-            raise OptionError(f"max_recompiles={self.max_recompiles!r}", fix="use a whole number, 0 or more.")
-        if self.hooks not in ("refuse", "trace"):
-            raise OptionError(f"hooks={self.hooks!r}", fix='use "refuse" or "trace".')
-        _check_dynamic(self.dynamic)
 
     @classmethod
     def of(cls, **given: Any) -> Options:
-        """Options from keyword arguments; an unknown name says which there are."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise OptionError(
-                f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}.",
-                fix=f"the options are {', '.join(sorted(known))}.",
-            )
+        """Options from keyword arguments, `lower=None` among them; an unknown name gets the name that was meant."""
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise OptionError(f"ws.compile has no option {name!r}.", fix=_instead_of(name, known))
+        if given.get("lower", "") is None:
+            del given["lower"]
         return cls(**given)
 
 
+def _instead_of(name: str, known: list[str]) -> str:
+    """What to write instead of an option that does not exist."""
+    if name in _OF_TORCH_COMPILE:
+        return _OF_TORCH_COMPILE[name]
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}."
+
+
 def _check_dynamic(dynamic: Any) -> None:
-    if dynamic is None:
+    if dynamic is None or isinstance(dynamic, bool):
         return
     good = isinstance(dynamic, Mapping) and all(
         isinstance(path, str)
@@ -117,6 +179,9 @@ def _check_dynamic(dynamic: Any) -> None:
         for path, dims in dynamic.items()
     )
     if not good:
-        raise OptionError(
-            f"dynamic={dynamic!r}", fix='use {"batch": {0: ws.Dim(min=1, max=64)}}: path, then dimension to range.'
+        raise invalid_value(
+            "dynamic",
+            dynamic,
+            'use {"batch": {0: ws.Dim(min=1, max=64)}} (path, then dimension to range), True for the first dimension '
+            "of every batch tensor, or None.",
         )

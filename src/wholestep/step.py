@@ -13,9 +13,9 @@ import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from torch import Tensor, fx
 
@@ -42,15 +42,18 @@ from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
+from wholestep.lower import LowerOptions
 from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
-from wholestep.options import Options
+from wholestep.options import CompileOptions, DynamicOption, Options, PassesOption, PolicyOption
+from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.dump import Dump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.ranks.step_ranks import Ranks, RankTerms
+from wholestep.remat.budget import Budget
 from wholestep.remat.policy import policy_of
 from wholestep.runtime.executor import Executor
 from wholestep.runtime.gather import Gather
@@ -583,21 +586,90 @@ class _BoundStep:
 
 
 @overload
-def compile(fn: Callable[P, R], **options: Any) -> CompiledStep[P, R]: ...
+def compile(fn: Callable[P, R], **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
 
 
 @overload
-def compile(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
+def compile(fn: None = None, **options: Unpack[CompileOptions]) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
 
 
-def compile(fn: Any = None, **options: Any) -> Any:
+def compile(
+    fn: Any = None,
+    *,
+    lower: Literal["inductor", "eager", "debug"] | None = None,
+    lower_options: LowerOptions | Mapping[str, Any] | None = None,
+    cuda_graph: bool | Literal["auto"] = "auto",
+    memory_budget: int | float | str | Budget | None = None,
+    policy: PolicyOption = None,
+    passes: PassesOption = "auto",
+    disable_passes: Sequence[str] = (),
+    dump_passes: str | None = None,
+    parallel: Plan | None = None,
+    dynamic: DynamicOption = None,
+    verify: Literal[0, 1, 2, 3] = 1,
+    check_first: int = 0,
+    max_recompiles: int = 8,
+    hooks: Literal["refuse", "trace"] = "refuse",
+    name: str = "",
+    **unknown: Any,
+) -> Any:
     """Turn a training step into one that runs as a single graph.
 
-    Use it as a decorator, with or without options, or as a function. The options are the fields of
-    `wholestep.options.Options`: lower, lower_options, cuda_graph, memory_budget, policy, passes, parallel, dynamic,
-    verify, check_first, max_recompiles, hooks, name.
+    Use it as a decorator, with or without options, or as a function: `step = ws.compile(train_step, verify=2)`.
+
+    Args:
+        fn: The function that does one step: forward, backward, optimizer.
+        lower: How the graph runs. "inductor": compile runs of operators. "eager": operator by operator, bit for bit
+            like eager PyTorch. "debug": like "eager", and each value is checked against the graph's metadata
+            (`ws.compilers.DebugInterpreter`). None: the environment variable WHOLESTEP_LOWER, or "inductor".
+        lower_options: A `ws.lower.LowerOptions` or a mapping of its fields: min_aten_ops, strict, remat, exact, shed,
+            config (settings of Inductor), region_config.
+        cuda_graph: Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done).
+        memory_budget: The peak memory of a step: bytes, a text such as "12GiB", or a fraction (0.0: the smallest peak
+            that can be reached; 1.0: nothing is recomputed). Values are recomputed in the backward to stay within.
+            None: Inductor's own choice.
+        policy: With `memory_budget`, what is saved or recomputed in any case, by module path or operator:
+            `{"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}`, or a function of a node.
+        passes: Rewrites of the graph. "auto": the default list where `parallel` is given (with lower="eager" only its
+            passes that keep every bit), otherwise none. "default": the default list. None: no passes. A list: passes
+            (`ws.passes...`) and their names, "default" among them.
+        disable_passes: Names of passes that do not run.
+        dump_passes: A folder for the graphs before and after each pass.
+        parallel: `ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph.
+        dynamic: Sizes that may differ from call to call without another capture. A mapping from the path of a batch
+            tensor (or of a part of the batch) to its dimensions: `{"batch": {0: ws.Dim(min=1, max=64)}}`. True: the
+            first dimension of every contiguous batch tensor, where that is above 1; tensors with equal first
+            dimensions vary together. None or False: no size varies, and each new size is captured once.
+        verify: What is checked after capture and after each pass. 0: nothing. 1: the structure of the graph, and the
+            metadata of what a pass changed. 2: the metadata of all nodes. 3: also replay the graph before and after
+            each pass on real tensors.
+        check_first: Run so many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
+            Compiled regions then use eager's random numbers, also on a GPU.
+        max_recompiles: Warn after this many captures beyond the first.
+        hooks: "refuse" hooks, or "trace" what they compute.
+        name: What messages call this step; the name of its function by default.
+
+    Raises:
+        OptionError: An option does not exist, or does not take a value (WS-OPTION).
     """
-    chosen = Options.of(**options)
+    chosen = Options.of(
+        lower=lower,
+        lower_options=lower_options,
+        cuda_graph=cuda_graph,
+        memory_budget=memory_budget,
+        policy=policy,
+        passes=passes,
+        disable_passes=disable_passes,
+        dump_passes=dump_passes,
+        parallel=parallel,
+        dynamic=dynamic,
+        verify=verify,
+        check_first=check_first,
+        max_recompiles=max_recompiles,
+        hooks=hooks,
+        name=name,
+        **unknown,
+    )
     if fn is None:
         return lambda function: CompiledStep(function, chosen)
     return CompiledStep(fn, chosen)

@@ -61,7 +61,7 @@ def captured(
     """The graph of a step whose optimizer has its state."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("fake_dp",))
-    compiled = ws.compile(step, parallel=ws.Replicate(mesh))
+    compiled = ws.compile(step, parallel=ws.Replicate(mesh), passes=None)
     made = optimizer(model)
     for _ in range(calls):
         compiled(model, made, torch.randn(5, 3))

@@ -46,7 +46,9 @@ def fusion_backend(
     """`memory_efficient_fusion` as a backend; `options` of `torch.compile` may have `memory_budget` and `policy`."""
     unknown = sorted(set(options or {}) - {"memory_budget", "policy"})
     if unknown:
-        raise OptionError(f"options={{{unknown[0]!r}: ..}}", fix='ws_fusion has "memory_budget" and "policy".')
+        raise OptionError(
+            f"the backend ws_fusion has no option {unknown[0]!r}.", fix='ws_fusion has "memory_budget" and "policy".'
+        )
     settings = {**fusion_settings(), **with_budget(options or {})}
     made: Callable[..., Any] = aot_backend(**settings)(gm, example_inputs)
     return made

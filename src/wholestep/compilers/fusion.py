@@ -67,7 +67,9 @@ def with_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
     if budget is not None:
         return {"partition_fn": partition_within(budget, policy), **rest}
     if policy is not None:
-        raise OptionError("policy= without memory_budget=", fix="give a budget too; memory_budget=1.0 is widest.")
+        raise OptionError(
+            "policy= is given without memory_budget=.", fix="give a budget too; memory_budget=1.0 is widest."
+        )
     return rest
 
 

@@ -21,7 +21,7 @@ from wholestep.debug.minifier.trial import copy_of
 from wholestep.debug.numbers import Gap, eps_of, gap_between
 from wholestep.debug.runs import NodeRaised, Note, run_nodes
 from wholestep.debug.versions import Version, two_versions
-from wholestep.errors import Location, OptionError
+from wholestep.errors import Location, invalid_value
 from wholestep.ir.origin import location_of_node
 from wholestep.ir.readable import format_node
 from wholestep.ir.slices import reachable
@@ -99,7 +99,7 @@ def compare(
     "reassociates" for compiled regions.
     """
     if numerics is not None and numerics not in _NUMERICS:
-        raise OptionError(f"numerics={numerics!r}", fix=f"use one of {', '.join(_NUMERICS)}, or None.")
+        raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}, or None.")
     a, b = two_versions(step_a, step_b, tuple(args), kwargs or {})
     found = compare_versions(a, b, numerics or a.contract_with(b))
     if not quiet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from wholestep.errors import OptionError
+from wholestep.errors import invalid_value
 
 _UNITS = {"": 1, "B": 1}
 _UNITS.update({f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)})
@@ -21,7 +21,7 @@ def as_bytes(given: Any, name: str) -> float | None:
     if isinstance(given, str):
         return bytes_in(given, name, _FIX)
     if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise OptionError(f"{name}={given!r}", fix=_FIX)
+        raise invalid_value(name, given, _FIX)
     return given
 
 
@@ -30,5 +30,5 @@ def bytes_in(text: str, name: str, fix: str) -> int:
     match = _TEXT.fullmatch(text)
     count = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
     if not 1 < count < 2**63:  # "0.5" is not half of something
-        raise OptionError(f"{name}={text!r}", fix=fix)
+        raise invalid_value(name, text, fix)
     return int(count)

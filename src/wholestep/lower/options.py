@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, invalid_value
 from wholestep.lower.regions import MIN_ATEN_OPS
 from wholestep.torch_private.inductor import unknown_inductor_settings
 
@@ -38,7 +38,7 @@ class LowerOptions:
             return given
         known = sorted(each.name for each in fields(cls))
         if given is not None and not (isinstance(given, Mapping) and set(given) <= set(known)):
-            raise OptionError(f"{name}={given!r}", fix=f"use a dict with some of {', '.join(known)}.")
+            raise invalid_value(name, given, f"use a dict with some of {', '.join(known)}.")
         return cls(**(given or {}))
 
     def with_eagers_random_numbers(self) -> LowerOptions:
@@ -47,19 +47,20 @@ class LowerOptions:
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
-            raise OptionError(f"min_aten_ops={self.min_aten_ops!r}", fix="use a whole number, 0 or more.")
+            raise invalid_value("min_aten_ops", self.min_aten_ops, "use a whole number, 0 or more.")
         if type(self.shed) is not int or self.shed < 0:
-            raise OptionError(f"shed={self.shed!r}", fix="use a number of bytes, 0 or more.")
+            raise invalid_value("shed", self.shed, "use a number of bytes, 0 or more.")
         for name in ("strict", "remat", "exact"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}={getattr(self, name)!r}", fix="use True or False.")
+                raise invalid_value(name, getattr(self, name), "use True or False.")
         if self.shed and not self.remat:
             raise OptionError(
-                f"shed={self.shed} with remat=False", fix="leave out one: `shed` goes further than `remat`."
+                f"shed={self.shed} is given together with remat=False.",
+                fix="leave out one: `shed` goes further than `remat`.",
             )
         _check_settings("config", self.config)
         if not isinstance(self.region_config, Mapping):
-            raise OptionError(f"region_config={self.region_config!r}", fix='use {0: {"max_autotune": True}}.')
+            raise invalid_value("region_config", self.region_config, 'use {0: {"max_autotune": True}}.')
         for number, settings in self.region_config.items():
             if type(number) is not int or number < 0:
                 raise OptionError(f"region_config has {number!r}.", fix="use the numbers of regions: 0, 1, ...")
@@ -68,7 +69,7 @@ class LowerOptions:
 
 def _check_settings(name: str, settings: Any) -> None:
     if not isinstance(settings, Mapping):
-        raise OptionError(f"{name}={settings!r}", fix='use a dict of Inductor settings: {"max_autotune": True}.')
+        raise invalid_value(name, settings, 'use a dict of Inductor settings: {"max_autotune": True}.')
     unknown = unknown_inductor_settings(settings)
     if unknown:
         raise OptionError(

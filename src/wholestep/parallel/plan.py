@@ -54,15 +54,20 @@ class Plan:
         name = type(self).__name__
         object.__setattr__(self, "mesh", as_mesh(self.mesh, name))
         if self.reduce_op not in _REDUCE_OPS:
-            raise PlanError(f"{name}(reduce_op={self.reduce_op!r})", fix='use "avg" or "sum".')
+            raise PlanError(f"{name}: reduce_op={self.reduce_op!r} is not a valid value.", fix='use "avg" or "sum".')
         if self.gradient_divide_factor is not None and not self.gradient_divide_factor > 0:
             raise PlanError(
-                f"{name}(gradient_divide_factor={self.gradient_divide_factor!r})", fix="use a number above 0."
+                f"{name}: gradient_divide_factor={self.gradient_divide_factor!r} is not a valid value.",
+                fix="use a number above 0.",
             )
         if self.buffers not in ("local", "broadcast"):
-            raise PlanError(f"{name}(buffers={self.buffers!r})", fix='use "local" or "broadcast".')
+            raise PlanError(
+                f"{name}: buffers={self.buffers!r} is not a valid value.", fix='use "local" or "broadcast".'
+            )
         if not self.deadline > 0:
-            raise PlanError(f"{name}(deadline={self.deadline!r})", fix="use a number of seconds above 0.")
+            raise PlanError(
+                f"{name}: deadline={self.deadline!r} is not a valid value.", fix="use a number of seconds above 0."
+            )
         if isinstance(self.per_rank, str):
             raise PlanError(f"per_rank={self.per_rank!r} is a string.", fix=f"use per_rank=[{self.per_rank!r}].")
         self._check_tensor_parallel()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import invalid_value
 from wholestep.passes.bucket_rewrites import fuse_all_gather, fuse_all_reduce, fuse_reduce_scatter
 from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
 from wholestep.passes.engine.contract import graph_optimization_pass
@@ -43,7 +43,7 @@ DEFAULT_BUCKET_MB = 25.0
 def _check(bucket_size_mb: float) -> None:
     given: Any = bucket_size_mb
     if not isinstance(given, int | float) or not given > 0:
-        raise OptionError(f"bucket_size_mb={bucket_size_mb!r}", fix="use a number of MiB above 0; fractions are fine.")
+        raise invalid_value("bucket_size_mb", bucket_size_mb, "use a number of MiB above 0; fractions are fine.")
 
 
 @graph_optimization_pass(numerics="reassociates", check=_check, only_for=[comm.all_reduce.default])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wholestep.errors import OptionError
+from wholestep.errors import invalid_value
 from wholestep.ir.amounts import bytes_in
 
 _FIX = 'use bytes (12_000_000_000), a text ("12GiB", "800MB"), or a fraction from 0.0 to 1.0.'
@@ -32,9 +32,9 @@ class Budget:
         if isinstance(given, np.integer | np.floating):
             given = given.item()
         if isinstance(given, bool) or not isinstance(given, int | float):
-            raise OptionError(f"memory_budget={given!r}", fix=_FIX)
+            raise invalid_value("memory_budget", given, _FIX)
         if isinstance(given, float) and 0.0 <= given <= 1.0:
             return cls(fraction=given)
         if not 1 < given < 2**63 or given != int(given):
-            raise OptionError(f"memory_budget={given!r}", fix=_FIX)
+            raise invalid_value("memory_budget", given, _FIX)
         return cls(most=int(given))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.meta import node_meta
 from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, packet_of
 
@@ -63,7 +63,7 @@ def policy_of(given: Any) -> Policy:
         return Policy([_rule(key, _word(word)) for key, word in given.items()])
     if callable(given):
         return Policy([], given)
-    raise OptionError(f"policy={given!r}", fix=_FIX)
+    raise invalid_value("policy", given, _FIX)
 
 
 def _word(word: Any) -> str:

@@ -124,7 +124,8 @@ class Shapes:
                 were = "was" if len(self._places[name]) == 1 else "were"
                 raise DynamicShapeError(
                     f"{places} {were} declared dynamic, and the step works only for size {value}.",
-                    fix="derive sizes from tensor.shape instead of writing them down, or drop the Dim.",
+                    fix="derive sizes from tensor.shape instead of writing them down, or leave this dimension out of "
+                    "dynamic= (True declares the first one of every batch tensor; a mapping names some).",
                     location=self.env.fixed_at.get(name),
                 )
 

@@ -38,6 +38,8 @@ def name_leaves(fn: Callable[..., Any], flat: Flat, positional: int) -> list[str
 
 def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[int, dict[int, Dim]]:
     """For each batch leaf, the dimensions that were declared dynamic by a path that leads to it."""
+    if options.dynamic is True:
+        return _first_dims(leaves)
     found: dict[int, dict[int, Dim]] = {}
     for declared, dims in (options.dynamic or {}).items():
         matched = False
@@ -55,4 +57,17 @@ def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[
                 f"dynamic names {declared!r}, and no tensor argument has that path.",
                 fix=f"the tensor arguments are {', '.join(tensors) or 'none'}.",
             )
+    return found
+
+
+def _first_dims(leaves: list[Any]) -> dict[int, dict[int, Dim]]:
+    """The first dimension of every tensor, as `dynamic=True` means it: equal sizes are one dimension that varies.
+
+    Sizes 0 and 1 stay static, since they broadcast, and so do tensors whose strides do not follow from their sizes.
+    """
+    by_size: dict[int, Dim] = {}
+    found: dict[int, dict[int, Dim]] = {}
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.dim() > 0 and leaf.shape[0] > 1 and leaf.is_contiguous():
+            found[i] = {0: by_size.setdefault(leaf.shape[0], Dim())}
     return found

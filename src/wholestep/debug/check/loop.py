@@ -19,7 +19,7 @@ from wholestep.debug.check.reachable import Part
 from wholestep.debug.check.report import CheckReport, CheckRow
 from wholestep.debug.check.side_by_side import Compared, StepCall, compare_call, run_compiled, run_eager
 from wholestep.debug.check.snapshot import Snapshot
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, invalid_value
 
 Between = Callable[[], Any]
 
@@ -104,7 +104,7 @@ def calls_of(
 ) -> list[StepCall]:
     """The arguments of each call. With `batches`, each gets one more: as one argument, or as several if that fits."""
     if type(steps) is not int or steps < 1:
-        raise OptionError(f"steps={steps!r}", fix="use a whole number, 1 or more.")
+        raise invalid_value("steps", steps, "use a whole number, 1 or more.")
     if batches is None:
         return [StepCall(fn, args, dict(kwargs)) for _ in range(steps)]
     taken = list(islice(batches, steps))

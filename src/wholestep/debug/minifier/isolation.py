@@ -29,7 +29,7 @@ import torch
 from wholestep.debug.minifier.failure import BROKEN, HANG, SIGNAL, Outcome
 from wholestep.debug.minifier.trial import Job, Recorded, perform
 from wholestep.debug.minifier.wire import Packed, pack_job, unpack_job
-from wholestep.errors import MinifyError, OptionError
+from wholestep.errors import MinifyError, invalid_value
 from wholestep.ir.io.repro import importable
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 
@@ -66,7 +66,7 @@ def place_for(isolate: str, job: Job, timeout: float, log: Path) -> Place:
         return Worker(timeout)
     if isolate == "none":
         return Here()
-    raise OptionError(f"isolate={isolate!r}", fix="use 'auto', 'fork', 'worker' or 'none'.")
+    raise invalid_value("isolate", isolate, "use 'auto', 'fork', 'worker' or 'none'.")
 
 
 class Here:

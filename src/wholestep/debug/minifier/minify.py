@@ -28,7 +28,7 @@ from wholestep.debug.minifier.progress import Progress
 from wholestep.debug.minifier.report import write_case
 from wholestep.debug.minifier.search import Search
 from wholestep.debug.minifier.trial import Job, Predicate
-from wholestep.errors import MinifyError, OptionError
+from wholestep.errors import MinifyError, OptionError, invalid_value
 from wholestep.ir.graphs import copy_graph
 from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
 from wholestep.torch_private.pytrees import pytree
@@ -118,9 +118,9 @@ def _check(gm: Any, predicate: Any, timeout: Any) -> None:
             f"a {type(gm).__name__} is no graph module.", fix="give an fx.GraphModule (StepGraph: its .gm)."
         )
     if predicate is not None and not callable(predicate):
-        raise OptionError(f"predicate={predicate!r}", fix="give a function of (gm, inputs), or an error.")
+        raise invalid_value("predicate", predicate, "give a function of (gm, inputs), or an error.")
     if not isinstance(timeout, int | float) or not timeout > 0:
-        raise OptionError(f"timeout={timeout!r}", fix="use a number of seconds.")
+        raise invalid_value("timeout", timeout, "use a number of seconds.")
 
 
 def _case(gm: fx.GraphModule, inputs: Sequence[Any]) -> Case:

@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 
 from torch import fx, nn
 
-from wholestep.errors import OptionError, PassOrderError
+from wholestep.errors import OptionError, PassOrderError, invalid_value
 
 Numerics = Literal["exact", "reassociates", "changes"]
 _NUMERICS = ("exact", "reassociates", "changes")
@@ -169,7 +169,7 @@ def graph_optimization_pass(
     `check` takes the options and raises if one of them is wrong, as soon as they are given.
     """
     if numerics not in _NUMERICS:
-        raise OptionError(f"numerics={numerics!r}", fix=f"use one of {', '.join(_NUMERICS)}.")
+        raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}.")
     if inspect.isfunction(prerequisites):
         return graph_optimization_pass()(prerequisites)  # written without ()
     before, after = _names(prerequisites), _names(apply_after)

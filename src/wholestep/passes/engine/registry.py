@@ -1,5 +1,6 @@
 """Passes by name: ours, and those of other packages by the entry point `wholestep.passes`.
 
+ws.compile(step)                                 passes="auto": the default list where the step communicates
 ws.compile(step, passes="default")
 ws.compile(step, passes=[ws.passes.comm_fusion_with_concat(bucket_size_mb=25), "my_pass"])
 ws.compile(step, passes=["default", "overlap_optimizer_with_next_forward"])
@@ -13,7 +14,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, invalid_value
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, GraphPass
@@ -52,21 +53,32 @@ def known_passes() -> dict[str, GraphPass]:
     return {each.name: each for each in _BY_NAME}
 
 
+def automatic(*, communicates: bool, exact: bool) -> tuple[GraphPass, ...]:
+    """What `passes="auto"` runs: the default list where the step communicates, otherwise nothing.
+
+    `exact`: only passes that keep every bit, and of these only those whose prerequisites do, too.
+    """
+    chosen: list[GraphPass] = []
+    for each in DEFAULT if communicates else ():
+        contract = each.contract
+        if exact and contract.numerics != "exact":
+            continue
+        if {before.name for before in chosen}.issuperset(contract.prerequisites):
+            chosen.append(each)
+    return tuple(chosen)
+
+
 def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
     """The passes to run, from what the user wrote."""
     if passes is None:
         chosen: Iterable[Any] = ()
-    elif isinstance(passes, str):
-        if passes != "default":
-            raise OptionError(
-                f"passes={passes!r}", fix='use "default", None, or a list of passes and names, "default" among them.'
-            )
+    elif isinstance(passes, str) and passes == "default":
         chosen = DEFAULT
-    elif isinstance(passes, Iterable):
+    elif isinstance(passes, Iterable) and not isinstance(passes, str):
         chosen = passes
     else:
-        raise OptionError(
-            f"passes={passes!r}", fix='use "default", None, or a list of passes and names, "default" among them.'
+        raise invalid_value(
+            "passes", passes, 'use "auto", "default", None, or a list of passes and names, "default" among them.'
         )
     given = [part for each in chosen for part in (DEFAULT if each == "default" else (each,))]
     found = [_bound(each) for each in given]

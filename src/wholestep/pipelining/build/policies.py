@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, invalid_value
 from wholestep.pipelining.build.markers import pipe_split
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
@@ -23,14 +23,14 @@ Policy = Callable[[fx.GraphModule], fx.GraphModule]
 def split_on_size_threshold(threshold: int) -> Policy:
     """Begin a new stage wherever the parameters of the one before would come to more than `threshold` elements."""
     if threshold < 1:
-        raise OptionError(f"threshold={threshold!r}", fix="use a number of elements above 0.")
+        raise invalid_value("threshold", threshold, "use a number of elements above 0.")
     return lambda module: _marked(module, lambda sizes: places_by_threshold(sizes, threshold))
 
 
 def split_into_equal_size(nstages: int) -> Policy:
     """Cut into `nstages` whose parameters are as equal in size as the order of the operators allows."""
     if nstages < 1:
-        raise OptionError(f"nstages={nstages!r}", fix="use a number of stages above 0.")
+        raise invalid_value("nstages", nstages, "use a number of stages above 0.")
     return lambda module: _marked(module, lambda sizes: places_of_equal_size(sizes, nstages))
 
 

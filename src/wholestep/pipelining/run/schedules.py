@@ -26,7 +26,7 @@ import torch
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from wholestep.errors import OptionError, ScheduleError, StageError
+from wholestep.errors import OptionError, ScheduleError, StageError, invalid_value
 from wholestep.pipelining.run.chunks import split_args_kwargs_into_chunks
 from wholestep.pipelining.run.given import check_target, rows_of
 from wholestep.pipelining.run.stage import Stage
@@ -63,7 +63,7 @@ def schedule(
     """
     cls = _class_of(kind)
     if not deadline > 0:
-        raise OptionError(f"deadline={deadline!r}", fix="use a number of seconds above 0.")
+        raise invalid_value("deadline", deadline, "use a number of seconds above 0.")
     given = own_stages(stages, "a schedule")
     loss_fn = loss_fn or given[0].own_loss
     whole = type(cls.__name__, (_Whole, cls), {})
