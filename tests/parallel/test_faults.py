@@ -42,10 +42,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
 class Job:
     """A model under a plan, ready to train."""
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: Any, **options: Any) -> None:
         self.model = net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.step = ws.compile(train_step, parallel=plan)
+        self.step = ws.compile(train_step, parallel=plan, **options)
 
     def run(self, width: int = 6) -> Tensor:
         return self.step(self.model, self.optimizer, torch.ones(2, width))
@@ -128,7 +128,7 @@ def swap_first_two(gm: fx.GraphModule) -> None:
 def swapped(rank: int) -> str:
     if rank == 1:
         step.ALWAYS = (swap_first_two,)  # this process ends with the test
-    job = Job(ws.FullyShard(world_mesh(), deadline=20))
+    job = Job(ws.FullyShard(world_mesh(), deadline=20), passes=None)
     with pytest.raises(ws.errors.DesyncError) as caught:
         job.run()
     return str(caught.value)

@@ -137,7 +137,7 @@ def test_clipping_takes_the_norm_of_the_whole_within_rounding() -> None:
 
 def test_a_tied_parameter_is_gathered_once_in_each_direction_and_reduced_once() -> None:
     def code(rank: int) -> tuple[Counter[str], int]:
-        case = Case("tied", TiedLanguageModel, step=language_step, batch=tokens)
+        case = Case("tied", TiedLanguageModel, step=language_step, batch=tokens, compile={"passes": None})
         ours = Compiled(case, ws.FullyShard(world_mesh()))
         ours.run(0)
         return ours.collectives, len(list(ours.model.parameters()))
@@ -150,8 +150,8 @@ def test_a_tied_parameter_is_gathered_once_in_each_direction_and_reduced_once() 
 
 def test_nothing_is_sent_for_gradients_of_frozen_and_unused_parameters() -> None:
     def code(rank: int) -> Any:
-        sharded = Compiled(Case("", WithUnusedParts, step=keeping_gradients), ws.FullyShard(world_mesh()))
-        replicated = Compiled(Case("", WithUnusedParts, step=keeping_gradients), ws.Replicate(world_mesh()))
+        case = Case("", WithUnusedParts, step=keeping_gradients, compile={"passes": None})
+        sharded, replicated = Compiled(case, ws.FullyShard(world_mesh())), Compiled(case, ws.Replicate(world_mesh()))
         for i in range(2):
             sharded.run(i)
             replicated.run(i)
@@ -175,7 +175,7 @@ def test_saved_weights_are_gathered_again_if_resharded_after_the_forward(again: 
     """Of two matrices and two vectors only the last matrix is needed by the backward."""
 
     def code(rank: int) -> tuple[list[str], Counter[str]]:
-        case = Case("", steps=3)
+        case = Case("", steps=3, compile={"passes": None})
         lines = beside_fully_shard(case, reshard_after_forward=again)
         ours = Compiled(case, ws.FullyShard(world_mesh(), reshard_after_forward=again))
         ours.run(0)
