@@ -38,6 +38,7 @@ _OF_TORCH_COMPILE = {
 
 
 DynamicOption = bool | Mapping[str, Mapping[int, Dim]] | None
+ParallelOption = Plan | None
 PassesOption = Literal["auto", "default"] | Iterable[GraphPass | BoundPass | str] | None
 PolicyOption = Mapping[Any, str] | Callable[[fx.Node], str | None] | None
 
@@ -53,7 +54,7 @@ class CompileOptions(TypedDict, total=False):
     passes: PassesOption
     disable_passes: Sequence[str]
     dump_passes: str | None
-    parallel: Plan | None
+    parallel: ParallelOption
     dynamic: DynamicOption
     verify: Literal[0, 1, 2, 3]
     check_first: int
@@ -78,7 +79,7 @@ class Options:
     disable_passes: Sequence[str] = ()
     """Empty: what it named is left out of `passes`."""
     dump_passes: str | None = None
-    parallel: Plan | None = None
+    parallel: ParallelOption = None
     dynamic: DynamicOption = None
     verify: int = 1
     check_first: int = 0

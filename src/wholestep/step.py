@@ -47,8 +47,14 @@ from wholestep.lower.memory_budget import fit_to_budget
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import Lowering
-from wholestep.options import CompileOptions, DynamicOption, Options, PassesOption, PolicyOption
-from wholestep.parallel.plan import Plan
+from wholestep.options import (
+    CompileOptions,
+    DynamicOption,
+    Options,
+    ParallelOption,
+    PassesOption,
+    PolicyOption,
+)
 from wholestep.passes.engine.dump import Dump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
@@ -604,7 +610,7 @@ def compile(
     passes: PassesOption = "auto",
     disable_passes: Sequence[str] = (),
     dump_passes: str | None = None,
-    parallel: Plan | None = None,
+    parallel: ParallelOption = None,
     dynamic: DynamicOption = None,
     verify: Literal[0, 1, 2, 3] = 1,
     check_first: int = 0,
