@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.mutable import call_on_copies, copy_with_strides, mutated_arguments, returns_written, split_results
+from wholestep.ir.effects import written_positions
+from wholestep.ir.mutable import call_on_copies, copy_with_strides, returns_written, split_results
 
 aten = torch.ops.aten
 
@@ -85,7 +86,7 @@ def test_a_list_of_results_that_are_the_written_arguments_is_not_listed_twice(my
 def test_keyword_arguments_are_copied_too() -> None:
     out = torch.zeros(2)
     op = aten.add.out
-    assert mutated_arguments(op) == (3,)
+    assert written_positions(op) == (3,)
     (new,) = call_on_copies(op, (3,), torch.ones(2), torch.ones(2), out=out)
     assert torch.equal(new, torch.full((2,), 2.0))
     assert torch.equal(out, torch.zeros(2))

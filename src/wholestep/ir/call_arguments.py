@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from wholestep.ir.mutable import call_on_copies
-from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, schema_of
+from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, named_arguments, schema_of
 
 _STATISTICS = ("input", "weight", "bias", "running_mean", "running_var")
 _BUILTINS: dict[Any, tuple[str, ...]] = {
@@ -74,7 +74,7 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     op = operator_of(node)
     assert op is not None
     args = node.args if op is node.target else node.args[2:]
-    return {**dict(zip(argument_names(op), args, strict=False)), **node.kwargs}
+    return named_arguments(op, args, node.kwargs)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.effects import is_collective, is_custom_operator
+from wholestep.ir.effects import is_collective, is_custom_operator, may_draw
 from wholestep.ir.signature import InputKind
 from wholestep.ir.slices import ancestors
 from wholestep.torch_private.fake_tensors import without_modes
@@ -128,7 +128,7 @@ def _constant(node: fx.Node) -> Any:
 
 def _is_pure(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if may_draw(node.target):
             return False
         if is_custom_operator(node.target):  # its kernel runs as often as in eager
             return False

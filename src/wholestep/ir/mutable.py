@@ -40,12 +40,6 @@ def call_on_copies(op: OpOverload, mutated: Sequence[int], *args: Any, **kwargs:
     return (*(_copied_if_in(taken, result) for result in own), *new)
 
 
-@lru_cache(maxsize=1024)
-def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
-    """The schema positions of the arguments that `op` says it writes."""
-    return tuple(i for i, a in enumerate(schema_of(op).arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
 def split_results(
     op: OpOverload, mutated: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any], flat: Sequence[Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

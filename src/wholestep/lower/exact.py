@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholestep.ir.call_arguments import argument
 from wholestep.ir.effects import shared_inputs
 from wholestep.ir.graphs import tensors_in
 from wholestep.lower.support import is_number
 from wholestep.torch_private.inductor import keeps_roundings
-from wholestep.torch_private.operators import OpOverload, plain_name, schema_of
+from wholestep.torch_private.operators import OpOverload, plain_name
 
 SETTINGS: dict[str, Any] = {
     "emulate_precision_casts": True,
@@ -57,9 +58,9 @@ def why_not_exact(node: fx.Node) -> str:
         return "rounds float64 to float32, which C++ may leave out (exact=True)"
     if name not in _PRESCRIBED and name not in _MOVING and not _is_view(node):
         return "compiled, it may round differently (exact=True)"
-    if _given(node, "alpha", 1) != 1:
+    if argument(node, "alpha", 1) != 1:
         return "multiplies and adds with one rounding in eager (exact=True)"
-    if _given(node, "rounding_mode", None) is not None:
+    if argument(node, "rounding_mode", None) is not None:
         return "a division that rounds (exact=True)"
     if name == "div" and _divides_by_number_on_gpu(node):
         return "multiplies by the inverse of a number in eager (exact=True)"
@@ -71,15 +72,6 @@ def why_not_exact(node: fx.Node) -> str:
 def _is_view(node: fx.Node) -> bool:
     tensors = [source for source in node.all_input_nodes if not is_number(source)]
     return len(tensors) == 1 and shared_inputs(node) == tensors
-
-
-def _given(node: fx.Node, name: str, default: Any) -> Any:
-    if name in node.kwargs:
-        return node.kwargs[name]
-    assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    place = names.index(name) if name in names else len(node.args)
-    return node.args[place] if place < len(node.args) else default
 
 
 def _numbers(node: fx.Node) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wholestep.lower.scalars import Number, call
-from wholestep.torch_private.operators import OpOverload, op_name, schema_of
+from wholestep.torch_private.operators import OpOverload, named_arguments, op_name, schema_of
 
 aten = torch.ops.aten
 _PREFIX = "aten::_foreach_"
@@ -38,8 +38,7 @@ def call_elementwise(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """What a list operator returns, computed element by element."""
     packet = element_operator(op)
     count = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
-    names = [argument.name for argument in schema_of(op).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = named_arguments(op, args, kwargs)
     # `scalars` may also be a tensor with a number for each element.
     lists = {a.name for a in schema_of(op).arguments if str(a.type).startswith("List[") or a.name == "scalars"}
     results = []

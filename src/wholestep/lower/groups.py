@@ -17,10 +17,9 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from wholestep.ir.effects import communicates, is_communication, is_custom_operator, may_write, writes
+from wholestep.ir.effects import communicates, is_communication, is_custom_operator, may_draw, may_write, writes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.rng import SIDE_EFFECTS
@@ -154,7 +153,7 @@ def is_ordered(node: fx.Node) -> bool:
     if target is call_on_copies:
         target = node.args[0]
         # Of operators of other libraries nothing is known.
-        return torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten"
+        return may_draw(target) or target.namespace != "aten"
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags or is_custom_operator(target)
+        return may_draw(target) or is_custom_operator(target)
     return node.op == "call_function" and node.is_impure()

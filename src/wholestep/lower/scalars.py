@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.torch_private.operators import OpOverload, op_name, plain_name, schema_of
+from wholestep.torch_private.operators import (
+    OpOverload,
+    argument_names,
+    named_arguments,
+    op_name,
+    plain_name,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -76,8 +83,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator some of whose arguments may be Numbers."""
     if not has_numbers(args) and not has_numbers(kwargs):
         return _plain(op, args, kwargs)
-    names = [argument.name for argument in schema_of(op).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = named_arguments(op, args, kwargs)
     dtype = _promoted(given.values())
     given = {name: value.beside(dtype) if isinstance(value, Number) else value for name, value in given.items()}
     name = plain_name(op)
@@ -117,11 +123,10 @@ def _promoted(values: Iterable[Any]) -> torch.dtype | None:
 def _plain(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call without Numbers. Overloads that want tensors get them (foreach hands over plain numbers)."""
     wants = [argument.name for argument in schema_of(op).arguments if str(argument.type) == "Tensor"]
-    names = [argument.name for argument in schema_of(op).arguments]
     dtype = _dtype(args)
     given = tuple(
         _tensor(value, dtype) if name in wants and op_name(op) in _STRICT and not isinstance(value, Tensor) else value
-        for name, value in zip(names, args, strict=False)
+        for name, value in zip(argument_names(op), args, strict=False)
     )
     return op(*given, **kwargs)
 

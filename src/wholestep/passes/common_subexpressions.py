@@ -29,6 +29,7 @@ from wholestep.ir.effects import (
     is_collective,
     is_data_dependent,
     is_wait,
+    may_draw,
     shared_inputs,
     sharing_with_outputs,
     writes,
@@ -168,7 +169,7 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if not isinstance(target, OpOverload):
         return target in _PYTHON
-    if target.namespace not in _NAMESPACES or torch.Tag.nondeterministic_seeded in target.tags:
+    if target.namespace not in _NAMESPACES or may_draw(target):
         return False
     return not op_name(target).startswith(_UNINITIALISED) and not is_data_dependent(target)
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 
 from wholestep.ir.comm_block import collective_of
-from wholestep.ir.effects import is_collective, is_wait, shared_inputs, writes
+from wholestep.ir.effects import is_collective, is_wait, may_draw, shared_inputs, writes
 from wholestep.ir.iter.moves import needed_outputs, roots_of, state_of
 from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import reachable
@@ -103,7 +102,7 @@ class _Finder:
             return ""
         if is_collective(node.target):
             return f"{node.name} sends it on"
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if may_draw(node.target):
             return f"{node.name} draws random numbers"
         if _is_write_back(node):
             target = state_of(node)

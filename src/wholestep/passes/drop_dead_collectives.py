@@ -14,13 +14,11 @@ it draws random numbers.  All ranks have the same graph and so drop the same one
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from wholestep.ir.comm_block import comm_block
-from wholestep.ir.effects import communicates, is_wait, writes
+from wholestep.ir.effects import communicates, is_wait, may_draw, writes
 from wholestep.ir.mutable import call_on_copies
-from wholestep.torch_private.operators import OpOverload
 
 
 def drop_dead_collectives(gm: fx.GraphModule) -> int:
@@ -53,6 +51,4 @@ def _is_droppable(node: fx.Node) -> bool:
 def _is_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or communicates(node) or is_wait(node.target) or writes(node):
         return False
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        return False
-    return not node.is_impure()
+    return not may_draw(node.target) and not node.is_impure()

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from wholestep.ir.comm_block import is_part
-from wholestep.ir.effects import WriteWindows, is_communication, may_write
+from wholestep.ir.effects import WriteWindows, is_communication, may_draw, may_write
 from wholestep.ir.slices import reachable
 from wholestep.torch_private.operators import OpOverload
 
@@ -83,6 +83,4 @@ def is_movable(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or may_write(target) or is_communication(target):
         return False
-    return target in _CASTS or (
-        torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
-    )
+    return target in _CASTS or (torch.Tag.pointwise in target.tags and not may_draw(target))

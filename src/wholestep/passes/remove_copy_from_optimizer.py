@@ -21,18 +21,13 @@ import operator
 import torch
 from torch import fx
 
-from wholestep.ir.effects import is_needed, keeps_elements, shared_inputs, writes
+from wholestep.ir.effects import is_needed, keeps_elements, reads_contents, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.torch_private.operators import OpOverload, op_name, plain_name
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _COPY = torch.ops.aten.copy_.default
 _OPTIMIZERS = ("aten::_fused_", "aten::_foreach_")
-_VIEWS = frozenset(
-    "view _unsafe_view alias detach t transpose permute slice select narrow expand unsqueeze squeeze as_strided split "
-    "split_with_sizes unbind chunk".split()
-)
-"""Operators that never read the memory they give a view of; `reshape` and `contiguous` may copy it."""
 
 
 @graph_optimization_pass(prerequisites=[], apply_after=[], numerics="exact", allow_rerun=True)
@@ -57,7 +52,7 @@ def plan_orphans(graph: fx.Graph) -> list[fx.Node]:
                 continue
             sources = [source for source in node.all_input_nodes if source is not target or source in node.args[1:]]
         else:
-            sources = [] if _only_looks(node) else node.all_input_nodes
+            sources = node.all_input_nodes if reads_contents(node) else []
         for source in sources:
             read |= memory[source]
     return orphans[::-1]
@@ -95,12 +90,6 @@ def _takes_an_element(node: fx.Node) -> bool:
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
     return isinstance(source, fx.Node) and not shared_inputs(source) and not writes(source)
-
-
-def _only_looks(node: fx.Node) -> bool:
-    if isinstance(node.target, OpOverload):
-        return plain_name(node.target) in _VIEWS
-    return node.target is operator.getitem
 
 
 def _is_temporary(memory: frozenset[fx.Node], read: set[fx.Node]) -> bool:

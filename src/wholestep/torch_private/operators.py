@@ -102,6 +102,11 @@ def argument_names(op: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema_of(op).arguments)
 
 
+def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are not given."""
+    return {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
+
+
 def bound_argument(op: OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The argument at a schema position of a call, given by position or by name; None if it is not given."""
     return args[position] if position < len(args) else kwargs.get(argument_names(op)[position])

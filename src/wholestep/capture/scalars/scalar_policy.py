@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import Location, UnsupportedError, WholestepError
+from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.meta import node_meta
 from wholestep.ir.number_tensor import number_tensor
@@ -188,7 +189,7 @@ class _Program:
         if not isinstance(node.target, OpOverload):
             return node.target, self._form(node.args), self._form(node.kwargs)
         arguments = schema_of(node.target).arguments  # arguments that have their default are left out by dispatch
-        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+        given = arguments_by_name(node)
         return node.target, tuple(self._form(given.get(a.name, a.default_value)) for a in arguments)
 
     def unchanged(self, path: str) -> Any:

@@ -60,9 +60,9 @@ _OTHER_STORAGE = frozenset(
 """Change what a tensor is, rather than what it holds."""
 
 _LAYOUT_ONLY = frozenset(
-    "view view_as t transpose swapaxes swapdims permute movedim moveaxis expand expand_as squeeze unsqueeze select "
-    "slice narrow diagonal unbind split split_with_sizes chunk tensor_split as_strided detach alias unfold "
-    "view_as_real view_as_complex size dim numel stride sym_size sym_numel sym_stride is_contiguous".split()
+    "view _unsafe_view view_as t transpose swapaxes swapdims permute movedim moveaxis expand expand_as squeeze "
+    "unsqueeze select slice narrow diagonal unbind split split_with_sizes chunk tensor_split as_strided detach alias "
+    "unfold view_as_real view_as_complex size dim numel stride sym_size sym_numel sym_stride is_contiguous".split()
 )
 """Operators, functions and methods whose result is always a view or a size: unlike `reshape`, which may copy."""
 

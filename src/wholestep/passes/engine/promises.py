@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import compress
 from operator import is_not, itemgetter
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position
 from wholestep.torch_private.distributed import process_group_size
 from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_SOURCES, call_targets
-from wholestep.torch_private.operators import OpOverload, op_name, schema_of
+from wholestep.torch_private.operators import OpOverload, argument_names, op_name
 
 _COPY = torch.ops.aten.copy_.default
 _MANY = 10_000
@@ -221,16 +221,11 @@ def _collectives(graph: fx.Graph) -> dict[fx.Node, Key]:
 
 
 def _key(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-    given = dict(zip(_argument_names(op), arguments_by_position(op, args, kwargs), strict=False))
+    given = dict(zip(argument_names(op), arguments_by_position(op, args, kwargs), strict=False))
     group = given.pop("group_name", "")
     scalars = [str(value) for value in given.values() if isinstance(value, str | int)]
     named = group if isinstance(group, str) else str(getattr(group, "group_name", ""))
     return op_name(op), scalars[0] if scalars else "", named, " ".join(scalars[1:])
-
-
-@lru_cache(maxsize=256)
-def _argument_names(op: OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in schema_of(op).arguments)
 
 
 def _is_average(one: Key, other: Key) -> bool:

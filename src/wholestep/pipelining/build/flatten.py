@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir.mutable import mutated_arguments, returns_written
+from wholestep.ir.effects import returned_position
 from wholestep.pipelining.build import functions
 from wholestep.pipelining.build.regions import BEGIN, END, KEY, Region
 from wholestep.torch_private.operators import OpOverload
@@ -132,10 +132,8 @@ def written_argument(node: fx.Node) -> fx.Node | None:
     """The argument that an in-place operator writes and returns, if that is all it returns."""
     if not isinstance(node.target, OpOverload):
         return None
-    written = mutated_arguments(node.target)
-    if len(written) != 1 or returns_written(node.target, written) != (True,) or written[0] >= len(node.args):
-        return None
-    argument = node.args[written[0]]
+    written = returned_position(node.target)
+    argument = node.args[written] if written is not None and written < len(node.args) else None
     same = isinstance(argument, fx.Node) and _same_geometry(node.meta.get("val"), argument.meta.get("val"))
     return argument if same else None  # type: ignore[return-value]
 
