@@ -36,7 +36,7 @@ from wholestep.errors import (
 )
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.captured_step import CapturedStep
-from wholestep.ir.iter.marks import CREATES, LATE
+from wholestep.ir.iter.moves import CREATES, LATE
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
@@ -185,7 +185,7 @@ def _lowered(step_graph: StepGraph, lowering: Lowering | None, *, once: bool) ->
 def _program_maker(options: Options) -> Callable[[fx.GraphModule], Callable[..., Any]]:
     if options.lower != "debug":
         return program
-    from wholestep.compilers.debug import checked_program
+    from wholestep.compilers.debug_interpreter import checked_program
 
     return checked_program
 
@@ -317,7 +317,7 @@ class CompiledStep(Generic[P, R]):
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
         if options.check_first:
-            from wholestep.debug.check.first_calls import FirstCalls
+            from wholestep.debug.check.check_calls import FirstCalls
 
             FirstCalls.stand_in(self, options.check_first)
 
@@ -696,7 +696,7 @@ def check(
     for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
     options of `ws.compile` are options; others, and `kwargs`, go to the step.
     """
-    from wholestep.debug.check.loop import calls_of, check_calls
+    from wholestep.debug.check.check_calls import calls_of, check_calls
 
     known = {option.name for option in fields(Options)}
     named = {**{key: value for key, value in options.items() if key not in known}, **(kwargs or {})}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.compilers.input_records import made_up, record_of
 from wholestep.errors import DebugError, OptionError
+from wholestep.ir.io.input_records import made_up, record_of
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:

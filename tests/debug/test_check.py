@@ -17,8 +17,8 @@ import wholestep as ws
 from cases import buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure
 from cases.parts import adamw, mlp, train_step
 from harness import SEED, Case, batch_of, cases_on, device, differences, frame
-from wholestep.debug.check.loop import check_calls
-from wholestep.debug.check.side_by_side import StepCall
+from wholestep.debug.check.check_calls import check_calls
+from wholestep.debug.check.side_by_side import CheckedCall
 
 EVERY = 12
 CASES = [buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure]
@@ -34,7 +34,7 @@ def test_a_correct_step_is_equal_to_the_bit_and_nothing_is_changed(each: Case) -
     torch.manual_seed(SEED)
     run = each.make(device())
     step = ws.compile(run.step, **each.options)
-    calls = [StepCall(step.__wholestep_function__, run.arguments(i), run.keywords(i)) for i in range(3)]
+    calls = [CheckedCall(step.__wholestep_function__, run.arguments(i), run.keywords(i)) for i in range(3)]
     before = frame("before", None, run.watch, [(call.args, call.kwargs) for call in calls])
     report = check_calls(step, calls)
     after = frame("after", None, run.watch, [(call.args, call.kwargs) for call in calls])
@@ -289,7 +289,7 @@ def test_what_eager_computes_differently_from_run_to_run_is_not_held_against_the
 
     original, runs = side_by_side.run_eager, 0
 
-    def unstable(call: StepCall) -> Any:
+    def unstable(call: CheckedCall) -> Any:
         nonlocal runs
         runs += 1
         result = original(call)

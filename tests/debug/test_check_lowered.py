@@ -159,8 +159,7 @@ def test_a_small_language_model_of_hugging_face_is_ok() -> None:
 
 
 def test_a_reference_that_computed_something_else_excuses_nothing() -> None:
-    from wholestep.debug.check.findings import Status, Tolerance, findings
-    from wholestep.debug.check.observation import Observation
+    from wholestep.debug.check.findings import Observation, Status, Tolerance, findings
     from wholestep.debug.check.reachable import Part
 
     def seen(value: Tensor) -> Observation:

@@ -13,7 +13,7 @@ import wholestep as ws
 from debug.graphs import chain
 from debug.seeded import call_of, changes_a_constant, looks_around, seeded, swaps, train_step
 from wholestep.debug import compare
-from wholestep.debug.numbers import gap_between, max_ulps
+from wholestep.debug.value_distance import gap_between, max_ulps
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from debug.graphs import (
     rest_follows,
     sleep_forever,
 )
-from wholestep.debug.minifier import minify
+from wholestep.debug import minify
 from wholestep.ir.io.tensor_file import read_tensors
 
 aten = torch.ops.aten
@@ -208,7 +208,7 @@ def test_a_state_that_was_tampered_with_is_refused(tmp_path, change):
 def test_no_file_of_a_search_is_a_pickle(tmp_path):
     minify(chain(20, 7), two(), has_mul, folder=tmp_path)
     kinds = {path.suffix for path in tmp_path.iterdir()}
-    assert kinds <= {".py", ".jsonl", ".safetensors", ".log"}
+    assert kinds <= {".py", ".json", ".jsonl", ".safetensors", ".log"}
     for path in tmp_path.glob("*.safetensors"):
         assert read_tensors(path)
 

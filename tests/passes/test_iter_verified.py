@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.test_iter_graph import Sides, moved_module, nodes, two_parameters
+from ir.iter.test_graph import Sides, moved_module, nodes, two_parameters
 from wholestep.errors import PassError
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule

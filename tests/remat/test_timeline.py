@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from wholestep.ir.effects import find_storages
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.remat.timeline import timeline
 from wholestep.runtime.program import program

@@ -1,27 +1,29 @@
 """Compile the forward and backward of a function or module, once for each shape of its inputs.
 
 torch's `aot_function` traces at the first call and replays that trace on whatever comes later; here a call whose inputs
-differ in shape, stride, dtype, device, sharing of memory or requires_grad, whose other arguments differ, or that runs
-in another grad mode, autocast or train/eval state is traced on its own. Parameters that a module has twice go in once.
-With `dynamic=True` sizes are symbols, and a trace is used for all sizes for which what it relied on is true
-(`assumed_sizes`).
+differ in shape, stride, dtype, device, aliasing or requires_grad, whose other arguments differ, or that runs in another
+grad mode, autocast or train/eval state is traced on its own. Tied parameters of a module are one input.
+
+With `dynamic=True` sizes are symbols, and a trace is reused for all sizes that meet its assumptions (`AssumedSizes`):
+sizes and ints that were equal have one symbol (torch's duck shaping), 0 and 1 are constants, guards are conditions on
+symbols. Strides follow from sizes where a tensor is dense; one that is not has the same sizes and strides at each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wholestep.compilers.assumed_sizes import AssumedSizes, pattern_of
 from wholestep.errors import UnsupportedError
 from wholestep.torch_private.aot import aot_function
-from wholestep.torch_private.dumps import shape_env_of_trace
+from wholestep.torch_private.dumps import shape_env_of_trace, symbols_by_value
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.symbolic_shapes import shape_guards
 
 
 def aot(fn: Callable[..., Any], **settings: Any) -> Any:
@@ -159,3 +161,54 @@ def _plain(value: Any, dynamic: bool) -> Hashable:
     if dynamic and type(value) is int and value not in (0, 1):
         return int, value < 0
     return type(value), value if isinstance(value, Hashable) else id(value)
+
+
+def pattern_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What has to be equal of two tensors for one trace: where sizes are 0 or 1, and the order of dense strides."""
+    order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
+    dense, step = True, 1
+    for dim in order:
+        dense = dense and tensor.stride(dim) == step
+        step *= tensor.shape[dim]
+    if not dense or not tensor.numel():
+        return tuple(tensor.shape), tensor.stride()
+    return tuple(size if size == 1 else -1 for size in tensor.shape), tuple(order)
+
+
+class AssumedSizes:
+    """The sizes of one traced call, and the conditions on them."""
+
+    def __init__(self, env: Any, leaves: Sequence[Any]) -> None:
+        self._env = env
+        self._traced = _numbers(leaves)
+        self._held: tuple[int, list[int]] = (-1, [])
+
+    def hold_for(self, leaves: Sequence[Any]) -> bool:
+        """Whether equal sizes are equal again, 0 and 1 are where they were, and all guards are true."""
+        guards, sizes = shape_guards(self._env), _numbers(leaves)
+        # Compiling the backward may add guards.
+        if self._held != (len(guards), sizes):
+            if not self._check(guards, sizes):
+                return False
+            self._held = len(guards), sizes
+        return True
+
+    def _check(self, guards: list[Any], sizes: list[int]) -> bool:
+        now: dict[int, int] = {}
+        for before, after in zip(self._traced, sizes, strict=True):
+            if now.setdefault(before, after) != after or ((before in (0, 1) or after in (0, 1)) and before != after):
+                return False
+        symbols = symbols_by_value(self._env)
+        values = {symbol: now[value] for value, symbol in symbols.items() if value in now}
+        # A guard on anything else than these symbols cannot be evaluated, and is not taken for true.
+        return all(guard.subs(values) == True for guard in guards)  # noqa: E712 (sympy's true)
+
+
+def _numbers(leaves: Sequence[Any]) -> list[int]:
+    found: list[int] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found += leaf.shape
+        elif type(leaf) is int:
+            found.append(abs(leaf))  # a number below zero is minus a symbol
+    return found

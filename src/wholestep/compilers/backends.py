@@ -15,10 +15,9 @@ from typing import Any
 from torch import fx
 
 from wholestep.compilers.boxed import Compiler
-from wholestep.compilers.debug import debug_nop
-from wholestep.compilers.debug_compile import FOLDER, debug_compile
+from wholestep.compilers.debug_interpreter import debug_nop
 from wholestep.compilers.fusion import fusion_settings, with_budget
-from wholestep.compilers.graph_dumper import graph_dumper_aot
+from wholestep.compilers.graph_dumper import FOLDER, debug_compile, graph_dumper_aot
 from wholestep.compilers.run_unchanged import draw_graph_compile, nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
 from wholestep.errors import OptionError

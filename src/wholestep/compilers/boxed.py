@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.ir.graphs import copy_graph
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import mark_boxed
 
@@ -38,16 +37,3 @@ def boxed(run: Callable[..., Any]) -> Compiled:
 def graph_module(graph: fx.GraphModule | StepGraph) -> fx.GraphModule:
     """The graph module of whatever was given to a compiler."""
     return graph.gm if isinstance(graph, StepGraph) else graph
-
-
-def attribute_of(gm: fx.GraphModule, target: str) -> Any:
-    """What a `get_attr` node reads; None if it is not there."""
-    found: Any = gm
-    for atom in target.split("."):
-        found = getattr(found, atom, None)
-    return found
-
-
-def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module of the same attributes with a graph of its own, which may be changed; metadata is kept."""
-    return fx.GraphModule(gm, copy_graph(gm.graph), type(gm).__name__)

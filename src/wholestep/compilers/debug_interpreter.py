@@ -1,31 +1,31 @@
-"""Run a graph node by node and hold each real value against what the graph's metadata says of it.
+"""`debug_nop` and `DebugInterpreter`: run a graph node by node and compare each real value with the graph's metadata.
 
-    DebugInterpreter(gm).run(*inputs)                      raises at the first node that is not what it says
+    DebugInterpreter(gm).run(*inputs)                      raises at the first node that contradicts its metadata
     DebugInterpreter(gm, stop=False).run(*inputs)          runs to the end, then raises with all of them
 
-What is compared: dtype, device, size, stride, offset, contiguity, numbers with their symbols (`check_values`), and
+Compared are dtype, device, size, stride, offset, contiguity, scalars with their symbols (`metadata_check`), and
 aliasing: a result is a view of an argument only if metadata or the operator's schema says so, and always if both do.
-Nothing of torch's ShapeEnv is needed, so any graph with `val` in its metadata can be run.
+No ShapeEnv is needed, so any graph with `val` in its metadata can be run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from wholestep.compilers.check_values import Difference, differences
-from wholestep.compilers.known_faults import is_known, unknown_places
-from wholestep.compilers.symbol_values import SymbolValues
+from wholestep.compilers.boxed import Compiled, boxed, graph_module
+from wholestep.compilers.metadata_check import MetadataDifference, SymbolValues, differences, is_known, unknown_places
 from wholestep.errors import DebugError, Location
 from wholestep.ir.effects import draws, written_positions
 from wholestep.ir.meta import KEY, node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.origin import location_of_node, module_path
 from wholestep.ir.readable import format_node
+from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import OpOverload, may_copy, schema_of, shares_storage
 from wholestep.torch_private.pytrees import pytree
@@ -43,7 +43,7 @@ class Mismatch:
 
     node: str
     statement: str
-    difference: Difference
+    difference: MetadataDifference
     module: str = ""
     location: Location | None = None
 
@@ -127,7 +127,7 @@ class DebugInterpreter(fx.Interpreter):
             for leaf, value in zip(leaves, values, strict=True):
                 leaf.copy_(value)
 
-    def _differences(self, node: fx.Node, result: Any, had: list[bool] | None) -> Iterator[Difference]:
+    def _differences(self, node: fx.Node, result: Any, had: list[bool] | None) -> Iterator[MetadataDifference]:
         if node.op == "output":
             return
         wanted = node.meta.get("val")
@@ -147,7 +147,7 @@ class DebugInterpreter(fx.Interpreter):
         for test, before in zip(self._tests, had or [], strict=False):
             if not before and self._has(test, [result]):
                 name = test.__name__.removeprefix("is")
-                yield Difference("a result", "", f"{name}, and no argument is")
+                yield MetadataDifference("a result", "", f"{name}, and no argument is")
 
     def _note_shift(self, wanted: Any, given: Any) -> None:
         if isinstance(wanted, Tensor) and isinstance(given, Tensor) and _is_strided(wanted) and _is_strided(given):
@@ -167,7 +167,7 @@ class DebugInterpreter(fx.Interpreter):
             return [0]
         return [shift for shift, _ in self._shifts.get(storage_key(result), [])] + [0]
 
-    def _alias_differences(self, node: fx.Node, wanted: Any, result: Any) -> Iterator[Difference]:
+    def _alias_differences(self, node: fx.Node, wanted: Any, result: Any) -> Iterator[MetadataDifference]:
         says_fresh = isinstance(node.target, OpOverload) and _is_fresh(node.target)
         args = [(arg.name, arg.meta.get("val"), self.env.get(arg)) for arg in node.all_input_nodes]
         args = [(name, fake, value) for name, fake, value in args if _are_strided(fake, value)]
@@ -177,16 +177,16 @@ class DebugInterpreter(fx.Interpreter):
                 expected, found = shares_storage(fake, said), shares_storage(value, made)
                 which = str(place) if several else ""
                 if expected and not found and not says_fresh and made.numel() > 0:
-                    yield Difference("memory", f"that of {name}", "its own", which)
+                    yield MetadataDifference("memory", f"that of {name}", "its own", which)
                 elif found and not expected and says_fresh:
-                    yield Difference("memory", "its own", f"that of {name}", which)
+                    yield MetadataDifference("memory", "its own", f"that of {name}", which)
 
     def _has(self, test: Any, values: Any) -> bool:
         tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
         leaves = [v for v in tensors if v.is_floating_point() or v.is_complex()]
         return any(bool(test(leaf).any()) for leaf in leaves)
 
-    def _report(self, node: fx.Node, difference: Difference) -> None:
+    def _report(self, node: fx.Node, difference: MetadataDifference) -> None:
         found = Mismatch(node.name, format_node(node), difference, module_path(node), location_of_node(node))
         self.mismatches.append(found)
         if self._stop:
@@ -233,3 +233,20 @@ def _error(mismatches: list[Mismatch], symbols: SymbolValues) -> DebugError:
     )
     error.mismatches = tuple(mismatches)
     return error
+
+
+def debug_nop(fx_g: fx.GraphModule | StepGraph, _: Sequence[Any] = (), **options: bool) -> Compiled:
+    """Run the graph node by node and check each value against the graph's metadata.
+
+    `options` are those of `DebugInterpreter`: stop, raise_error, check_nan, check_inf, check_aliasing.
+    """
+    return boxed(checked_program(graph_module(fx_g), **options))
+
+
+def checked_program(gm: fx.GraphModule, **options: bool) -> Callable[..., Any]:
+    """The function that runs a graph under a `DebugInterpreter`, a new one for each call."""
+
+    def run(*args: Any) -> Any:
+        return DebugInterpreter(gm, True, None, **options).run(*args)
+
+    return run

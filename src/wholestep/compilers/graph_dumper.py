@@ -1,17 +1,20 @@
-"""`graph_dumper_aot`: the joint, forward and backward graph of everything that is compiled, in folders with an index.
-
-    folder/name/name_joint_0, name_forward_0, name_backward_0, name_forward_1 ...      each a dump (`dump`)
-    folder/name/index.json                                                             what there is, for programs
+"""`graph_dumper_aot` and `debug_compile`: write graphs to folders from which they can be run again, then run them.
 
     torch.compile(model, backend=graph_dumper_aot("name", "folder"))
 
+    folder/name/name_joint_0, name_forward_0, name_backward_0, name_forward_1 ...      each a dump (`ir/io/dump.py`)
+    folder/name/index.json                                                             a list of them, for programs
+
 Numbers count the graphs that one dumper has seen; forward, backward and joint graph of one trace have the same. Inputs
-that are parameters or buffers carry the name that the user's module gives them.
+that are parameters or buffers carry the name that the user's module gives them. Inputs have no data while AOTAutograd
+compiles, so values, ranges of integers and RNG states are added at the first run, before the graph runs: a graph that
+crashes has left everything that is needed to reproduce the crash.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -20,12 +23,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from wholestep.compilers.boxed import Compiled, boxed
-from wholestep.compilers.dump import GraphDump
-from wholestep.compilers.safe_files import read_json, write_whole
+from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
+from wholestep.compilers.run_unchanged import nop
 from wholestep.errors import DumpError, OptionError
+from wholestep.ir.io.dump import GraphDump, new_folder, read_json, write_whole
 from wholestep.ir.origin import plain_path
-from wholestep.torch_private.aot import aot_simplified, default_partition
+from wholestep.ir.step_graph import StepGraph
+from wholestep.torch_private.aot import aot_simplified, default_partition, graph_being_compiled
 from wholestep.torch_private.symbolic_shapes import dynamo_source, input_source
 
 INDEX_FORMAT = "wholestep.graph_index"
@@ -57,7 +61,7 @@ class GraphDumper:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: dump what AOTAutograd makes of a graph of dynamo's."""
-        traced = _Traced(self, _names_of_inputs(gm))
+        traced = _DumpedTrace(self, _names_of_inputs(gm))
         return aot_simplified(
             gm,
             list(example_inputs),
@@ -70,7 +74,7 @@ class GraphDumper:
     def hooks(self, module: nn.Module | None = None) -> dict[str, Callable[..., Any]]:
         """The hooks for one `aot_function` or `aot_module`: `aot_module(module, **dumper.hooks(module))`."""
         names = [] if module is None else [n for n, _ in (*module.named_parameters(), *module.named_buffers())]
-        traced = _Traced(self, names)
+        traced = _DumpedTrace(self, names)
         return {
             "fw_compiler": traced.fw_compiler,
             "bw_compiler": traced.bw_compiler,
@@ -110,7 +114,7 @@ class GraphDumper:
         return self._keep_values
 
 
-class _Traced:
+class _DumpedTrace:
     """One trace: its graphs have one number, and placeholders that mean the same have the same name in all of them."""
 
     def __init__(self, dumper: GraphDumper, inputs: list[str]) -> None:
@@ -192,3 +196,35 @@ def _flat(inputs: Any) -> list[Any]:
     if isinstance(inputs, tuple | list) and len(inputs) == 2 and all(isinstance(each, tuple | list) for each in inputs):
         return [*inputs[0], *inputs[1]]
     return list(inputs)
+
+
+log = logging.getLogger("wholestep.compilers")
+
+FOLDER = "wholestep_dumps"
+
+
+def debug_compile(
+    fx_g: fx.GraphModule | StepGraph,
+    inps: Sequence[Any] = (),
+    *,
+    folder: str | Path = FOLDER,
+    name: str = "",
+    compiler: Compiler = nop,
+) -> Compiled:
+    """Dump the graph into a new folder under `folder`, say where, and run what `compiler` makes of it.
+
+    `name` starts the folder's name; by default it is AOTAutograd's name of the graph (`model__0_forward_1`).
+    """
+    gm = graph_module(fx_g)
+    title = name or graph_being_compiled() or "graph"
+    names = {spec.name: spec.path for spec in fx_g.signature.inputs} if isinstance(fx_g, StepGraph) else {}
+    dump = GraphDump(new_folder(Path(folder), title), gm, inps, title, names)
+    print(f"wholestep: {title} is in {dump.folder}; run it with: python {dump.folder / 'repro.py'}")
+    compiled = compiler(gm, inps)
+
+    def run(*args: Any) -> Any:
+        if not dump.complete:
+            dump.add_values(args)
+        return compiled(list(args))
+
+    return boxed(run)

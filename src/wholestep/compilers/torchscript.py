@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from wholestep.compilers.aot import aot
-from wholestep.compilers.boxed import Compiled, boxed, copy_graph_module, graph_module
+from wholestep.compilers.boxed import Compiled, boxed, graph_module
 from wholestep.errors import LowerError
+from wholestep.ir.graphs import copy_graph_module
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import jit_remove_mutation, jit_without_autocast
 from wholestep.torch_private.fake_tensors import without_modes

@@ -22,10 +22,8 @@ from torch import Tensor, fx
 from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
-from wholestep.ir.iter.derived import flush_graph, setup_graph
-from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, kept
-from wholestep.ir.iter.marks import DESTINATIONS, late_outputs, marked_moves, requested_moves
-from wholestep.ir.iter.moves import move_of, needed_outputs
+from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, flush_graph, kept, setup_graph
+from wholestep.ir.iter.moves import DESTINATIONS, late_outputs, marked_moves, move_of, needed_outputs, requested_moves
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph

@@ -1,13 +1,11 @@
 """Find the node that is wrong: make a failing graph small, compare two versions, search the way of a step."""
 
-from wholestep.debug.bisect import bisect
+from wholestep.debug.bisect import Found, bisect
 from wholestep.debug.check.findings import Finding, Status
-from wholestep.debug.check.location import FirstDifference
+from wholestep.debug.check.first_difference import FirstDifference
 from wholestep.debug.check.report import CheckReport, CheckRow
 from wholestep.debug.compare import Comparison, Difference, compare
-from wholestep.debug.found import Found
-from wholestep.debug.minifier.functorch_minifier import minifier
-from wholestep.debug.minifier.minify import Minified, minify
+from wholestep.debug.minifier.minify import Minified, minifier, minify
 
 __all__ = [
     "CheckReport",

@@ -1,29 +1,33 @@
-"""Two versions of a graph side by side: the first node whose value differs beyond what was promised.
+"""Two versions of a graph side by side: the first node whose value differs beyond what the contract allows.
 
     ws.debug.compare(before, after, inputs)              graph modules or StepGraphs, one value for each placeholder
     ws.debug.compare(train_step, compiled, call)         a function or compiled steps, the arguments of a call
 
-Nodes correspond by name, whatever computes them: a region of a lowered graph gives values under the names that they
-had. A node that a pass replaced by one of its kind, and made no other of, corresponds to that. Nodes of two functions
-correspond by their order (`alignment`). Nothing of the user's changes: all runs are on copies.
+Graphs of one step, before and after passes, have node names in common (`by_name`): a region of a lowered graph returns
+values under the names that they had, and a node that a pass replaced one for one by the same operator corresponds to
+its replacement. Captures of two functions have not: one additional operator renumbers all that follow. Their nodes are
+aligned as the lines of two texts are (`by_order`): by operator, constant arguments, shape and module. No object of the
+user is changed: all runs are on copies.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from torch import fx
 
-from wholestep.debug.alignment import by_name, by_order
 from wholestep.debug.minifier.trial import copy_of
-from wholestep.debug.numbers import Gap, eps_of, gap_between
-from wholestep.debug.runs import NodeRaised, Note, run_nodes
-from wholestep.debug.versions import Version, two_versions
+from wholestep.debug.node_runner import NodeRaised, Note, run_nodes
+from wholestep.debug.step_versions import Version, two_versions
+from wholestep.debug.value_distance import Gap, eps_of, gap_between
 from wholestep.errors import Location, invalid_value
+from wholestep.ir.meta import node_meta
 from wholestep.ir.origin import location_of_node
-from wholestep.ir.readable import format_node
+from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.example_inputs import nudged
@@ -205,3 +209,53 @@ def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]
         tuple(format_node(source) for source in node.all_input_nodes),
         tuple(reversed(new)),
     )
+
+
+_MOST_ALIGNED = 5000
+"""Aligning takes time that grows with the square; larger graphs correspond by name."""
+
+
+def by_name(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
+    """Names of the second graph to those of the first: the same, or the only ones of their kind that were replaced."""
+    there = {node.name: node for node in a.nodes if node.op != "output"}
+    here = {node.name: node for node in b.nodes if node.op != "output"}
+    pairs = {name: name for name in here if name in there}
+    lost, new = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
+    for nodes, kinds, others in ((there, lost, here), (here, new, there)):
+        for name, node in nodes.items():
+            if name not in others and node.op != "placeholder":
+                kinds[node.op, node.target].append(name)
+    for kind, names in new.items():
+        if len(names) == len(lost[kind]):
+            pairs.update(zip(names, lost[kind], strict=True))
+    return pairs
+
+
+def by_order(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
+    """Names of the second graph to those of the first, by what nodes are; inputs by their names."""
+    if max(len(a.nodes), len(b.nodes)) > _MOST_ALIGNED:
+        return by_name(a, b)
+    there, here = _calls(a), _calls(b)
+    pairs = {node.name: node.name for node in b.nodes if node.op == "placeholder"}
+    matcher = SequenceMatcher(None, [_key(node) for node in there], [_key(node) for node in here], autojunk=False)
+    for tag, start, stop, first, last in matcher.get_opcodes():
+        if tag == "equal" or (tag == "replace" and stop - start == last - first):
+            for old, new in zip(there[start:stop], here[first:last], strict=True):
+                # An operator with another number in it is the same one, changed.
+                if _kind(old) == _kind(new):
+                    pairs[new.name] = old.name
+    return pairs
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _kind(node: fx.Node) -> tuple[str, ...]:
+    meta = node_meta(node)
+    return node.op, str(node.target), describe_value(node.meta.get("val")), meta.module_path, meta.phase
+
+
+def _key(node: fx.Node) -> tuple[str, ...]:
+    numbers = fx.map_arg((node.args, node.kwargs), lambda source: None)
+    return *_kind(node), repr(numbers)

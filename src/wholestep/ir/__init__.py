@@ -3,7 +3,7 @@
 from wholestep.ir.communication import Communication, communication
 from wholestep.ir.fingerprint import node_digests
 from wholestep.ir.groups import group_table, rebind_groups
-from wholestep.ir.io.values import tensor_spec
+from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta

@@ -21,7 +21,7 @@ from wholestep.ir.call_arguments import arguments_by_name, operator_of
 from wholestep.ir.effects import communicates, is_wait, keeps_elements
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
 from wholestep.ir.io.arguments import ArgumentWriter
-from wholestep.ir.io.symbols import SymbolWriter
+from wholestep.ir.io.node_values import SymbolWriter
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.signature import Signature

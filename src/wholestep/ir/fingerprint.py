@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.groups import GroupNumbers, group_of, replace_group
-from wholestep.ir.io.arguments import ArgumentWriter
-from wholestep.ir.io.constants import constant_bytes, find_constant
-from wholestep.ir.io.records import write_record
-from wholestep.ir.io.symbols import SymbolWriter
-from wholestep.ir.io.targets import target_name
-from wholestep.ir.io.values import kind_of, tensor_key
+from wholestep.ir.io.arguments import ArgumentWriter, target_name
+from wholestep.ir.io.node_values import SymbolWriter, kind_of, tensor_key
+from wholestep.ir.io.serialize import write_record
+from wholestep.ir.io.tensor_file import constant_bytes, find_constant
 from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.signature import GroupSpec, Signature
 

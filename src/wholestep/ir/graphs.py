@@ -37,6 +37,11 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module of the same attributes with a graph of its own, which may be changed; metadata is shared."""
+    return fx.GraphModule(gm, copy_graph(gm.graph), type(gm).__name__)
+
+
 def epilogue(graph: fx.Graph) -> list[fx.Node]:
     """The `copy_` nodes into inputs right before the output, in order: nothing reads what they write."""
     found: list[fx.Node] = []

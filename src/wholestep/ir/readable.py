@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import Location
+from wholestep.ir.io.arguments import describe_target
 from wholestep.ir.io.result_tree import render
-from wholestep.ir.io.targets import describe_target
 from wholestep.ir.meta import NodeMeta, node_meta
 from wholestep.ir.signature import Signature, StateChange, TensorSpec
 from wholestep.torch_private.operators import OpOverload

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.effects import draws, written_inputs
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.io.values import is_packed, size_hint
+from wholestep.ir.io.node_values import is_packed, size_hint
 from wholestep.torch_private.inductor import keeps_order_of_draws
 from wholestep.torch_private.operators import OpOverload, plain_name
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.io.values import hint_of
+from wholestep.ir.io.node_values import hint_of
 
 aten = torch.ops.aten
 

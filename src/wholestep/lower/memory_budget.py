@@ -18,7 +18,7 @@ from torch import fx
 
 from wholestep.ir.garbage import collector_paused
 from wholestep.ir.graphs import copy_graph, tensors_in
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.lower.compiled import CompiledRegion
 from wholestep.lower.scalars import pack_numbers
 from wholestep.remat.measure import bytes_at_most

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import draws, shared_inputs
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import reachable
 from wholestep.lower.compiled import Compiled

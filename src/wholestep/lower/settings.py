@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.lower.exact import SETTINGS
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import draws, may_write, shared_inputs
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.torch_private.operators import OpOverload
 
 prims = torch.ops.prims

@@ -41,7 +41,7 @@ from torch import fx, nn
 
 from wholestep.errors import PartitionError
 from wholestep.ir.effects import OrderEdges, order_edges
-from wholestep.ir.io.targets import describe_target
+from wholestep.ir.io.arguments import describe_target
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.partition.graph_checks import (
     Cuttable,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from wholestep.errors import PartitionError
-from wholestep.ir.io.values import hint_of
+from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph

@@ -35,8 +35,7 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graphs import epilogue
-from wholestep.ir.io.arguments import ArgumentWriter
-from wholestep.ir.io.targets import PYTHON_FUNCTIONS, target_name
+from wholestep.ir.io.arguments import PYTHON_FUNCTIONS, ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.slices import reachable

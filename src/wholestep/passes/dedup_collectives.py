@@ -27,8 +27,7 @@ from wholestep.errors import GraphFormatError
 from wholestep.ir.comm_block import is_part
 from wholestep.ir.effects import communicates, is_collective, is_wait, keeps_elements, sharing_with_outputs, writes
 from wholestep.ir.groups import group_of, replace_group
-from wholestep.ir.io.arguments import ArgumentWriter
-from wholestep.ir.io.targets import target_name
+from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 

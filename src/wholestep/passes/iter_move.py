@@ -30,8 +30,17 @@ from wholestep.errors import IterMoveError
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.iter.graph import IterGraph
-from wholestep.ir.iter.marks import CREATES, DESTINATIONS, deadline, gm_meta, late_outputs, marked_moves
-from wholestep.ir.iter.moves import first_readers, move_of, plan_moves
+from wholestep.ir.iter.moves import (
+    CREATES,
+    DESTINATIONS,
+    deadline,
+    first_readers,
+    gm_meta,
+    late_outputs,
+    marked_moves,
+    move_of,
+    plan_moves,
+)
 from wholestep.ir.meta import update_node_meta
 from wholestep.passes.crossing import name_of, plan_crossing, waits_behind
 from wholestep.passes.engine.contract import graph_optimization_pass

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.io.values import size_hint
+from wholestep.ir.io.node_values import size_hint
 from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.operators import OpOverload, op_name, plain_name
 

@@ -21,7 +21,7 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.io.values import is_packed, tensor_bytes
+from wholestep.ir.io.node_values import is_packed, tensor_bytes
 from wholestep.remat.costs import is_elementwise
 from wholestep.remat.measure import bytes_at_most
 from wholestep.remat.stand_in import stand_in

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from wholestep.ir.graphs import tensors_in
-from wholestep.ir.io.values import size_hint, tensor_bytes
+from wholestep.ir.io.node_values import size_hint, tensor_bytes
 from wholestep.torch_private.operators import OpOverload, op_name, packet_of
 
 T = TypeVar("T")

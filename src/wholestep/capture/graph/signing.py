@@ -10,7 +10,7 @@ from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.ir.captured_step import Change
 from wholestep.ir.dynamic_sizes import DynamicSizes
 from wholestep.ir.groups import group_table
-from wholestep.ir.io.values import tensor_spec
+from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.signature import InputSpec, OutputSpec, Signature, StateChange, TensorSpec, WriteBack
 from wholestep.ir.user_objects.slots import LocalSlot, Slot
 from wholestep.torch_private.dtensor import describe_placement

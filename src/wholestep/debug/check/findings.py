@@ -1,11 +1,14 @@
-"""Two observations held against each other: what is equal, what differs by rounding, and what is different.
+"""Compare two observations of the state: what is equal, what differs by rounding, and what is different.
+
+    observe(roots, result, copy=True)      values by path, to be compared after the state has changed
+    observe(roots, result, copy=False)     to be compared now
 
 `within rounding` is decided for one call from one state, so that errors of earlier calls do not count. A difference is
 rounding if it is
 
 - a few rounding errors of the coarsest dtype that the graph computes in, relative to the largest element, and a
-  multiple of what eager itself changes when its inputs move by one rounding error (`debug.numbers`); or
-- no farther from a float64 run of the same call than a small multiple of eager's own distance (`reference`).
+  multiple of what eager itself changes when its inputs move by one rounding error (`debug/value_distance.py`); or
+- no farther from a float64 run of the same call than a small multiple of eager's own distance (`side_by_side.py`).
 
 Where the contract is exact (`lower="eager"`, passes that promise the same bits) every difference counts.
 """
@@ -13,7 +16,7 @@ Where the contract is exact (`lower="eager"`, passes that promise the same bits)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -21,9 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep.debug.check.observation import Observation, same_bits
-from wholestep.debug.check.reachable import Part
-from wholestep.debug.numbers import Gap, gap_between
+from wholestep.debug.check.object_contents import random_state_of
+from wholestep.debug.check.reachable import Part, reach
+from wholestep.debug.check.snapshot import Roots, can_be_saved, process_values
+from wholestep.debug.value_distance import Gap, gap_between
+from wholestep.ir.memory import copy_tensor
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.passes.engine.contract import Numerics
@@ -177,3 +182,66 @@ def _short(value: Any) -> str:
 def worst_of(found: Mapping[Part, list[Finding]], part: Part) -> Finding | None:
     """The worst finding of a part: by status, then by how far it is off."""
     return max(found.get(part, []), key=lambda each: (each.status, each.relative), default=None)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Values by path. Tensors that have several paths are under the first, which is the same in every observation."""
+
+    values: dict[str, tuple[Part, Any]]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further paths of tensors to the first one."""
+    error: BaseException | None = None
+    """What the call raised."""
+
+    def at(self, path: str) -> Any:
+        """The value that a path leads to, by whichever path it was seen first; `ABSENT` where there is none."""
+        return self.values.get(self.aliases.get(path, path), (None, ABSENT))[1]
+
+
+def observe(roots: Roots, result: Any, *, copy: bool) -> Observation:
+    """Everything reachable, and what the call returned. Generators count by their state."""
+    values: dict[str, tuple[Part, Any]] = {}
+    aliases: dict[str, str] = {}
+    for where in ([("result", result)], roots):
+        found = reach(where, Part.RESULT if where is not roots else None)
+        aliases.update(found.aliases)
+        for path, known in found.values.items():
+            values.setdefault(path, known)
+        for seen in found.tensors:
+            if seen.observed:
+                values.setdefault(seen.path, (seen.part, _frozen(seen.obj, copy)))
+        for seen in found.holders:
+            if seen.observed and seen.part is Part.RNG:
+                values.setdefault(seen.path, (Part.RNG, _random_state(seen.obj)))
+    return Observation({**values, **process_values()}, aliases)
+
+
+def _random_state(generator: Any) -> Any:
+    state = random_state_of(generator)
+    return repr(state) if isinstance(state, dict) else state
+
+
+def _frozen(tensor: Tensor, copy: bool) -> Any:
+    if not can_be_saved(tensor):
+        return f"<{type(tensor).__name__} of {list(tensor.shape)}>"
+    found = tensor.detach()
+    if not copy:
+        return found
+    return copy_tensor(found) if found.device.type == "cpu" else found.to("cpu", copy=True)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit: the sign of zero counts, one NaN is like another."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg().to(a.device)
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if torch.equal(a, b):
+        zeros = a == 0
+        return torch.equal(torch.signbit(a[zeros]), torch.signbit(b[zeros]))
+    same = (a == b) & (torch.signbit(a) == torch.signbit(b))
+    return bool((same | (a.isnan() & b.isnan())).all())

@@ -32,8 +32,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from wholestep.debug.check.children import children_of, has_contents, is_optimizer, is_random_object
-from wholestep.debug.check.user_code import global_names, is_foreign, named_by
+from wholestep.debug.check.object_contents import (
+    children_of,
+    global_names,
+    has_contents,
+    is_foreign,
+    is_optimizer,
+    is_random_object,
+    named_by,
+)
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
@@ -153,14 +160,14 @@ def roots_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def reach(roots: list[tuple[str, Any]], part: Part | None = None) -> Reached:
     """Walk from the roots. `part`: what tensors right at a root, or in containers there, are."""
-    walk = _Walk()
+    walk = _StateWalk()
     for path, value in roots:
         function = callable(value) and not isinstance(value, nn.Module | Tensor)
         walk.run(value, path, Part.PYTHON if function else part or Part.BATCH)
     return walk.found
 
 
-class _Walk:
+class _StateWalk:
     def __init__(self) -> None:
         self.found = Reached()
         self._paths: dict[int, str] = {}

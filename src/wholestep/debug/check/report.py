@@ -1,17 +1,22 @@
-"""What a check found, as a frozen record that prints as a table."""
+"""The result of a check: a frozen record that prints as a table, with time and peak memory of both sides."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from wholestep.debug.check.cost import CallCost
+import torch
+
 from wholestep.debug.check.findings import Finding, Status
-from wholestep.debug.check.location import FirstDifference
+from wholestep.debug.check.first_difference import FirstDifference
 from wholestep.debug.check.reachable import Part
 from wholestep.errors import CheckError
 from wholestep.lower.report import Lowering
 from wholestep.passes.engine.contract import Numerics
+from wholestep.remat.measure import bytes_at_most
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _SHOWN = 6
@@ -176,3 +181,34 @@ def _bytes(count: int | None) -> str:
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_TIMES = 2
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Seconds of the fastest call, and the most bytes of one above what was there before it."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+
+def cost_of(run: Callable[[], Any], device: torch.device) -> CallCost:
+    """Run a call a few times. The caller puts the state back."""
+    seconds = min(_timed(run, device) for _ in range(_TIMES))
+    _, peak = bytes_at_most(run, device)
+    return CallCost(seconds, peak)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -2,12 +2,14 @@
 
     save the state                  a graph is captured first, so that a refusal comes before anything runs
     eager, observed                 the reference
-    put the state back
-    (eager moved by rounding, and in float64; put back)      where the compiled step may round differently
+    restore
+    (eager with inputs moved by rounding, and in float64; restore)      where the compiled step may round differently
     compiled, observed              its results stay if they agree
-    different: put the state back
+    different: restore
 
-Whatever raises on the way, the state is put back.
+If anything raises on the way, the state is restored. The two extra runs of eager change the user's tensors in place
+(`tensor.data = ...`), and the snapshot restores them. The float64 run needs nothing against autocast, which leaves
+float64 alone; where the code asks for a dtype by name, it gets float64.
 """
 
 from __future__ import annotations
@@ -17,19 +19,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from wholestep.capture.trace import steps_as_functions
-from wholestep.debug.check.findings import Finding, Status, Tolerance, counts, findings
-from wholestep.debug.check.observation import Observation, observe
-from wholestep.debug.check.reachable import Part, roots_of
-from wholestep.debug.check.reference import NoReference, in_float64, move_by_rounding, usable_reference
-from wholestep.debug.check.snapshot import Roots, Snapshot
-from wholestep.debug.numbers import eps_of
+from wholestep.debug.check.findings import Finding, Observation, Status, Tolerance, counts, findings, observe
+from wholestep.debug.check.reachable import Part, Reached, roots_of
+from wholestep.debug.check.snapshot import Roots, Snapshot, can_be_saved
+from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, WholestepError
+from wholestep.ir.memory import has_plain_memory
 from wholestep.passes.engine.contract import Numerics
+from wholestep.passes.engine.example_inputs import nudged
+from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
+from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)
-class StepCall:
+class CheckedCall:
     """The function of a step and the arguments of one call."""
 
     fn: Callable[..., Any]
@@ -63,7 +70,7 @@ class Compared:
 
 def compare_call(
     step: Any,
-    call: StepCall,
+    call: CheckedCall,
     *,
     in_double: bool = True,
     more_roots: Roots | None = None,
@@ -103,7 +110,7 @@ def compare_call(
 
 
 def _without_unstable(
-    before: Snapshot, roots: Roots, call: StepCall, eager: Observation, compared: Compared, tolerance: Tolerance
+    before: Snapshot, roots: Roots, call: CheckedCall, eager: Observation, compared: Compared, tolerance: Tolerance
 ) -> list[Finding]:
     """The findings again, where values that eager computes differently from run to run may differ as much.
 
@@ -126,7 +133,7 @@ def _as_unstable(finding: Finding) -> Finding:
     return replace(finding, text=f"{finding.text}; eager differs from itself from run to run")
 
 
-def _eager(before: Snapshot, roots: Roots, call: StepCall) -> Observation:
+def _eager(before: Snapshot, roots: Roots, call: CheckedCall) -> Observation:
     seen = observe(roots, run_eager(call), copy=True)
     advanced = before.advanced_iterators()
     if advanced:
@@ -138,7 +145,7 @@ def _eager(before: Snapshot, roots: Roots, call: StepCall) -> Observation:
     return seen
 
 
-def run_compiled(step: Any, call: StepCall) -> Any:
+def run_compiled(step: Any, call: CheckedCall) -> Any:
     """The compiled step, with nothing left pending."""
     try:
         result = type(step)._run(step, call.fn, call.args, dict(call.kwargs))
@@ -153,7 +160,7 @@ def run_compiled(step: Any, call: StepCall) -> Any:
         ) from error
 
 
-def run_eager(call: StepCall) -> Any:
+def run_eager(call: CheckedCall) -> Any:
     """The function itself, in a context of its own: what it sets in context variables does not stay."""
     with steps_as_functions():
         return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
@@ -168,7 +175,13 @@ def _numerics(options: Any) -> Numerics:
 
 
 def _tolerance(
-    step: Any, before: Snapshot, roots: Roots, call: StepCall, numerics: Numerics, eager: Observation, in_double: bool
+    step: Any,
+    before: Snapshot,
+    roots: Roots,
+    call: CheckedCall,
+    numerics: Numerics,
+    eager: Observation,
+    in_double: bool,
 ) -> tuple[Tolerance, str]:
     if numerics == "exact":
         return Tolerance(numerics), ""
@@ -190,3 +203,92 @@ def _tolerance(
             why = str(error)
         before.restore()
     return Tolerance(numerics, eps, noise, None if why else reference), why
+
+
+_WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64} | {
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_SANE = 1e-2
+"""How far eager may be from float64, relative to the largest element, for the two to be the same computation."""
+
+
+class NoReference(Exception):  # noqa: N818 (it says why there is none)
+    """No float64 run of this step can be made."""
+
+
+def move_by_rounding(reached: Reached) -> None:
+    """Change every float that the step reads by a rounding error. Counts and loss scales stay what they are."""
+    for seen in reached.tensors:
+        tensor = seen.obj
+        counts = seen.part is Part.SCHEDULE or (seen.part is Part.OPTIMIZER and tensor.dim() == 0)
+        if counts or not has_plain_memory(tensor) or not _is_rounded(tensor) or _overlaps(tensor):
+            continue
+        [moved] = nudged([tensor.detach().cpu()])
+        tensor.data.copy_(moved)
+
+
+def in_float64(reached: Reached, call: Callable[[], Any]) -> Any:
+    """Run a call with every float tensor that it reads in float64. Raises NoReference where that is not possible."""
+    storages: set[int] = set()
+    tensors = [seen.obj for seen in reached.tensors if can_be_saved(seen.obj) and seen.obj.dtype in _WIDE]
+    for tensor in tensors:
+        key = storage_key(tensor)
+        if key in storages and tensor.numel():
+            raise NoReference("tensors share memory")
+        storages.add(key)
+    grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    for tensor, _ in grads:
+        tensor.grad = None
+    for tensor in tensors:
+        tensor.data = tensor.data.to(_WIDE[tensor.dtype])
+    for tensor, grad in grads:
+        tensor.grad = grad
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64():
+            return call()
+    except NoReference:
+        raise
+    except Exception as error:
+        raise NoReference(f"in float64 the step raises {type(error).__name__}") from error
+
+
+def usable_reference(eager: Observation, wide: Observation) -> str:
+    """Why a float64 run is not the same computation as eager's; "" if it is."""
+    for path, (part, value) in eager.values.items():
+        other = wide.at(path)
+        if part is Part.RNG and isinstance(value, Tensor) and not torch.equal(value, other):
+            return "in float64 the step draws other random numbers"
+        if part is Part.RESULT and isinstance(value, Tensor) and value.is_floating_point():
+            if not isinstance(other, Tensor) or other.shape != value.shape:
+                return "in float64 the step returns something else"
+            largest = max(float(value.abs().max()) if value.numel() else 0.0, 1e-30)
+            apart = (value.double() - other.to(value.device).double()).abs()
+            if value.numel() and float(apart.nan_to_num(0.0).max()) > _SANE * largest:
+                return "in float64 the step computes something else"
+    return ""
+
+
+class _InFloat64(DispatchMode):
+    """Replaces dtypes that operators are asked for, and refuses results that are still narrower."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_widened, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dtype in _WIDE:
+                raise NoReference(f"the step computes in {str(leaf.dtype).removeprefix('torch.')}")
+        return result
+
+
+def _widened(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,27 +1,34 @@
-"""The state around a step at one moment, put back in place: the user's own objects, never copies of them.
+"""The state around a step at one moment, restored in place: the user's own objects, never copies of them.
 
     before = Snapshot(roots)
     ...                        run anything: the function, its compiled form, with other numbers
     before.restore()           every object that the step can reach holds what it held, to the bit
 
 Identities stay: tensors, modules, optimizers and dicts are the objects that guards, closures and globals refer to.
+Tensors are saved as bytes once per storage, on the host: views stay views and tied tensors stay tied. Iterators over
+lists, tuples and ranges take `__setstate__`; a Python generator, `itertools.count` or a file cannot be moved back.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep.debug.check.children import saved, saved_variable
-from wholestep.debug.check.iterators import IteratorPosition
+from wholestep.debug.check.object_contents import saved, saved_variable
 from wholestep.debug.check.reachable import Part, Reached, reach
-from wholestep.debug.check.tensor_memory import SavedTensors, can_be_saved
+from wholestep.ir.memory import extent_of
+from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.torch_private.dumps import set_version
+from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 
 Roots = list[tuple[str, Any]]
@@ -126,3 +133,152 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_nested:
         return "nested tensor"
     return f"{tensor.layout} tensor" if tensor.layout is not torch.strided else type(tensor).__name__
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    tensor: Tensor
+    alias: Tensor
+    """Another tensor on the same storage, in the same layout."""
+    requires_grad: bool
+    grad: Tensor | None
+    version: int
+
+    def put_back(self) -> None:
+        now, before = self.tensor, self.alias
+        if not _lies_as(now, before):
+            if now.is_leaf and now.grad is not None and now.dtype != before.dtype:
+                now.grad = None  # it has the dtype that the tensor has now
+            now.data = before
+        if now.is_leaf and now.requires_grad != self.requires_grad:
+            now.requires_grad_(self.requires_grad)
+
+    def put_back_grad(self) -> None:
+        if self.tensor.is_leaf and self.tensor.grad is not self.grad:
+            self.tensor.grad = self.grad
+        if not self.tensor.is_inference():
+            set_version(self.tensor, self.version)
+
+
+@dataclass(frozen=True)
+class _SavedStorage:
+    storage: torch.UntypedStorage
+    device: torch.device
+    first: int
+    content: Tensor
+    """Bytes, from `first` on."""
+    size: int
+
+    def put_back(self) -> None:
+        if self.storage.nbytes() != self.size:
+            self.storage.resize_(self.size)
+        _bytes_of(self.storage, self.device, self.first, self.content.numel()).copy_(self.content)
+
+
+class SavedTensors:
+    """The contents and layout of tensors at one moment."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors: list[_SavedTensor] = []
+        spans: dict[int, tuple[torch.UntypedStorage, torch.device, int, int]] = {}
+        for tensor in tensors:
+            alias = tensor.detach()
+            grad = tensor.grad if tensor.is_leaf else None
+            version = 0 if tensor.is_inference() else tensor._version
+            self.tensors.append(_SavedTensor(tensor, alias, tensor.requires_grad, grad, version))
+            first = int(alias.storage_offset()) * alias.itemsize
+            last = first + extent_of(alias) * alias.itemsize
+            key = storage_key(alias)
+            _, _, a, b = spans.get(key, (None, None, first, last))
+            spans[key] = (alias.untyped_storage(), alias.device, min(a, first), max(b, last))
+        self.storages = [_saved_storage(*span) for span in spans.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copies take."""
+        return sum(saved.content.numel() for saved in self.storages)
+
+    def restore(self) -> None:
+        """Put everything back; safe to do more than once."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for saved in self.tensors:
+                saved.put_back()
+            for memory in self.storages:
+                memory.put_back()
+            for saved in self.tensors:
+                saved.put_back_grad()
+
+
+def can_be_saved(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory and nothing else."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+    return plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+
+
+def _saved_storage(storage: torch.UntypedStorage, device: torch.device, first: int, last: int) -> _SavedStorage:
+    content = _bytes_of(storage, device, first, last - first)
+    content = content.clone() if device.type == "cpu" else content.cpu()
+    return _SavedStorage(storage, device, first, content, storage.nbytes())
+
+
+def _lies_as(now: Tensor, before: Tensor) -> bool:
+    same = now.dtype == before.dtype and now.device == before.device and now.shape == before.shape
+    if not same or now.stride() != before.stride() or now.storage_offset() != before.storage_offset():
+        return False
+    return storage_key(now) == storage_key(before)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device, first: int, count: int) -> Tensor:
+    memory: Any = torch.empty(0, dtype=torch.uint8, device=device)
+    found: Tensor = memory.set_(storage, first, (count,), (1,))
+    return found
+
+
+class IteratorPosition:
+    """The position of one iterator at one moment."""
+
+    def __init__(self, path: str, iterator: Any) -> None:
+        self.path = path
+        self._iterator = iterator
+        self._position = _position(iterator)
+
+    def put_back(self) -> bool:
+        """Whether the iterator is where it was, put back if need be."""
+        if _same(_position(self._iterator), self._position):
+            return True
+        state = self._position[2] if isinstance(self._position, tuple) and len(self._position) > 2 else None
+        if not isinstance(state, int) or not hasattr(self._iterator, "__setstate__"):
+            return False
+        self._iterator.__setstate__(state)
+        return _same(_position(self._iterator), self._position)
+
+
+def _position(iterator: Any) -> Any:
+    """Something that differs after `next`; None where nothing can be known."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        if frame is None:
+            return "exhausted"
+        return frame.f_lasti, frame.f_lineno, {k: _word(v) for k, v in frame.f_locals.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of copying itertools, from Python 3.12 on
+            return _word(iterator.__reduce__())
+    except TypeError:
+        return None
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_word, value))
+    if isinstance(value, range):
+        return repr(value)  # an iterator over one makes another each time that it is asked
+    return _position(value) if hasattr(value, "__next__") else id(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a is b or (isinstance(a, (*PLAIN, dict)) and type(a) is type(b) and a == b))

@@ -1,13 +1,16 @@
-"""Run trials where they cannot hurt: in a fork (CPU), in a worker process (CUDA, which no fork survives), or here.
+"""Run trials in isolation: in a fork (CPU), in a worker process (CUDA does not survive a fork), or in this process.
 
-A trial that dies is an outcome (the signal), and so is one that does not end in time: it is killed. Trials say when the
-test itself begins: to die before that is no failure of the graph.
+A trial that dies is an outcome (the signal), and so is one that runs past its timeout: it is killed. Trials report when
+the test itself begins: a process that dies earlier says nothing about the graph. A job travels to a worker without
+graph objects: targets by name, nodes by number, predicates as `module:name`. The pickle of a `GraphModule` would not
+do: it is retraced on arrival, which renames nodes, and edits refer to nodes by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,38 +21,40 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, fx, nn
 
-from wholestep.debug.minifier.failure import BROKEN, HANG, SIGNAL, Outcome
-from wholestep.debug.minifier.trial import Job, Recorded, perform
-from wholestep.debug.minifier.wire import Packed, pack_job, unpack_job
+from wholestep.debug.minifier.graph_edits import Case, Edit
+from wholestep.debug.minifier.trial import BROKEN, HANG, SIGNAL, Outcome, Recorded, TrialJob, perform
 from wholestep.errors import MinifyError, invalid_value
 from wholestep.ir.io.repro import importable
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 from wholestep.torch_private.guard_checks import cuda_is_initialized
+from wholestep.torch_private.operators import OpOverload, op_name
 
 _NOTHING = Recorded({}, {}, ())
 _STARTING = 120.0
 """Seconds that a worker may take to import torch."""
 _ORPHAN = 5.0
 
-Answer = tuple[Outcome, Recorded]
+TrialAnswer = tuple[Outcome, Recorded]
 
 
-class Place(Protocol):
+class Isolation(Protocol):
     """Where trials run."""
 
-    def run(self, job: Job) -> Answer: ...
+    def run(self, job: TrialJob) -> TrialAnswer: ...
 
     def close(self) -> None: ...
 
 
-def place_for(isolate: str, job: Job, timeout: float, log: Path) -> Place:
+def place_for(isolate: str, job: TrialJob, timeout: float, log: Path) -> Isolation:
     """The place that was asked for, or the safest one that is possible."""
     if isolate == "auto":
         on_cuda = cuda_is_initialized()
@@ -72,7 +77,7 @@ def place_for(isolate: str, job: Job, timeout: float, log: Path) -> Place:
 class Here:
     """No isolation: a crash is a crash, and there is no time-out."""
 
-    def run(self, job: Job) -> Answer:
+    def run(self, job: TrialJob) -> TrialAnswer:
         """The outcome of one trial. Random numbers are where they were afterwards."""
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda_is_initialized() else []):
             return perform(job, lambda recorded: None)
@@ -88,7 +93,7 @@ class Forked:
         self._timeout = timeout
         self._log = log
 
-    def run(self, job: Job) -> Answer:
+    def run(self, job: TrialJob) -> TrialAnswer:
         """The outcome of one trial."""
         text, in_time, status = run_forked(lambda writing: perform_and_tell(job, writing), self._timeout, self._log)
         tested, _, answer = text.partition(b"\n")
@@ -171,7 +176,7 @@ def _child(work: Callable[[int], bytes], writing: int, log: Path) -> None:
         os._exit(code)
 
 
-def perform_and_tell(job: Job, writing: int) -> bytes:
+def perform_and_tell(job: TrialJob, writing: int) -> bytes:
     """The answer as JSON; what was recorded is told before the test, for a test that does not come back."""
 
     def testing(recorded: Recorded) -> None:
@@ -231,7 +236,7 @@ class Worker:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def run(self, job: Job) -> Answer:
+    def run(self, job: TrialJob) -> TrialAnswer:
         """The outcome of one trial."""
         if self._process is None:
             self._start()
@@ -244,7 +249,7 @@ class Worker:
             while self._pipe.poll(max(0.0, end - time.monotonic())):
                 kind, value = self._pipe.recv()
                 if kind == "answer":
-                    answer: Answer = value
+                    answer: TrialAnswer = value
                     return answer
                 recorded, tested = value, True
         except (EOFError, ConnectionResetError):
@@ -290,3 +295,127 @@ def _serve(pipe: Connection) -> None:
             return
         answer = perform(unpack_job(packed), lambda recorded: pipe.send(("recorded", recorded)))
         pipe.send(("answer", answer))
+
+
+@dataclass(frozen=True)
+class _Ref:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Op:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Placed:
+    tensor: Tensor
+    device: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A job that can be sent."""
+
+    nodes: list[tuple[Any, ...]]
+    attributes: dict[str, Any]
+    inputs: tuple[Any, ...]
+    edit: Edit
+    predicate: str | None
+    values: str
+    seed: int
+
+
+def pack_job(job: TrialJob) -> Packed:
+    """A job without graph objects. Tensors travel by way of the CPU."""
+    number: dict[fx.Node, int] = {}
+    lines = []
+    attributes: dict[str, Any] = {}
+    for node in job.case.gm.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(number[n]))  # type: ignore[arg-type, return-value]
+        target = _Op(op_name(node.target)) if isinstance(node.target, OpOverload) else node.target
+        lines.append((node.op, target, _sent(args), _sent(kwargs), node.name))
+        number[node] = len(number)
+        if node.op in ("get_attr", "call_module"):
+            attributes[str(node.target)] = _attribute(job.case.gm, str(node.target))
+    predicate = None if job.predicate is None else importable(job.predicate)
+    inputs = tuple(_down(value) for value in job.case.inputs)
+    return Packed(lines, attributes, inputs, job.edit, predicate, str(job.values), job.seed)
+
+
+def _down(value: Any) -> Any:
+    """Memory of a GPU belongs to the process that has it, which may die: values go by way of the CPU."""
+    on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+    return _Placed(value.detach().cpu(), str(value.device)) if on_device else value
+
+
+def _up(value: Any) -> Any:
+    return value.tensor.to(value.device) if isinstance(value, _Placed) else value
+
+
+def _sent(value: Any) -> Any:
+    if isinstance(value, OpOverload):
+        return _Op(op_name(value))
+    if isinstance(value, list | tuple):
+        return type(value)(_sent(item) for item in value)
+    return {key: _sent(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def unpack_job(packed: Packed) -> TrialJob:
+    """The job again, in the process that runs it."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+    for op, target, args, kwargs, name in packed.nodes:
+        target = _op(target.name) if isinstance(target, _Op) else target
+        node = graph.create_node(op, target, _received(args, made), _received(kwargs, made), name)
+        node.name = name
+        made.append(node)
+    root = nn.Module()
+    for path, value in packed.attributes.items():
+        _attach(root, path, value)
+    case = Case(lazy_graph_module(root, graph, "Case"), tuple(_up(value) for value in packed.inputs))
+    predicate = None if packed.predicate is None else imported(packed.predicate)
+    return TrialJob(case, packed.edit, predicate, Path(packed.values), packed.seed)
+
+
+def imported(name: str) -> Any:
+    """What `module:path` names."""
+    module, path = name.split(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _received(value: Any, made: list[fx.Node]) -> Any:
+    if isinstance(value, _Ref):
+        return made[value.number]
+    if isinstance(value, _Op):
+        return _op(value.name)
+    if isinstance(value, list | tuple):
+        return type(value)(_received(item, made) for item in value)
+    return {key: _received(item, made) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _op(name: str) -> OpOverload:
+    namespace, base = name.split("::")
+    base, _, overload = base.partition(".")
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    return found
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    found: Any = gm
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _attach(root: nn.Module, path: str, value: Any) -> None:
+    *parts, last = path.split(".")
+    holder: Any = root
+    for part in parts:
+        if not hasattr(holder, part):
+            setattr(holder, part, nn.Module())
+        holder = getattr(holder, part)
+    setattr(holder, last, value)

@@ -4,32 +4,45 @@
     found = ws.debug.minify(gm, inputs, error=RuntimeError)      the graph raises: same type, message and node
     found.gm, found.inputs, found.repro_path
 
-Every trial runs by itself (`isolation`), so that a graph which kills its process can be made smaller too.
+Every trial is isolated (`isolation`), so that a graph which kills its process can be minimised too. The result is
+written as `repro.py`, whose last line says whether the failure was reproduced.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from wholestep.debug.minifier.answers import Answer, Answers
-from wholestep.debug.minifier.case import Case, Edit, apply_edit
-from wholestep.debug.minifier.failure import HANG, RAISED, SIGNAL, TRUE, Outcome, is_asked_for, same_failure
-from wholestep.debug.minifier.isolation import Place, place_for
-from wholestep.debug.minifier.progress import Progress
-from wholestep.debug.minifier.report import write_case
+from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
+from wholestep.debug.minifier.isolation import Isolation, place_for
 from wholestep.debug.minifier.search import Search
-from wholestep.debug.minifier.trial import Job, Predicate
+from wholestep.debug.minifier.trial import (
+    HANG,
+    RAISED,
+    SIGNAL,
+    TRUE,
+    Outcome,
+    Predicate,
+    TrialJob,
+    is_asked_for,
+    same_failure,
+)
+from wholestep.debug.minifier.trial_log import TrialLog, TrialResult
 from wholestep.errors import MinifyError, OptionError, invalid_value
 from wholestep.ir.graphs import copy_graph
+from wholestep.ir.io.dump import write_repro
+from wholestep.ir.io.repro import importable, source_of
 from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
 from wholestep.torch_private.pytrees import pytree
 
@@ -91,11 +104,11 @@ def minify(
     where.mkdir(parents=True, exist_ok=True)
     case = _case(gm, inputs)
     test: Any = predicate
-    job = Job(case, Edit(), test, where / "values.safetensors", _SEED)
+    job = TrialJob(case, Edit(), test, where / "values.safetensors", _SEED)
     place = place_for(isolate, job, timeout, where / "trial.log")
     try:
         with Progress(progress, case.size[0]) as bar:
-            run = _Run(case, test, place, Answers(where, case), bar, max_trials)
+            run = _Minification(case, test, place, TrialLog(where, case), bar, max_trials)
             run.begin(error, crash, hang)
             run.search(shapes)
     finally:
@@ -103,7 +116,7 @@ def minify(
     return _finish(run, where, test)
 
 
-def _finish(run: _Run, folder: Path, predicate: Predicate | None) -> Minified:
+def _finish(run: _Minification, folder: Path, predicate: Predicate | None) -> Minified:
     case = run.case
     case.gm.recompile()
     assert run.wanted is not None
@@ -143,15 +156,15 @@ class _Stop(Exception):  # noqa: N818 (it is no error)
     """As many trials as were allowed."""
 
 
-class _Run:
+class _Minification:
     """A search with its answers."""
 
     def __init__(
         self,
         case: Case,
         predicate: Predicate | None,
-        place: Place,
-        answers: Answers,
+        place: Isolation,
+        answers: TrialLog,
         progress: Progress,
         max_trials: int | None,
     ) -> None:
@@ -207,7 +220,7 @@ class _Run:
             values = self._answers.values_path()
             outcome, recorded = self._ask(edit, values)
             assert self.wanted is not None
-            answer = Answer(same_failure(self.wanted, outcome), recorded, values)
+            answer = TrialResult(same_failure(self.wanted, outcome), recorded, values)
             self._answers.add(edit, answer)
             log.debug("%s: %s", stage, outcome)
         if answer.fails:
@@ -216,5 +229,123 @@ class _Run:
 
     def _ask(self, edit: Edit, values: Path | None = None) -> Any:
         self.trials += 1
-        job = Job(self.case, edit, self._predicate, values or self._answers.values_path(), _SEED)
+        job = TrialJob(self.case, edit, self._predicate, values or self._answers.values_path(), _SEED)
         return self._place.run(job)
+
+
+def minifier(
+    fail_f: fx.GraphModule,
+    inps: Sequence[Any],
+    module_fails: Callable[[fx.GraphModule, Sequence[Any]], bool],
+    dump_state: Callable[[fx.GraphModule, Sequence[Any]], Any] | None = None,
+    *,
+    save_dir: str | None = None,
+) -> tuple[fx.GraphModule, list[Any]]:
+    """The smallest graph and inputs that `module_fails` is true of: `ws.debug.minify`, called as functorch's.
+
+    `dump_state` is given the result; without one, the path of its `repro.py` is printed. `save_dir` is minify's folder.
+    """
+    found = minify(fail_f, inps, module_fails, folder=save_dir)
+    if dump_state is None:
+        print(found)
+    else:
+        dump_state(found.gm, found.inputs)
+    return found.gm, found.inputs
+
+
+_EVERY = 0.1
+_WIDTH = 24
+
+
+class Progress:
+    """A bar that fills as the graph becomes smaller. The line is gone at the end."""
+
+    def __init__(self, wanted: bool | None, nodes: int) -> None:
+        self._shown = sys.stderr.isatty() if wanted is None else wanted
+        self._all = max(nodes, 1)
+        self._last = 0.0
+        self._started = time.monotonic()
+
+    def show(self, stage: str, nodes: int, trials: int) -> None:
+        """Say where the search is, at most ten times a second."""
+        now = time.monotonic()
+        if not self._shown or now - self._last < _EVERY:
+            return
+        self._last = now
+        full = round(_WIDTH * (1 - nodes / self._all))
+        bar = "━" * full + "─" * (_WIDTH - full)
+        text = f"\r{bar} {nodes} of {self._all} nodes, {trials} trials, {now - self._started:.0f} s, {stage}"
+        sys.stderr.write(f"{text:<100}")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._shown:
+            sys.stderr.write("\r" + " " * 100 + "\r")
+            sys.stderr.flush()
+
+
+_RAISES = """
+try:
+    result = module(*inputs)
+except {name} as error:
+    print("REPRODUCED:", type(error).__name__, str(error).splitlines()[0])
+else:
+    raise SystemExit("NOT REPRODUCED: the graph returned")
+"""
+
+_ASKS = """
+module = torch.fx.symbolic_trace(module)
+if not {name}(module, inputs):
+    raise SystemExit("NOT REPRODUCED")
+print("REPRODUCED")
+"""
+
+
+_NO_PREDICATE = "the predicate, which is a lambda, or needs more than modules from around it"
+_UNASKED = """
+print(module(*inputs))
+print("NOT ASKED: put the predicate here; it has no form as text")
+"""
+
+
+def write_case(
+    folder: Path, case: Case, failure: Outcome, predicate: Predicate | None, *, title: str = "", check: str = ""
+) -> tuple[Path, tuple[str, ...]]:
+    """Write `repro.py`; returns its path and what could not be written."""
+    setup, lines = _predicate(predicate) if predicate is not None else ("", "")
+    if not check:
+        check = lines or _check_lines(failure)
+    title = title or f"The smallest graph that fails as the whole one did: {failure}"
+    path, left_out = write_repro(folder, case.gm, case.inputs, title=title, check=check, setup=setup, seed=_SEED)
+    return path, (*left_out, *([_NO_PREDICATE] if check == _UNASKED else []))
+
+
+def _check_lines(failure: Outcome) -> str:
+    if failure.kind == RAISED:
+        module, _, name = failure.type.rpartition(".")
+        known = module in ("builtins", "torch") or module.startswith("torch.")
+        shown = name if module == "builtins" else failure.type
+        return _RAISES.format(name=shown if known and "<" not in shown else "Exception")
+    ends = {SIGNAL: f"dies: {failure.message}", HANG: "does not end"}.get(failure.kind, "")
+    return "print(module(*inputs))" + (f"  # {ends}" if ends else "")
+
+
+def _predicate(predicate: Predicate) -> tuple[str, str]:
+    """Lines that define the predicate, and lines that ask it."""
+    script = getattr(predicate, "script", None)
+    if script is not None:
+        setup, check = script()
+        return str(setup), str(check)
+    ask = _ASKS
+    found = importable(predicate)
+    if found is not None:
+        module, path = found.split(":")
+        first, *_ = path.split(".")
+        return f"from {module} import {first}", ask.format(name=path)
+    source = source_of(predicate)
+    if source is not None:
+        return source, ask.format(name=predicate.__name__)
+    return "", _UNASKED

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.debug.minifier.case import Case, Edit, effects_of, longest_list, results_of
+from wholestep.debug.minifier.graph_edits import Case, Edit, effects_of, longest_list, results_of
 from wholestep.ir.slices import reachable
 
 _ROUNDS = 8

@@ -1,13 +1,14 @@
-"""One trial: make a case smaller and see whether it still fails. What runs here may raise, die or never end.
+"""One trial: apply an edit to a case and test whether it still fails. What runs here may raise, crash or hang.
 
     job -> record the values of nodes that become inputs -> apply the edit -> run the graph or the predicate -> outcome
 
-The process that asks never runs a node itself (`isolation`), and learns the recorded values only if the trial fails as
-wanted.
+The process that drives the search never runs a node itself (`isolation`), and reads the recorded values only if the
+trial fails in the wanted way. Two failures are the same if type, message (without its digits) and node are equal.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.debug.minifier.case import Case, Edit, apply_edit
-from wholestep.debug.minifier.failure import BROKEN, FALSE, RETURNED, TRUE, Outcome, raised
+from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
 from wholestep.errors import GraphFormatError
 from wholestep.ir.effects import is_communication
 from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors
@@ -29,7 +29,7 @@ _NUMBERS = (bool, int, float)
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """What a trial needs."""
 
     case: Case
@@ -63,7 +63,7 @@ class Recorded:
         return values
 
 
-def perform(job: Job, testing: Callable[[Recorded], None]) -> tuple[Outcome, Recorded]:
+def perform(job: TrialJob, testing: Callable[[Recorded], None]) -> tuple[Outcome, Recorded]:
     """Run a trial here. `testing` is told what was recorded, when everything before the test itself went well."""
     torch.manual_seed(job.seed)
     nothing = Recorded({}, {}, ())
@@ -188,3 +188,68 @@ def _keep(values: Mapping[str, Any], path: Path) -> Recorded:
         {name: str(tensor.device) for name, tensor in tensors.items()},
         tuple(name for name, tensor in tensors.items() if tensor.requires_grad),
     )
+
+
+TRUE, FALSE, RETURNED, RAISED, SIGNAL, HANG, BROKEN = "true", "false", "returned", "raised", "signal", "hang", "broken"
+
+_DIGITS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of a graph, or of a predicate on it, ended."""
+
+    kind: str
+    """true, false: what a predicate said; returned, raised: a graph; signal, hang; broken: not even tested."""
+    type: str = ""
+    message: str = ""
+    node: str = ""
+    """The node that raised."""
+    types: tuple[str, ...] = ()
+    """The error's class and those above it."""
+
+    def __str__(self) -> str:
+        where = f" at {self.node}" if self.node else ""
+        first = self.message.splitlines()[0] if self.message else ""
+        if self.kind == RAISED:
+            return f"{self.type.rsplit('.', 1)[-1]}{where}: {first}"
+        if self.kind == SIGNAL:
+            return f"died of {self.message}"
+        return {HANG: "did not end in time", TRUE: "the predicate holds", FALSE: "the predicate does not hold"}.get(
+            self.kind, f"{self.kind} {first}".strip()
+        )
+
+
+def raised(error: BaseException, node: str = "") -> Outcome:
+    """The outcome of an exception."""
+    types = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__)
+    return Outcome(RAISED, types[0], str(error)[:4000], node, types)
+
+
+def same_failure(wanted: Outcome, found: Outcome) -> bool:
+    """Whether a smaller case fails as the first one did."""
+    if wanted.kind != found.kind:
+        return False
+    if wanted.kind == SIGNAL:
+        return wanted.message == found.message
+    if wanted.kind == RAISED:
+        same_node = not wanted.node or wanted.node == found.node
+        return wanted.type == found.type and plain(wanted.message) == plain(found.message) and same_node
+    return wanted.kind in (TRUE, HANG)
+
+
+def plain(message: str) -> str:
+    """A message without what changes with shapes and from run to run."""
+    return re.sub(r"(#[, ]*)+", "#", _DIGITS.sub("#", message)).strip()
+
+
+def is_asked_for(error: Any, found: Outcome) -> bool:
+    """Whether the first failure is the one that the user named: a class, an instance, or nothing."""
+    if error is None:
+        return True
+    if found.kind != RAISED:
+        return False
+    if isinstance(error, type):
+        return f"{error.__module__}.{error.__qualname__}" in found.types
+    wanted = raised(error)
+    return wanted.type == found.type and plain(wanted.message.split("\n\nWhile executing")[0]) == plain(found.message)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects.nodes import stored_in
-from wholestep.ir.io.values import tensor_bytes
+from wholestep.ir.io.node_values import tensor_bytes
 
 
 @dataclass

@@ -1,10 +1,12 @@
-"""A graph and its inputs as a folder that runs by itself: `repro.py` needs torch and nothing of ours.
+"""The text of `repro.py`: a program that rebuilds one graph and its inputs and runs them, with torch and nothing else.
 
-    repro.py             class Repro(torch.nn.Module), make_inputs(), and what to look at under `if __name__ ...`
-    repro.safetensors    tensors that are too large for the text
+    class Graph(torch.nn.Module)     the graph's code; constants and modules of torch.nn are made in `__init__`
+    make_inputs()                    small tensors as literals, others from inputs.json and inputs.safetensors beside it
+    run(), main()                    what to do with them: print the outputs, or the lines `check`
 
-What cannot be written (a module that is not of torch.nn, a function without source) becomes a line that says so when it
-is reached; `write_repro` returns their names.
+Devices that the machine does not have become the CPU, or what `--device` says; the seed, and RNG states where a run
+recorded them, are set before the graph runs. What has no form as text (a module that is not of torch.nn, a function
+without source) becomes a line that says so when it is reached; `Repro.missing` names it.
 """
 
 from __future__ import annotations
@@ -20,48 +22,56 @@ import textwrap
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen
 
-from wholestep.ir.io.tensor_file import can_write, write_tensors
-from wholestep.ir.memory import copy_tensor, extent_of, shared, spanned
+from wholestep.ir.graphs import copy_graph_module
+from wholestep.ir.memory import copy_tensor, extent_of, shared
+from wholestep.ir.readable import clean
 from wholestep.torch_private.dumps import module_that_registers, operator_namespace
+from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.operators import OpOverload, op_name
 
 _INLINE = 32
-"""Tensors of up to so many elements are part of the text."""
+"""Tensors of up to this many elements are literals in the text."""
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_DEVICE = re.compile(r"(?<![\w.])device\(type='([a-z]+)'(?:, index=(\d+))?\)")
+_STANDARD = frozenset({"torch", "device", "inf", "nan", "NoneType"})
 
-_READER = '''
-def read_tensors(path):
-    """A safetensors file."""
-    raw = Path(path).read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header, data, found = json.loads(raw[8 : 8 + length]), raw[8 + length :], {}
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-        flat = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8) if end > start else torch.empty(0)
-        found[name] = (flat.view(dtype) if end > start else flat.to(dtype)).reshape(entry["shape"])
-    return found
+_HEAD = '''"""{title}
+
+python repro.py [--device cuda] [--seed 0]{flags}
+
+{note}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import operator
+import os
+
+import torch
+from torch import device
+{imports}
+inf, nan, NoneType = math.inf, math.nan, type(None)
+DEVICE = None
 
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-DTYPES |= {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64}
-DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-TENSORS = read_tensors(Path(__file__).with_name("repro.safetensors"))
-'''
-
-_PLACE = '''
-def place(device):
-    """A device, or the CPU where this machine does not have it."""
-    kind = torch.device(device).type
-    there = kind == "cpu" or (hasattr(torch, kind) and getattr(torch, kind).is_available())
-    return device if there else "cpu"
+def device_for(name):
+    """The device of this run for one of the recorded run."""
+    if DEVICE is not None and (name.split(":")[0] != "cpu" or not {has_accelerator}):
+        return torch.device(DEVICE)
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return torch.device("cpu")
 '''
 
 _MISSING = '''
@@ -70,119 +80,278 @@ def missing(what):
     raise SystemExit(f"put {what} here: it has no form as text")
 '''
 
+_FILES = '''
+class Files:
+    """inputs.json and inputs.safetensors, which lie beside this program."""
+
+    def __init__(self, made_up=False):
+        here = os.path.dirname(os.path.abspath(__file__))
+        with open(os.path.join(here, "inputs.json"), encoding="utf-8") as file:
+            self.document = json.load(file)
+        self.made_up = made_up
+        self.memory = self.read(os.path.join(here, "inputs.safetensors"))
+        self.placed = {}
+
+    def read(self, path):
+        """Tensors of a safetensors file as flat bytes."""
+        if not os.path.exists(path):
+            return {}
+        with open(path, "rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            data = torch.frombuffer(bytearray(file.read() + b"\\0"), dtype=torch.uint8)
+        head.pop("__metadata__", None)
+        return {name: data[slice(*entry["data_offsets"])].clone() for name, entry in head.items()}
+
+    def input(self, place):
+        """One input: its saved value, or a random one of the same layout."""
+        record = self.document["inputs"][place]
+        if record["kind"] != "tensor":
+            value = record.get("value")
+            return float.fromhex(value["float"]) if isinstance(value, dict) else value
+        shape, dtype = record.get("shape", []), getattr(torch, record["dtype"])
+        stride, start, where = record.get("stride", []), record.get("start", 0), device_for(record["device"])
+        if record.get("memory") in self.memory and not self.made_up:
+            # Inputs that share memory share it here too.
+            flat = self.memory[record["memory"]].view(dtype)
+            flat = self.placed.setdefault((record["memory"], where), flat.to(where))
+        else:
+            start, flat = 0, self.random(record, shape, stride, dtype).to(where)
+        made = flat.as_strided(shape, stride, start)
+        floats = dtype.is_floating_point or dtype.is_complex
+        return made.requires_grad_() if record.get("requires_grad") and floats else made
+
+    def random(self, record, shape, stride, dtype):
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+            return torch.rand(extent, dtype=wide).to(dtype)
+        low, high = record.get("low"), record.get("high")
+        low = 0 if low is None else low
+        return torch.randint(low, (max(low, 1) if high is None else high) + 1, (extent,)).to(dtype)
+
+    def constant(self, name):
+        """A tensor that the graph holds."""
+        record = next(record for record in self.document["constants"] if record["name"] == name)
+        shape, stride = record.get("shape", []), record.get("stride", [])
+        values = self.memory["constant." + name].view(getattr(torch, record["dtype"])).reshape(shape)
+        if values.stride() != tuple(stride) and 0 not in stride:
+            values = torch.empty_strided(shape, stride, dtype=values.dtype).copy_(values)
+        return values.to(device_for(record["device"]))
+'''
+
+_SEED_OF_FILES = '''
+def set_random_state(seed):
+    """The given seed; without one the recorded seed, and the recorded RNG states where there are any."""
+    files = Files()
+    torch.manual_seed(files.document["seed"] if seed is None else seed)
+    for name, state in files.memory.items() if seed is None else ():
+        if name == "random.cpu":
+            torch.set_rng_state(state)
+        elif name.startswith("random.cuda") and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state, name.removeprefix("random."))
+'''
+
+_SEED = '''
+def set_random_state(seed):
+    """The given seed; without one the recorded seed."""
+    torch.manual_seed({seed} if seed is None else seed)
+'''
+
+_TAIL = '''
+def make_inputs(made_up=False):
+    """The inputs in the order of the graph's placeholders."""
+{files}    return [
+{values}
+    ]
+
+
+def prepare(seed=None, made_up=False):
+    """The graph, its inputs, and the random generators as they were."""
+    set_random_state(seed)
+    module, inputs = Graph(), make_inputs(made_up)
+    set_random_state(seed)
+    return module, inputs
+
+
+def run(seed=None, made_up=False):
+    """Run the graph; its outputs."""
+    module, inputs = prepare(seed, made_up)
+    with torch.no_grad():
+        return module(*inputs)
+
+
+def main():
+    global DEVICE
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", help="run here instead of on the recorded device")
+    parser.add_argument("--seed", type=int, help="instead of the recorded state of the random generators")
+{made_up}    options = parser.parse_args()
+    DEVICE = options.device
+{check}
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+_MADE_UP = (
+    '    parser.add_argument("--made-up", action="store_true", help="random inputs although values were saved")\n'
+)
+
+_PRINT_OUTPUTS = """
+outputs = run(options.seed{made_up})
+for i, value in enumerate(outputs if isinstance(outputs, (tuple, list)) else [outputs]):
+    if isinstance(value, torch.Tensor):
+        total = value.detach().to(torch.complex128 if value.is_complex() else torch.float64).sum().item()
+        print(f"output {{i}}: {{value.dtype}} {{list(value.shape)}} stride {{list(value.stride())}} sum {{total!r}}")
+    else:
+        print(f"output {{i}}: {{value!r}}")
+"""
+
+
+@dataclass(frozen=True)
+class Repro:
+    """A program, and the names of what it could not be given."""
+
+    text: str
+    missing: tuple[str, ...]
+
+
+def repro_script(
+    gm: fx.GraphModule,
+    title: str,
+    inputs: Sequence[Any] | None = None,
+    *,
+    seed: int = 0,
+    check: str = "",
+    setup: str = "",
+    note: str = "",
+) -> Repro:
+    """The program of a graph.
+
+    `inputs`: values that may become literals; None where only a run will know them (then all come from the files).
+    `check`: lines that use `module` and `inputs`; without any, the outputs are printed. `setup`: lines at the top.
+    `seed`: what a program without files seeds the generators with. `note`: goes into the docstring.
+    """
+    script = _Script()
+    classes = _class_of(gm, "Graph", "", script)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    values = [f"        {each},  # {name}" for each, name in zip(_inputs(inputs, names, script), names, strict=True)]
+    made_up = ", options.made_up" if script.uses_files else ""
+    lines = f"module, inputs = prepare(options.seed{made_up})\n{check.strip()}" if check else ""
+    tail = _TAIL.format(
+        files="    files = Files(made_up)\n" if any("files." in value for value in values) else "",
+        values="\n".join(values),
+        made_up=_MADE_UP if script.uses_files else "",
+        check=textwrap.indent(lines or _PRINT_OUTPUTS.format(made_up=made_up).strip(), "    "),
+    )
+    beside = "Values that are not in this text are in inputs.json and inputs.safetensors in this folder."
+    head = _HEAD.format(
+        title=_in_docstring(f"{title}\n\nWritten by wholestep with torch {torch.__version__}."),
+        flags=" [--made-up]" if script.uses_files else "",
+        note=_in_docstring("\n".join(filter(None, [beside if script.uses_files else "", note])))
+        or "All is in this text.",
+        imports="".join(f"{line}\n" for line in script.imports),
+        has_accelerator=bool(script.devices - {"cpu", "meta"}),
+    )
+    seeding = _SEED_OF_FILES if script.uses_files else _SEED.format(seed=seed)
+    parts = [
+        head,
+        setup,
+        _MISSING if script.missing else "",
+        _FILES if script.uses_files else "",
+        seeding,
+        classes,
+        tail,
+    ]
+    text = "\n\n\n".join(part.strip("\n") for part in parts if part.strip())
+    return Repro(re.sub(r"\n{4,}", "\n\n\n", text) + "\n", tuple(script.missing))
+
+
+def _in_docstring(text: str) -> str:
+    return "\n".join(clean(line) for line in text.split("\n")).replace("\\", "/").replace('"""', "'''").strip('"')
+
 
 @dataclass
-class _Text:
-    """The parts of a script while it is written."""
+class _Script:
+    """The parts of a program while it is written."""
 
     imports: dict[str, None] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    devices: set[str] = field(default_factory=set)
+    uses_files: bool = False
 
-    def value(self, value: Any, name: str) -> str:
-        """The expression of an input or a constant."""
+    def from_files(self, expression: str) -> str:
+        """An expression that reads the files."""
+        self.uses_files = True
+        return expression
+
+    def value(self, value: Any, name: str, stored: str) -> str:
+        """The expression of an input or a constant; `stored` is the one for a tensor that is too large for the text."""
         if isinstance(value, Tensor):
-            return self._tensor(value, name)
+            return self._tensor(value, name, stored)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             value = value.node.hint
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         if isinstance(value, torch.Generator):
-            return f"torch.Generator(place({str(value.device)!r})).manual_seed({value.initial_seed()})"
+            return f"torch.Generator(device_for({str(value.device)!r})).manual_seed({value.initial_seed()})"
         if value is None or isinstance(value, bool | int | float | str | complex):
             return repr(value)
-        if isinstance(value, list | tuple):
-            items = [self.value(item, f"{name}_{i}") for i, item in enumerate(value)]
+        if isinstance(value, list | tuple) and not any(isinstance(item, Tensor) for item in value):
+            items = [self.value(item, f"{name}_{i}", "") for i, item in enumerate(value)]
             return f"[{', '.join(items)}]" if isinstance(value, list) else f"({''.join(f'{item}, ' for item in items)})"
         return self.lacks(f"{name}, a {type(value).__qualname__}")
 
     def lacks(self, what: str) -> str:
+        """An expression that says what has no form as text."""
         self.missing.append(what)
         return f"missing({what!r})"
 
-    def _tensor(self, tensor: Tensor, name: str) -> str:
-        if not can_write(tensor):
+    def _tensor(self, tensor: Tensor, name: str, stored: str) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return self.lacks(f"{name}, a tensor of {tensor.dtype} and {tensor.layout}")
-        text = self._stored(tensor, name) if tensor.is_contiguous() else self._strided(tensor, name)
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            return self.lacks(f"the value of {name}")
+        text = _literal(tensor) if tensor.is_contiguous() else _strided_literal(tensor)
+        if not text:
+            return self.from_files(stored)
         if tensor.device.type != "cpu":
-            text += f".to(place({str(tensor.device)!r}))"
+            self.devices.add(tensor.device.type)
+            text += f".to(device_for({str(tensor.device)!r}))"
         return text + (".requires_grad_()" if tensor.requires_grad else "")
 
-    def _stored(self, tensor: Tensor, name: str) -> str:
-        text = _literal(tensor) if tensor.numel() <= _INLINE else ""
-        if not text:
-            self.tensors[name] = tensor
-            text = f"TENSORS[{name!r}]"
-        return text
 
-    def _strided(self, tensor: Tensor, name: str) -> str:
-        """A tensor with other strides than its elements in order would have: the memory that it spans, and the view."""
-        own = copy_tensor(tensor.detach().resolve_conj().resolve_neg())
-        memory = own.as_strided((extent_of(own),), (1,))
-        return f"{self._stored(memory, name)}.as_strided({list(own.shape)}, {list(own.stride())})"
-
-
-def write_repro(
-    folder: str | Path,
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    title: str = "A graph and its inputs.",
-    check: str = "print(module(*inputs))",
-    setup: str = "",
-    name: str = "repro.py",
-) -> tuple[Path, tuple[str, ...]]:
-    """Write a folder with a script that makes `module` and `inputs` and then runs the lines `check`.
-
-    `setup` goes to the top of the script. Returns the path of the script and what had to be left out.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = _Text()
-    classes = _class_of(gm, "Repro", text)
-    memory, views = _shared_inputs(inputs, text)
-    values = "\n".join(
-        f"        {views.get(i) or text.value(value, f'input_{i}')},  # {_placeholder(gm, i)}"
-        for i, value in enumerate(inputs)
-    )
-    body = f"""
-def make_inputs():
-{memory}    return [
-{values}
+def _inputs(inputs: Sequence[Any] | None, names: list[str], script: _Script) -> list[str]:
+    stored = [f"files.input({place})" for place in range(len(names))]
+    if inputs is None or len(inputs) != len(names):
+        return [script.from_files(each) for each in stored]
+    overlapping = {place for group in shared(inputs) for place in group}
+    return [
+        script.from_files(text) if place in overlapping else script.value(value, f"input_{place}", text)
+        for place, (value, text) in enumerate(zip(inputs, stored, strict=True))
     ]
 
 
-if __name__ == "__main__":
-    module, inputs = Repro(), make_inputs()
-{textwrap.indent(check.strip(), "    ")}
-"""
-    helpers = [_READER if text.tensors else "", _PLACE if "place(" in classes + body else ""]
-    helpers.append(_MISSING if text.missing else "")
-    needed = ["import json", "from pathlib import Path"] if text.tensors else []
-    # Functions of the user's come with annotations, of which nothing else is known.
-    head = "\n".join(["from __future__ import annotations", "", *needed, "", "import torch", *text.imports])
-    doc = '"""' + title.replace("\\", "\\\\").replace('"""', "'''").strip() + '\n"""'
-    parts = [doc, head, setup.strip(), *(helper.strip() for helper in helpers), classes.strip(), body.strip()]
-    path = folder / name
-    if text.tensors:
-        write_tensors(path.with_suffix(".safetensors"), text.tensors)
-    path.write_text(re.sub(r"\n{4,}", "\n\n\n", "\n\n\n".join(filter(None, parts))) + "\n", encoding="utf-8")
-    return path, tuple(text.missing)
+def constants_of(gm: fx.GraphModule) -> dict[str, Tensor]:
+    """Tensors with data that a graph, its nested graphs and its modules hold, by path."""
+    found: dict[str, Tensor] = {}
+    for target, value in _attributes(gm).items():
+        if isinstance(value, fx.GraphModule):
+            found |= {f"{target}.{name}": each for name, each in constants_of(value).items()}
+        elif isinstance(value, nn.Module):
+            found |= {f"{target}.{name}": each for name, each in _tensors_of(value)}
+        elif isinstance(value, Tensor):
+            found[target] = value
+    return {
+        name: each
+        for name, each in found.items()
+        if not (isinstance(each, FakeTensor) or each.is_meta or each.layout is not torch.strided)
+    }
 
 
-def _shared_inputs(inputs: Sequence[Any], text: _Text) -> tuple[str, dict[int, str]]:
-    """Lines that make memory which several inputs share, and their views of it by place."""
-    lines, views = "", dict[int, str]()
-    for number, group in enumerate(shared(inputs)):
-        tensors = [inputs[i] for i in group]
-        if all(can_write(tensor) for tensor in tensors):
-            memory, first = spanned(tensors)
-            lines += f"    memory_{number} = {text.value(memory, f'memory_{number}')}\n"
-            for i, tensor in zip(group, tensors, strict=True):
-                start = int(tensor.storage_offset()) - first
-                view = f"memory_{number}.as_strided({list(tensor.shape)}, {list(tensor.stride())}, {start})"
-                views[i] = view + (".requires_grad_()" if tensor.requires_grad else "")
-    return lines, views
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def importable(function: Any) -> str | None:
@@ -196,27 +365,33 @@ def importable(function: Any) -> str | None:
     return f"{module}:{path}" if found is function else None
 
 
-def _placeholder(gm: fx.GraphModule, place: int) -> str:
-    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
-    return names[place] if place < len(names) else ""
-
-
-def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
-    code = gm.graph.python_code("self")
+def _class_of(gm: fx.GraphModule, name: str, path: str, script: _Script) -> str:
+    """A graph as a class, after the classes of graphs that it holds. `path`: where the outermost graph holds it."""
+    copy = copy_graph_module(gm)
+    copy.graph.set_codegen(CodeGen())
+    for node in copy.graph.nodes:
+        node.type = None  # an annotation of the user's may name anything
+    code = copy.graph.python_code("self")
     source = code.src[code.src.index("def forward(") :]
+    script.devices |= {match[0] for match in _DEVICE.findall(source)}
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    script.devices |= {value.device.type for value in values if isinstance(value, Tensor)}
+    source = _DEVICE.sub(lambda m: f"device_for({m[1] + (':' + m[2] if m[2] else '')!r})", source)
     for given, value in code.globals.items():
-        if re.search(rf"\b{re.escape(given)}\b", source):
-            # In a class, Python gives names that begin with two underscores another one.
+        if given not in _STANDARD and re.search(rf"\b{re.escape(given)}\b", source):
+            # In a class, Python renames names that begin with two underscores.
             global_name = f"global{given.rstrip('_')}" if given.startswith("__") else given
             source = re.sub(rf"\b{re.escape(given)}\b", global_name, source)
-            text.imports.update(dict.fromkeys(_global(global_name, value, text)))
+            script.imports.update(dict.fromkeys(_global(global_name, value, script)))
     lines, missing = registering(gm)
-    text.imports.update(dict.fromkeys(lines))
-    text.missing += missing
+    script.imports.update(dict.fromkeys(lines))
+    script.missing += missing
     before: list[str] = []
     lines = ["super().__init__()"]
     for target, value in _attributes(gm).items():
-        lines += _attribute(target, value, name, text, before)
+        lines += _attribute(target, value, name, path, script, before)
+    if any("files." in line for line in lines):
+        lines.insert(1, "files = Files()")
     return "\n\n\n".join(
         [
             *before,
@@ -229,7 +404,7 @@ def _class_of(gm: fx.GraphModule, name: str, text: _Text) -> str:
 
 
 def registering(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
-    """Lines that make operators known which torch does not have, and what of that has no form as text."""
+    """Lines that register operators which torch does not have, and what of that has no form as text."""
     lines, missing = [], []
     for op in {node.target: None for node in gm.graph.nodes if isinstance(node.target, OpOverload)}:
         module = module_that_registers(op)
@@ -247,27 +422,29 @@ def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
         if node.op in ("get_attr", "call_module"):
             value: Any = gm
             for part in str(node.target).split("."):
-                value = getattr(value, part)
+                value = getattr(value, part, None)
             found[str(node.target)] = value
     return found
 
 
-def _attribute(target: str, value: Any, owner: str, text: _Text, before: list[str]) -> list[str]:
-    *path, last = target.split(".")
+def _attribute(target: str, value: Any, owner: str, path: str, script: _Script, before: list[str]) -> list[str]:
+    *parents, last = target.split(".")
+    whole = f"{path}.{target}" if path else target
     lines: list[str] = []
     holder = "self"
-    for part in path:
+    for part in parents:
         lines.append(_set(holder, part, f"getattr({holder}, {part!r}, None) or torch.nn.Module()"))
         holder = _get(holder, part)
     if not isinstance(value, nn.Module):
-        return [*lines, _set(holder, last, _as_constant(value, target, text))]
-    lines.append(_set(holder, last, _module(value, f"{owner}_{target}", text, before)))
+        return [*lines, _set(holder, last, _as_constant(value, whole, script))]
+    lines.append(_set(holder, last, _module(value, f"{owner}_{target}", whole, script, before)))
     made = _get(holder, last)
     if not isinstance(value, fx.GraphModule):
-        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+        for name, tensor in _tensors_of(value):
+            full = f"{whole}.{name}"
             lines.append(
                 f"{made}.get_{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'}({name!r})"
-                f".data = {text.value(tensor.detach(), f'{target}.{name}')}"
+                f".data = {script.value(tensor.detach(), full, f'files.constant({full!r})')}"
             )
         lines.append(f"{made}.train({value.training})")
     return lines
@@ -286,29 +463,28 @@ def _is_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def _as_constant(value: Any, target: str, text: _Text) -> str:
+def _as_constant(value: Any, path: str, script: _Script) -> str:
+    stored = f"files.constant({path!r})"
     if isinstance(value, nn.Parameter):
-        return f"torch.nn.Parameter({text.value(value.detach(), target)}, requires_grad={value.requires_grad})"
-    return text.value(value, target)
+        return f"torch.nn.Parameter({script.value(value.detach(), path, stored)}, requires_grad={value.requires_grad})"
+    return script.value(value, path, stored)
 
 
-def _module(module: nn.Module, name: str, text: _Text, before: list[str]) -> str:
+def _module(module: nn.Module, name: str, path: str, script: _Script, before: list[str]) -> str:
     if isinstance(module, fx.GraphModule):
         called = re.sub(r"\W", "_", name)
-        before.append(_class_of(module, called, text))
+        before.append(_class_of(module, called, path, script))
         return f"{called}()"
     kind = type(module)
     if isinstance(module, nn.Sequential) and kind is nn.Sequential:
-        return f"torch.nn.Sequential({', '.join(_module(child, name, text, before) for child in module)})"
+        return f"torch.nn.Sequential({', '.join(_module(child, name, path, script, before) for child in module)})"
     plain = repr(module)
     if getattr(nn, kind.__name__, None) is kind and not list(module.children()) and "\n" not in plain:
         return f"torch.nn.{plain}"
-    return text.lacks(f"{name}, a {kind.__module__}.{kind.__qualname__}")
+    return script.lacks(f"{name}, a {kind.__module__}.{kind.__qualname__}")
 
 
-def _global(name: str, value: Any, text: _Text) -> list[str]:
-    if name == "torch":
-        return []
+def _global(name: str, value: Any, script: _Script) -> list[str]:
     if isinstance(value, float):
         return [f'{name} = float("{value}")']
     if isinstance(value, types.ModuleType):
@@ -324,14 +500,14 @@ def _global(name: str, value: Any, text: _Text) -> list[str]:
     if isinstance(value, torch.Size | torch.dtype | torch.device):
         return [f"{name} = torch.{value!r}" if isinstance(value, torch.Size) else f"{name} = {value!r}"]
     if isinstance(value, torch.nn.Module) or not callable(value):
-        return [f"{name} = None  # {text.lacks(f'{name}, a {type(value).__qualname__}')}"]
+        return [f"{name} = None  # {script.lacks(f'{name}, a {type(value).__qualname__}')}"]
     source = source_of(value)
     if source is not None:
         own = value.__name__
         return [source, *([f"{name} = {own}"] if own != name else [])]
     if isinstance(value, OpOverload):
         return [f"{name} = torch.ops.{op_name(value).replace('::', '.')}"]
-    return [f"def {name}(*args, **kwargs):\n    {text.lacks(f'the function {name}')}"]
+    return [f"def {name}(*args, **kwargs):\n    {script.lacks(f'the function {name}')}"]
 
 
 def source_of(function: Any) -> str | None:
@@ -371,9 +547,11 @@ def _line_for(name: str, around: dict[str, Any]) -> str | None:
 
 
 def _literal(tensor: Tensor) -> str:
-    """A small tensor as an expression that makes the same bits; "" where text would lose some."""
+    """A small tensor as an expression that makes the same bits; "" where it is too large or text would lose some."""
     kind = str(tensor.dtype)
-    if tensor.is_complex() or kind.startswith(("torch.float8", "torch.uint16", "torch.uint32", "torch.uint64")):
+    if tensor.numel() > _INLINE or tensor.is_complex():
+        return ""
+    if kind.startswith(("torch.float8", "torch.uint16", "torch.uint32", "torch.uint64", "torch.float4")):
         return ""
     flat = tensor.detach().cpu().contiguous()
     data = re.sub(r"\b(nan|inf)\b", r'float("\1")', repr(flat.tolist()))
@@ -381,3 +559,10 @@ def _literal(tensor: Tensor) -> str:
     if flat.numel() == 0 and tensor.dim() != 1:
         text = f"torch.empty({list(tensor.shape)}, dtype={kind})"
     return text
+
+
+def _strided_literal(tensor: Tensor) -> str:
+    """A tensor with a layout of its own: the memory that it spans, and the view of it."""
+    own = copy_tensor(tensor.detach().resolve_conj().resolve_neg())
+    memory = _literal(own.as_strided((extent_of(own),), (1,)))
+    return f"{memory}.as_strided({list(own.shape)}, {list(own.stride())})" if memory else ""

@@ -1,36 +1,51 @@
 """A StepGraph as versioned JSON, and back without pickle, eval or import.
 
     {"format": "wholestep.step_graph", "version": 1, "torch": "2.13.0",
-     "signature": {..},        typed inputs, outputs, write-backs, state changes     (records.py)
-     "symbols": [..],          symbolic dimensions                                  (symbols.py)
-     "values": [..],           what nodes compute: shapes, dtypes, devices           (values.py)
-     "origins": [..],          where nodes come from: module, line, phase            (meta.py)
-     "constants": {..},        tensors held by the graph, bytes in base64            (constants.py)
+     "signature": {..},        typed inputs, outputs, write-backs, state changes     (`write_record`)
+     "symbols": [..],          symbolic dimensions                                   (node_values.py)
+     "values": [..],           what nodes compute: shapes, dtypes, devices           (node_values.py)
+     "origins": [..],          where nodes come from: module, line, phase            (`write_record` of NodeMeta)
+     "constants": {..},        tensors held by the graph, bytes in base64            (tensor_file.py)
      "nodes": [                one line each; arguments as in arguments.py
        {"op": "call_function", "name": "add", "target": "aten::add.Tensor", "args": [{"node": "x"}, 1], "val": 3}]}
 
-A file is hostile until shown otherwise: torch.fx turns names into Python source, so every name is checked to be a plain
-identifier, every function comes from an allow-list, and whatever is wrong raises GraphFormatError.
+Frozen dataclasses are written by their type hints: a new field of a signature is written and read at once. Fields that
+have their default are left out; keys that a dataclass does not have are refused.
+
+Files are untrusted: torch.fx turns names into Python source, so every name is checked to be a plain identifier, every
+function comes from an allow-list, and anything unexpected raises GraphFormatError.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
+import typing
 from collections.abc import Iterable
-from typing import Any
+from enum import Enum
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.io.arguments import ArgumentReader, ArgumentWriter, check_identifier, shown
-from wholestep.ir.io.constants import check_constant_name, find_constant, read_constant, write_constant
-from wholestep.ir.io.records import RecordReader, write_record
+from wholestep.ir.io.arguments import (
+    ArgumentReader,
+    ArgumentWriter,
+    TargetReader,
+    check_identifier,
+    read_float,
+    shown,
+    target_name,
+)
+from wholestep.ir.io.node_values import ValueReader, ValueWriter
 from wholestep.ir.io.result_tree import check as check_result
-from wholestep.ir.io.targets import TargetReader, target_name
-from wholestep.ir.io.values import ValueReader, ValueWriter
+from wholestep.ir.io.tensor_file import check_constant_name, find_constant, read_constant, write_constant
 from wholestep.ir.meta import KEY, NodeMeta, set_node_meta
 from wholestep.ir.signature import Signature
+from wholestep.torch_private.operators import OpOverload
 
 FORMAT = "wholestep.step_graph"
 VERSION = 1
@@ -98,7 +113,7 @@ def read_step_graph(text: str, *, allow_ops: Iterable[str] = ()) -> tuple[fx.Gra
     """The graph and signature that `write_step_graph` wrote; anything else raises GraphFormatError."""
     targets = TargetReader(allow_ops)
     try:
-        return _Reader(_parse(text), targets).read()
+        return _StepGraphReader(_parse(text), targets).read()
     except GraphFormatError:
         raise
     except Exception as error:
@@ -127,7 +142,7 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"a bare number {text[:40]!r}; floats are written in hexadecimal")
 
 
-class _Reader:
+class _StepGraphReader:
     """One reading of one document."""
 
     def __init__(self, document: dict[str, Any], targets: TargetReader) -> None:
@@ -244,3 +259,123 @@ class _Reader:
                 if number is not None and not 0 <= number < outputs:
                     raise GraphFormatError(f"the state change of {change.path!r} names an output that does not exist.")
         check_result(signature.result, outputs)
+
+
+T = TypeVar("T")
+
+
+def write_record(value: Any) -> Any:
+    """A dataclass, or anything that one holds, as JSON."""
+    if dataclasses.is_dataclass(value):
+        plain: dict[str, Any] = {}
+        kind: Any = type(value)
+        for name, default in _defaults(kind).items():
+            content = getattr(value, name)
+            if default is dataclasses.MISSING or content != default or type(content) is not type(default):
+                plain[name] = write_record(content)
+        return plain
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, str | int | bool | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [write_record(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): write_record(item) for key, item in value.items()}
+    if isinstance(value, OpOverload):
+        return {"op": target_name(value)}
+    raise GraphFormatError(f"a value of type {type(value).__name__} has no form in the file.")
+
+
+class RecordReader:
+    """Reads dataclasses; `where` in messages says which part of the file is wrong."""
+
+    def __init__(self, targets: TargetReader) -> None:
+        self._targets = targets
+
+    def read(self, cls: type[T], data: Any, where: str) -> T:
+        """An instance of the dataclass `cls`."""
+        if not isinstance(data, dict):
+            raise GraphFormatError(f"{where}: expected an object, found {shown(data)}.")
+        kind: Any = cls
+        hints, defaults = _hints(kind), _defaults(kind)
+        for key in data:
+            if key not in hints:
+                raise GraphFormatError(f"{where}: unknown key {shown(key)}.")
+        for name, default in defaults.items():
+            if default is dataclasses.MISSING and name not in data:
+                raise GraphFormatError(f"{where}: the key {name!r} is missing.")
+        return cls(**{key: self._value(hints[key], item, f"{where}.{key}") for key, item in data.items()})
+
+    def _value(self, hint: Any, data: Any, where: str) -> Any:
+        origin = typing.get_origin(hint)
+        if origin in (types.UnionType, typing.Union):
+            return self._union(typing.get_args(hint), data, where)
+        if origin is tuple:
+            return self._tuple(typing.get_args(hint), data, where)
+        if origin is list and isinstance(data, list):
+            return [self._value(typing.get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
+        if origin is dict and isinstance(data, dict):
+            item = typing.get_args(hint)[1]
+            return {key: self._value(item, value, f"{where}[{shown(key)}]") for key, value in data.items()}
+        if hint in (int, str, bool, type(None)) and type(data) is hint:
+            return data
+        if hint is float and isinstance(data, dict) and set(data) == {"float"}:
+            return read_float(data["float"])
+        if hint is OpOverload and isinstance(data, dict) and isinstance(data.get("op"), str):
+            return self._targets.read_op(data["op"])
+        if isinstance(hint, type) and issubclass(hint, Enum) and data in [member.value for member in hint]:
+            return hint(data)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            return self.read(hint, data, where)
+        if hint in (object, Any):
+            return _free(data)
+        raise GraphFormatError(f"{where}: {shown(data)} is not of the kind expected there.")
+
+    def _union(self, choices: tuple[Any, ...], data: Any, where: str) -> Any:
+        if data is None and type(None) in choices:
+            return None
+        others = [choice for choice in choices if choice is not type(None)]
+        if len(others) == 1:
+            return self._value(others[0], data, where)
+        for choice in others:
+            try:
+                return self._value(choice, data, where)
+            except GraphFormatError:
+                continue
+        raise GraphFormatError(f"{where}: {shown(data)} is not of a kind expected there.")
+
+    def _tuple(self, items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+        if isinstance(data, list):
+            if len(items) == 2 and items[1] is Ellipsis:
+                return tuple(self._value(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+            if len(items) == len(data):
+                return tuple(
+                    self._value(h, d, f"{where}[{i}]") for i, (h, d) in enumerate(zip(items, data, strict=True))
+                )
+        raise GraphFormatError(f"{where}: {shown(data)} is not a list of the length expected there.")
+
+
+def _free(data: Any) -> Any:
+    """Data of no fixed type: JSON itself, with exact floats."""
+    if isinstance(data, dict):
+        if set(data) == {"float"}:
+            return read_float(data["float"])
+        return {key: _free(item) for key, item in data.items()}
+    return [_free(item) for item in data] if isinstance(data, list) else data
+
+
+@lru_cache(maxsize=64)
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@lru_cache(maxsize=64)
+def _defaults(cls: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for spec in dataclasses.fields(cls):
+        made = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+        found[spec.name] = made
+    return found

@@ -1,93 +1,87 @@
-"""Tensors in a file of the safetensors format, written and read without pickle and without another package.
+"""Tensors as data: files in the safetensors format, and constants of a graph as JSON. Nothing is unpickled.
 
-8 bytes        length of the header, little-endian
-header         JSON: {"x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...,
-                      "__metadata__": {"x.stride": "1,2"}}
-the rest       elements, in logical order
-
-The format knows contiguous tensors only: strides go into its `__metadata__`, which other readers ignore. What a file
-says is checked before anything is allocated.
+model.safetensors     by the `safetensors` package, which validates the header (dtypes, sizes, offsets that neither
+                      overlap nor leave the file) before anything is allocated
+"__metadata__"        {"x.stride": "1,2"}: the format holds contiguous tensors only; other readers ignore this
+a constant            {"shape": [2], "stride": [1], "dtype": "float32", "device": "cpu", "base64": ".."}: the memory
+                      that the tensor spans, so that any strides come back; sizes are checked before allocation
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.io.arguments import shown
-from wholestep.ir.io.constants import constant_bytes
+from wholestep.ir.io.arguments import check_identifier, read_device, read_dtype, shown
+from wholestep.torch_private.fake_tensors import FakeTensor
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_MAX_HEADER = 100_000_000
-_MOST_DIMENSIONS = 64
+DTYPES_IN_FILES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+)
+"""Dtypes that the safetensors format has."""
 _MOST_STRIDE = 1 << 48
 _STRIDE = ".stride"
+_MAX_DIM = 1 << 40
+_FREE_NUMEL = 1 << 20
+"""A constant may be expanded (stride 0) to this many elements, or to 64 times its bytes, but not to fill the memory."""
 
 
 def can_write(value: object) -> bool:
-    """Whether a value is a tensor that a file can hold."""
+    """True if a value is a tensor that a file can hold."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return value.dtype in _NAMES and not value.is_quantized and not value.is_nested
+    return value.dtype in DTYPES_IN_FILES and not value.is_quantized and not value.is_nested
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors; a file that is there is replaced only by a whole one."""
+    """Write tensors; a file that is there is replaced atomically."""
     part = Path(f"{path}.part")
     part.write_bytes(to_bytes(tensors))
     os.replace(part, path)
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The contents of a file of tensors."""
-    header: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    pieces: list[bytes] = []
-    at = 0
+    """The contents of a safetensors file."""
+    from safetensors.torch import save  # not at the top: `import wholestep` writes no files
+
+    packed: dict[str, Tensor] = {}
+    strides: dict[str, str] = {}
     for name, tensor in tensors.items():
         if not can_write(tensor):
             raise GraphFormatError(f"{shown(name)} is a {tensor.dtype} of {tensor.layout}: no form in a tensor file.")
-        data = constant_bytes(tensor)
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(data)],
-        }
         if not tensor.is_contiguous():
-            notes[name + _STRIDE] = ",".join(map(str, tensor.stride()))
-        at += len(data)
-        pieces.append(data)
-    if notes:
-        header["__metadata__"] = notes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
+            strides[name + _STRIDE] = ",".join(map(str, tensor.stride()))
+        # The package refuses views and tensors that share memory.
+        packed[name] = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    return save(packed, strides or None)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -97,46 +91,27 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 def from_bytes(raw: bytes, path: str) -> dict[str, Tensor]:
     """The tensors of the contents of a file, which messages call `path`."""
-    length = int.from_bytes(raw[:8], "little")
-    if len(raw) < 8 or length > min(len(raw) - 8, _MAX_HEADER):
-        raise GraphFormatError(f"{path} is not a file of tensors: its header is longer than the file.")
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
-        header = json.loads(raw[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise GraphFormatError(f"{path}: the header is not JSON.") from error
-    if not isinstance(header, dict):
-        raise GraphFormatError(f"{path}: the header must be an object, not {shown(header)}.")
-    notes = header.pop("__metadata__", {})
-    if not isinstance(notes, dict):
-        raise GraphFormatError(f"{path}: its metadata must be an object, not {shown(notes)}.")
-    data = memoryview(raw)[8 + length :]
-    found: dict[str, Tensor] = {}
-    left = len(data)  # a small file could name the same bytes again and again
-    for name, entry in header.items():
-        tensor = _read(name, entry, notes.get(name + _STRIDE), data)
-        left -= tensor.numel() * tensor.dtype.itemsize
-        if left < 0:
-            raise GraphFormatError(f"{path}: tensors overlap.")
-        found[name] = tensor
-    return found
+        with torch.device("cpu"):  # whatever the default device is
+            found = load(raw)
+    except SafetensorError as error:
+        raise GraphFormatError(f"{path} is not a file of tensors: {str(error)[:200]}.") from error
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise GraphFormatError(f"{path} describes a tensor that torch cannot make: {str(error)[:200]}.") from error
+    strides = _metadata(raw)
+    return {
+        name: _strided(name, found[name], strides[name + _STRIDE]) if name + _STRIDE in strides else found[name]
+        for name in sorted(found)
+    }
 
 
-def _read(name: str, entry: Any, stride: Any, data: memoryview) -> Tensor:
-    known: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    shape: Any = known.get("shape")
-    offsets: Any = known.get("data_offsets")
-    dtype = _DTYPES.get(str(known.get("dtype")))
-    if dtype is None or not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
-        raise GraphFormatError(f"the entry of {shown(name)} does not describe a tensor.")
-    start, end = offsets
-    if not start <= end <= len(data) or end - start != math.prod(shape) * dtype.itemsize:
-        raise GraphFormatError(f"{shown(name)}: {dtype} of shape {shape} is not bytes {start} to {end} of the file.")
-    if start == end:
-        flat = torch.empty(0, dtype=dtype, device="cpu")
-    else:
-        flat = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8).view(dtype)
-    tensor = flat.reshape(shape)
-    return tensor if stride is None else _strided(name, tensor, stride)
+def _metadata(raw: bytes) -> dict[str, str]:
+    """The text metadata in the header of a file that the package has validated; it returns them only for open files."""
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return header.get("__metadata__") or {}
 
 
 def _strided(name: str, tensor: Tensor, text: Any) -> Tensor:
@@ -158,6 +133,107 @@ def _strided(name: str, tensor: Tensor, text: Any) -> Tensor:
     return made.copy_(tensor)
 
 
-def _whole_numbers(values: Any) -> bool:
-    small = isinstance(values, list) and len(values) <= _MOST_DIMENSIONS
-    return small and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+def find_constant(gm: fx.GraphModule, target: str) -> Tensor:
+    """The tensor that a `get_attr` node reads."""
+    found: Any = gm
+    for atom in target.split("."):
+        found = getattr(found, atom, None)
+    if not isinstance(found, Tensor):
+        raise GraphFormatError(
+            f"the attribute {target!r} of the graph is a {type(found).__name__}, not a tensor.",
+            fix="a StepGraph holds tensors only; inline sub-graphs before writing it.",
+        )
+    return found
+
+
+def constant_bytes(tensor: Tensor) -> bytes:
+    """The elements of a tensor in logical order."""
+    return _raw(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1))
+
+
+def write_constant(tensor: Tensor, device: torch.device) -> dict[str, Any]:
+    """One constant as JSON; `device` is where the graph expects it."""
+    if isinstance(tensor, FakeTensor):
+        raise GraphFormatError("a constant of the graph is a FakeTensor: it has no data to write.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise GraphFormatError(f"a constant of layout {tensor.layout} has no form in the file.")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    memory = tensor.as_strided((_extent(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
+    return {
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(device),
+        "base64": base64.b64encode(_raw(memory.cpu())).decode("ascii"),
+    }
+
+
+def read_constant(data: Any, name: str) -> Tensor:
+    """The tensor of one constant, on its device if this machine has it, otherwise on the CPU."""
+    if not isinstance(data, dict):
+        raise GraphFormatError(f"constant {name}: expected an object, found {shown(data)}.")
+    shape, stride = _dims(data.get("shape"), name), _dims(data.get("stride"), name)
+    if len(shape) != len(stride):
+        raise GraphFormatError(f"constant {name}: shape and stride differ in length.")
+    dtype, device, text = read_dtype(data.get("dtype")), read_device(data.get("device")), data.get("base64")
+    extent = _extent(shape, stride)
+    expected = extent * dtype.itemsize
+    if math.prod(shape) > _FREE_NUMEL + 64 * extent:
+        raise GraphFormatError(f"constant {name}: shape {shape} is too large for its stride {stride}.")
+    if not isinstance(text, str) or len(text) != 4 * -(-expected // 3):
+        raise GraphFormatError(
+            f"constant {name}: {dtype} of shape {shape} and stride {stride} needs {expected} bytes, "
+            f"the file holds {len(text) * 3 // 4 if isinstance(text, str) else 'none'}."
+        )
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise GraphFormatError(f"constant {name}: its bytes are not base64.") from error
+    if len(raw) != expected:
+        raise GraphFormatError(f"constant {name}: {len(raw)} bytes where {expected} belong.")
+    try:
+        memory = (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            if raw
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        tensor = memory.view(dtype).as_strided(shape, stride)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise GraphFormatError(f"constant {name}: torch cannot make it: {error}.") from error
+    return tensor.to(device) if _is_here(device) else tensor
+
+
+def check_constant_name(target: object) -> str:
+    """The attribute path of a constant; it ends up in generated Python and as an attribute of a GraphModule."""
+    if not isinstance(target, str):
+        raise GraphFormatError(f"{shown(target)} is not the name of a constant.")
+    for atom in target.split("."):
+        check_identifier(atom, "the name of a constant")
+        if atom.startswith("__") or hasattr(fx.GraphModule, atom) or atom in ("training", "_parameters", "_buffers"):
+            raise GraphFormatError(f"{shown(target)} cannot be the name of a constant: torch uses that name.")
+    return target
+
+
+def _raw(flat: Tensor) -> bytes:
+    if sys.byteorder != "little":
+        raise GraphFormatError("constants are written and read on little-endian machines only.")
+    return bytes(flat.view(torch.uint8).numpy().data) if flat.numel() else b""
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    if any(size == 0 for size in shape):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _dims(data: Any, name: str) -> list[int]:
+    if not (isinstance(data, list) and len(data) <= 64 and all(type(d) is int and 0 <= d < _MAX_DIM for d in data)):
+        raise GraphFormatError(f"constant {name}: {shown(data)} is not a shape or stride.")
+    return data
+
+
+def _is_here(device: torch.device) -> bool:
+    if device.type in ("cpu", "meta"):
+        return device.type == "cpu"
+    module = getattr(torch, device.type, None)
+    return bool(module is not None and module.is_available() and (device.index or 0) < module.device_count())

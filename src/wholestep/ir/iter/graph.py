@@ -10,12 +10,19 @@
     c = copy_(p, p1)                 a = all_reduce(g, ..)
     output(loss)                     output((loss, [a, lr]))                    for the next iteration
 
-The main graph is the only truth: it may be edited like any `fx.Graph`, and the graphs for the first and the last
-iteration are made from it (`iter_derived.py`). State that moved nodes write is read when they run; everything else that
-they read is carried from the iteration that they belong to, each value once.
+The main graph is the single source of truth: it may be edited like any `fx.Graph`, and the graphs of other iterations
+are derived from it:
 
-Legal if nothing else in an iteration needs what the moved nodes make, and if the destination is not after the first use
-of the state that they write. Everything is checked before anything is changed (`iter_moves.py`).
+    setup      the first iteration: nothing is pending, moved nodes are left out
+    cleanup    the last iteration: pending updates first, and at the end those that would be pending after it
+    single     the only iteration: the graph as if nothing had moved
+    running    main or cleanup, with nodes that report which moves have run: they must not run twice
+    flush      only the pending part of one move: takes state and carried values, needs nothing of the step
+
+State that moved nodes write is read when they run; everything else that they read is carried from the iteration that
+they belong to, each value once. Legal if nothing else in an iteration needs the results of moved nodes, and if the
+destination is not after the first use of the state that they write. Everything is checked before anything is changed
+(`moves.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +38,6 @@ from torch.fx.node import Argument
 from wholestep.errors import IterMoveError
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.functionalize import functionalize
-from wholestep.ir.iter.editing import NodeEdits
 from wholestep.ir.iter.moves import Move, MovePlan, check_moves, move_of, plan_moves, state_of
 from wholestep.torch_private.fx_graphs import codegen_of
 
@@ -55,6 +61,52 @@ class Moved:
     carried_without_output: tuple[Any, ...]
     never_dead: frozenset[fx.Node]
     frozen: bool
+
+
+class NodeEdits:
+    """The `node_*` methods and moves of an IterGraph."""
+
+    def move_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+        """Move nodes, in their order, to right before another."""
+        for node in nodes:
+            target_node.prepend(node)
+
+    def move_after(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+        """Move nodes, in their order, to right after another."""
+        for node in nodes:
+            target_node.append(node)
+            target_node = node
+
+    def node_prepend(self, target_node: fx.Node, node: fx.Node) -> None:
+        """`target_node.prepend(node)`."""
+        target_node.prepend(node)
+
+    def node_append(self, target_node: fx.Node, node: fx.Node) -> None:
+        """`target_node.append(node)`."""
+        target_node.append(node)
+
+    def node_set_args(self, node: fx.Node, args: tuple[Argument, ...]) -> None:
+        """`node.args = args`."""
+        node.args = args
+
+    def node_set_kwargs(self, node: fx.Node, kwargs: dict[str, Argument]) -> None:
+        """`node.kwargs = kwargs`."""
+        node.kwargs = kwargs
+
+    def node_update_arg(self, node: fx.Node, index: int, arg: Argument) -> None:
+        """`node.update_arg(index, arg)`."""
+        node.update_arg(index, arg)
+
+    def node_replace_all_uses_with(
+        self,
+        node: fx.Node,
+        replace_with: fx.Node,
+        delete_user_cb: Callable[[fx.Node], bool] = lambda user: True,
+        *,
+        propagate_meta: bool = False,
+    ) -> list[fx.Node]:
+        """`node.replace_all_uses_with(..)`."""
+        return node.replace_all_uses_with(replace_with, delete_user_cb, propagate_meta=propagate_meta)
 
 
 class IterGraph(NodeEdits, fx.Graph):
@@ -136,14 +188,12 @@ class IterGraph(NodeEdits, fx.Graph):
     @property
     def setup_graph(self) -> fx.Graph:
         """The graph of a first iteration, as it is now."""
-        from wholestep.ir.iter.derived import setup_graph  # which is made of this module
 
         return setup_graph(self)
 
     @property
     def cleanup_graph(self) -> fx.Graph:
         """The graph of a last iteration, as it is now."""
-        from wholestep.ir.iter.derived import cleanup_graph
 
         return cleanup_graph(self)
 
@@ -360,3 +410,70 @@ def _unkept(value: fx.Node) -> fx.Node:
 
 
 __all__ = ["CROSS", "IterGraph", "Move", "copy_nodes", "find_output", "kept"]
+
+
+def setup_graph(main: IterGraph) -> fx.Graph:
+    """The graph of a first iteration; its output is that of the main graph."""
+    return _without(main, set(main.cross_iter_inputs) | _moved(main))
+
+
+def cleanup_graph(main: IterGraph) -> fx.Graph:
+    """The graph of a last iteration; its output is the user's result alone."""
+    return _completed(main, set())
+
+
+def single_graph(main: IterGraph) -> fx.Graph:
+    """The graph of an iteration that is the first and the last one."""
+    return _completed(main, set(main.cross_iter_inputs) | _moved(main))
+
+
+def running_graph(version: fx.Graph, main: IterGraph, ran: Callable[[int], None]) -> fx.Graph:
+    """A copy of the main or the cleanup graph that calls `ran` with the number of each move that is done."""
+    last = {move.nodes[-1].name: number for number, move in enumerate(main.moves)}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in version.nodes:
+        copy_nodes([node], graph, env)
+        if node.name in last:
+            graph.call_function(ran, (last[node.name],))
+    return graph
+
+
+def flush_graph(move: Move, results: Iterable[fx.Node] = ()) -> fx.Graph:
+    """What one move left pending. Inputs: the move's `state`, then what it is `given`; returns some of its nodes."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = [*move.state, *move.given]
+    moved = set(move.nodes)
+    constants = dict.fromkeys(n for node in move.nodes for n in node.all_input_nodes if n not in moved)
+    copy_nodes([*inputs, *(n for n in constants if n.op == "get_attr"), *move.nodes], graph, env)
+    graph.output(tuple(env[node] for node in results))
+    return graph
+
+
+def _moved(main: IterGraph) -> set[fx.Node]:
+    return {node for move in main.moves for node in move.nodes}
+
+
+def _without(main: IterGraph, left_out: set[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    copy_nodes((node for node in main.nodes if node not in left_out), graph, {})
+    return graph
+
+
+def _completed(main: IterGraph, left_out: set[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    output = find_output(main)
+    copy_nodes((node for node in main.nodes if node not in left_out and node is not output), graph, env)
+    own = dict(env)
+    for cross, value in zip(main.cross_iter_inputs, main.cross_iter_values, strict=True):
+        own[cross] = env[value]
+    for move in main.moves:
+        copy_nodes(move.nodes, graph, own)
+    result = main.user_result
+    if main.late_results:
+        result = tuple(main.late_results.get(i, value) for i, value in enumerate(result))
+    made = graph.output(fx.map_arg(result, lambda n: own[n]))
+    made.meta = dict(output.meta)
+    return graph

@@ -1,4 +1,9 @@
-"""Whether nodes may run in the next iteration, and what they have to be given there: planning, nothing is edited."""
+"""Which nodes may run in the next iteration, and what they have to be given there: planning, nothing is edited.
+
+a graph module     passes mark nodes (`NodeMeta.move`) and record their destinations; the graph computes as before
+a StepGraph        the runtime builds the graphs of the first and of other iterations from the marks
+IterGraphModule    performs the moves of a marked graph when it is constructed from one
+"""
 
 from __future__ import annotations
 
@@ -60,7 +65,7 @@ def plan_moves(
     late_outputs: Collection[int] = (),
 ) -> list[MovePlan]:
     """Plans for several moves of one graph; raises IterMoveError for one that would change what the graph computes."""
-    planner = _Planner(graph, earlier, needed_outputs(graph, late_outputs))
+    planner = _MovePlanner(graph, earlier, needed_outputs(graph, late_outputs))
     chosen = [planner.subgraph(subgraph) for subgraph, _ in requests]
     return [planner.plan(nodes, target) for nodes, (_, target) in zip(chosen, requests, strict=True)]
 
@@ -121,7 +126,7 @@ def first_readers(graph: fx.Graph, besides: Mapping[fx.Node, Any]) -> dict[fx.No
     return found
 
 
-class _Planner:
+class _MovePlanner:
     def __init__(self, graph: fx.Graph, earlier: Sequence[Move], needed: set[fx.Node]) -> None:
         self._needed = needed
         self._place = {node: i for i, node in enumerate(graph.nodes)}
@@ -264,3 +269,56 @@ def _shared_placeholders(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 def roots_of(node: fx.Node) -> list[fx.Node]:
     """The placeholders whose memory one node may share."""
     return [each for each in reachable([node], shared_inputs) if each.op == "placeholder"]
+
+
+DESTINATIONS = "wholestep_destinations"
+"""In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
+LATE = "wholestep_late_outputs"
+"""In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
+CREATES = "wholestep_creates_state"
+"""In the `meta` of a graph module: whether its step is one that creates the state of its optimizer."""
+
+
+def gm_meta(gm: Any) -> dict[str, Any]:
+    """Where a graph module, or the main one of an IterGraphModule, keeps what passes know."""
+    meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
+    return meta
+
+
+def late_outputs(gm: Any) -> tuple[int, ...]:
+    """Places in the output of a graph that may be filled by the next iteration."""
+    found: tuple[int, ...] = gm_meta(gm).get(LATE, ())
+    return found
+
+
+def marked_moves(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that are marked to run in the next iteration, by the number of their move."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        number = node_meta(node).move
+        if number:
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def deadline(
+    group: Iterable[fx.Node], readers: dict[fx.Node, fx.Node], place: dict[fx.Node, int], graph: fx.Graph
+) -> fx.Node:
+    """The first node that reads what a group writes; the end of the graph if there is none."""
+    found = [readers[state] for state in move_of(group, set()).state if state in readers]
+    return min(found, key=place.__getitem__) if found else next(iter(reversed(graph.nodes)))
+
+
+def requested_moves(
+    graph: fx.Graph, marked: Mapping[int, list[fx.Node]], names: Mapping[int, str]
+) -> list[tuple[list[fx.Node], fx.Node]]:
+    """Where each move goes: as it was asked for, but not after the first use of what it writes."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    by_name = {node.name: node for node in graph.nodes}
+    readers = first_readers(graph, {node: None for nodes in marked.values() for node in nodes})
+    found = []
+    for number, nodes in marked.items():
+        target = deadline(nodes, readers, place, graph)
+        asked = by_name.get(names.get(number, ""), target)
+        found.append((nodes, asked if place[asked] < place[target] and asked.op != "placeholder" else target))
+    return found

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import fx
 
 from wholestep.errors import GraphFormatError
+from wholestep.ir.io.arguments import target_name
 from wholestep.ir.io.serialize import write_step_graph
-from wholestep.ir.io.targets import target_name
 from wholestep.ir.readable import readable
 from wholestep.ir.signature import Signature
 

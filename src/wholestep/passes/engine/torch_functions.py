@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.io.targets import PYTHON_FUNCTIONS
+from wholestep.ir.io.arguments import PYTHON_FUNCTIONS
 from wholestep.ir.propagate import fakes_for
 from wholestep.torch_private.fake_tensors import DispatchMode
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholestep.ir.io.values import hint_of
+from wholestep.ir.io.node_values import hint_of
 from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
 
 

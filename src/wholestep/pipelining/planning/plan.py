@@ -15,7 +15,7 @@ from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.amounts import as_bytes
-from wholestep.ir.io.values import hint_of
+from wholestep.ir.io.node_values import hint_of
 from wholestep.pipelining.build.frontend import pipeline
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from

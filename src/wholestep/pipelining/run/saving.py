@@ -25,9 +25,17 @@ from torch import fx
 
 from wholestep.errors import GraphFormatError
 from wholestep.ir.io import tensor_file
-from wholestep.ir.io.arguments import ArgumentReader, ArgumentWriter, check_identifier, read_device, read_dtype, shown
-from wholestep.ir.io.targets import TargetReader, target_name
-from wholestep.ir.io.values import ValueReader, ValueWriter
+from wholestep.ir.io.arguments import (
+    ArgumentReader,
+    ArgumentWriter,
+    TargetReader,
+    check_identifier,
+    read_device,
+    read_dtype,
+    shown,
+    target_name,
+)
+from wholestep.ir.io.node_values import ValueReader, ValueWriter
 from wholestep.pipelining.build.materialize import is_empty
 from wholestep.pipelining.build.regions import Region, RegionModule
 from wholestep.pipelining.build.stage_module import StageAbout, StageCode, StageModule
