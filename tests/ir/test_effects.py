@@ -24,6 +24,7 @@ from wholestep.ir.effects import (
     is_data_dependent,
     is_measure,
     is_needed,
+    is_new_element,
     is_point_to_point,
     is_view_of_first,
     is_wait,
@@ -243,6 +244,16 @@ class TestAliases:
         assert shared_inputs(node) == []
         assert stored_in(node) == [x]
         assert aliased_inputs(node) == [x]
+
+    def test_elements_of_new_lists_share_nothing_and_parts_of_a_split_do(self, graph: fx.Graph, x: fx.Node) -> None:
+        new = graph.call_function(aten._foreach_add.Scalar, ([x, x], 1))
+        nested = graph.call_function(operator.getitem, (graph.call_function(operator.getitem, (new, 0)), 0))
+        assert is_new_element(graph.call_function(operator.getitem, (new, 0)))
+        assert is_new_element(nested)
+        split = graph.call_function(aten.split.Tensor, (x, 2))
+        assert not is_new_element(graph.call_function(operator.getitem, (split, 0)))
+        assert not is_new_element(new)
+        assert not is_new_element(graph.call_function(operator.getitem, ([x, x], 0)))
 
     def test_operators_that_may_copy_keep_alive_what_the_recorded_values_share(self) -> None:
         graph = fx.Graph()

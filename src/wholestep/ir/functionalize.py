@@ -28,6 +28,7 @@ from wholestep.ir.effects import (
     changes_layout,
     functional_variant,
     is_collective,
+    is_new_element,
     shared_inputs,
     writes,
     written_inputs,
@@ -225,10 +226,7 @@ def _without_aliases(graph: fx.Graph, chosen: dict[fx.Node, OpOverload]) -> set[
 
 def _may_share(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        source = node.args[0]
-        while isinstance(source, fx.Node) and source.target is operator.getitem:
-            source = source.args[0]
-        return not isinstance(source, fx.Node) or bool(shared_inputs(source)) or writes(source)
+        return not is_new_element(node)
     return not isinstance(node.target, OpOverload) or bool(shared_inputs(node)) or writes(node)
 
 

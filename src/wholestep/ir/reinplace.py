@@ -15,6 +15,7 @@ Epilogue copies that remain move up to the last read of what they overwrite.  Co
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_input
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 from wholestep.torch_private.operators import OpOverload, bound_argument, schema_of
@@ -133,12 +135,11 @@ class _Reinplace:
             self.exact[result] = base
 
     def _aliases_of(self, old: fx.Node, new: fx.Node) -> None:
-        stack = [old]
-        while stack:
-            node = stack.pop()
-            if self.root.get(node) is old:
-                self.root[node] = new
-                stack.extend(n for n in node.users if self.root.get(n) is old)
+        def with_old_root(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            return [node for node in nodes if self.root.get(node) is old]
+
+        for node in reachable(with_old_root([old]), lambda node: with_old_root(node.users)):
+            self.root[node] = new
 
     # Updates.
 

@@ -21,6 +21,7 @@ from wholestep.ir.comm_block import CommBlock, comm_block, is_part
 from wholestep.ir.effects import WriteWindows, sharing_with_outputs
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of
+from wholestep.ir.slices import reachable
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional
@@ -112,15 +113,10 @@ class Positions:
 
     def follow(self, wait: fx.Node) -> tuple[float, list[fx.Node]]:
         """Where the result of a wait is first really used, and the views in between."""
-        first, followers, stack = math.inf, [], [wait]
-        while stack:
-            for user in stack.pop().users:
-                if is_part(user):
-                    followers.append(user)
-                    stack.append(user)
-                else:
-                    first = min(first, self.of[user])
-        return first, sorted(followers, key=self.of.__getitem__)
+        shown = reachable([wait], lambda node: filter(is_part, node.users))
+        first = min((self.of[user] for node in shown for user in node.users if user not in shown), default=math.inf)
+        del shown[wait]
+        return first, sorted(shown, key=self.of.__getitem__)
 
 
 def find_members(graph: fx.Graph, positions: Positions, op: Any) -> list[Member]:

@@ -21,7 +21,7 @@ import operator
 import torch
 from torch import fx
 
-from wholestep.ir.effects import is_needed, keeps_elements, reads_contents, shared_inputs, writes
+from wholestep.ir.effects import is_needed, is_new_element, keeps_elements, reads_contents, shared_inputs, writes
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.torch_private.operators import OpOverload, op_name
@@ -76,20 +76,10 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node: the nodes whose memory its result may lie in (itself, if it is new)."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        shared = [] if _takes_an_element(node) else shared_inputs(node)
+        shared = [] if is_new_element(node) else shared_inputs(node)
         roots = [found[source] for source in shared]
         found[node] = frozenset().union(*roots) if roots else frozenset((node,))
     return found
-
-
-def _takes_an_element(node: fx.Node) -> bool:
-    """Whether a node is one of several tensors that an operator made: elements share nothing with each other."""
-    if node.target is not operator.getitem:
-        return False
-    source = node.args[0]
-    while isinstance(source, fx.Node) and source.target is operator.getitem:
-        source = source.args[0]
-    return isinstance(source, fx.Node) and not shared_inputs(source) and not writes(source)
 
 
 def _is_temporary(memory: frozenset[fx.Node], read: set[fx.Node]) -> bool:

@@ -149,6 +149,16 @@ def stored_in(node: fx.Node) -> list[fx.Node]:
     return shared
 
 
+def is_new_element(node: fx.Node) -> bool:
+    """Whether a node takes one of several new tensors that an operator made: it shares memory with no other element."""
+    source: Any = node
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    if source is node or not isinstance(source, fx.Node):
+        return False
+    return not shared_inputs(source) and not writes(source)
+
+
 def reads_contents(node: fx.Node) -> bool:
     """Whether a node reads what its inputs hold: not if it takes an element by a constant, a view or a size."""
     target = node.target
