@@ -19,11 +19,9 @@ from models import Block
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.lower.memory_budget import fit_to_budget
-from wholestep.lower.options import LowerOptions
-from wholestep.lower.step import Lowering
-from wholestep.remat.budget import Budget
-from wholestep.remat.policy import policy_of
+from wholestep.remat.fit import fit_to_budget
+from wholestep.remat.measure import MeasureEager
+from wholestep.remat.options import Budget, policy_of
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -41,9 +39,9 @@ def row(layers: int, budget: float) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step_graph = ws.capture(train_step, model, optimizer, torch.randn(2, 8, 16))
     nodes = step_graph.num_nodes
-    lowering = Lowering(LowerOptions(), compiles=False, cuda_graph=False)
     clock, processor = time.perf_counter(), time.process_time()
-    memory = fit_to_budget(step_graph, lowering, Budget.of(budget) or Budget(), policy_of(None), runs_once=False)
+    measure = MeasureEager(step_graph)
+    memory = fit_to_budget(step_graph, Budget.of(budget) or Budget(), policy_of(None), measure=measure).report
     return {
         "nodes": nodes,
         "seconds": round(time.perf_counter() - clock, 2),

@@ -20,8 +20,7 @@ from wholestep.lower.options import LowerOptions
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, GraphPass, check_list
 from wholestep.passes.engine.registry import DEFAULT, automatic, resolve
-from wholestep.remat.budget import Budget
-from wholestep.remat.policy import policy_of
+from wholestep.remat.options import Budget, policy_of
 
 _LOWERINGS = ("inductor", "eager", "debug")
 _OF_TORCH_COMPILE = {

@@ -37,16 +37,15 @@ from wholestep.errors import (
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.iter.moves import CREATES, LATE
-from wholestep.ir.reinplace import reinplace, reinplaced
-from wholestep.ir.signature import InputKind
+from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower import LowerOptions
-from wholestep.lower.memory_budget import fit_to_budget
+from wholestep.lower.region_memory import measure_step
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
-from wholestep.lower.step import Lowering
+from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, record_step
 from wholestep.options import (
     CompileOptions,
     DynamicOption,
@@ -59,8 +58,8 @@ from wholestep.passes.engine.dump import Dump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.ranks.step_ranks import Ranks, RankTerms
-from wholestep.remat.budget import Budget
-from wholestep.remat.policy import policy_of
+from wholestep.remat.fit import fit_to_budget
+from wholestep.remat.options import Budget, policy_of
 from wholestep.runtime.executor import Executor
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.program import program
@@ -140,22 +139,28 @@ def capture_step(
     return captured.step_graph, scalars
 
 
-def build_step(step_graph: StepGraph, options: Options, lowering: Lowering) -> Executable:
+def build_step(step_graph: StepGraph, options: Options, cache: LoweringCache) -> Executable:
     """From a StepGraph to what runs: budget, lowering, in-place updates, CUDA graph."""
     binding = step_graph.binding
     assert isinstance(binding, Binding)
-    captured = binding.captured
+    captured, once = binding.captured, binding.captured.runs_once
+    lower_options = options.lower_options if options.lower == "inductor" else None
+    lowered: LoweredStep | None = None
     if options.memory_budget is not None:
-        policy, once = policy_of(options.policy), captured.runs_once
-        step_graph.memory = fit_to_budget(step_graph, lowering, options.memory_budget, policy, runs_once=once)
+        measure = measure_step(step_graph, lower_options, cache.regions, runs_once=once)
+        fitted = fit_to_budget(step_graph, options.memory_budget, policy_of(options.policy), measure=measure)
+        step_graph.memory, lowered = fitted.report, fitted.executable
         verify(step_graph, min(options.verify, 2))
-    compiles = lowering.compiles and not _warn_of_negated(binding)
+    if lower_options is not None and _warn_of_negated(binding):
+        lower_options = lowered = None
     make_program = _program_maker(options)
     crossing = _crossing_iterations(captured)
     executor: Executor
     if crossing is not None:
-        if compiles and not captured.runs_once:
-            crossing.lower(lowering.in_place)
+        if lower_options is not None and not once:
+            if options.memory_budget is not None:
+                lower_options = replace(lower_options, remat=False, shed=0)  # what is recomputed is in the graph
+            crossing.lower(functools.partial(lower_iteration, options=lower_options, cache=cache.regions))
         if make_program is not program:
             crossing.run_as(make_program)
         executor = CrossingExecutor(captured, crossing)
@@ -163,23 +168,15 @@ def build_step(step_graph: StepGraph, options: Options, lowering: Lowering) -> E
         # As people read it, before updates are in place.
         executor = Executor(captured, reinplaced(step_graph), make_program(step_graph.gm))
     else:
-        executable, untold = _lowered(step_graph, lowering if compiles else None, once=captured.runs_once)
-        replayed = None if captured.runs_once else lowering.replayed(executable, _batch_inputs(step_graph), program)
-        if replayed is not None:
-            untold = _written_inputs(step_graph)
-        executor = Executor(captured, executable, replayed or program(executable), untold)
+        lowered = lowered or lower_step(step_graph, lower_options, cache=cache.regions, runs_once=once)
+        mode = False if once else options.cuda_graph
+        recorded = record_step(step_graph, lowered, program, cuda_graph=mode, pool=cache.pool)
+        if recorded is None:
+            executor = Executor(captured, lowered.gm, program(lowered.gm), lowered.written)
+        else:
+            executor = Executor(captured, lowered.gm, recorded.program, recorded.written)
     binding.guards.add_conditions_on_sizes()
     return Executable(binding, executor)
-
-
-def _lowered(step_graph: StepGraph, lowering: Lowering | None, *, once: bool) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The graph with compiled regions, updating in place; and inputs that regions write without telling autograd."""
-    lowered = None if lowering is None else lowering.step(step_graph, runs_once=once)
-    if lowering is None or lowered is None:
-        return reinplaced(step_graph), ()
-    untold = lowering.written(step_graph, lowered)
-    reinplace(lowered.graph)
-    return lowered, untold
 
 
 def _program_maker(options: Options) -> Callable[[fx.GraphModule], Callable[..., Any]]:
@@ -203,24 +200,6 @@ def _warn_of_negated(binding: Binding) -> bool:
         what = f"{path} is a negated view, which compiled code cannot read: the step runs operator by operator."
         warnings.warn(LowerWarning(f"{what} Give it {path}.resolve_neg()."), stacklevel=3)
     return bool(binding.negated)
-
-
-def _batch_inputs(step_graph: StepGraph) -> list[int]:
-    return [i for i, spec in enumerate(step_graph.signature.inputs) if spec.kind is InputKind.BATCH]
-
-
-def _written_inputs(step_graph: StepGraph) -> tuple[int, ...]:
-    written = {write.target for write in step_graph.signature.write_backs}
-    return tuple(i for i, spec in enumerate(step_graph.signature.inputs) if spec.name in written)
-
-
-def _lowering_of(options: Options) -> Lowering:
-    return Lowering(
-        options.lower_options,
-        compiles=options.lower == "inductor",
-        cuda_graph=options.cuda_graph,
-        planned=options.memory_budget is not None,
-    )
 
 
 class Executable:
@@ -312,7 +291,7 @@ class CompiledStep(Generic[P, R]):
         if plan is not None:
             groups = [axis.group for axis in plan.axes]
             self._ranks = Ranks(self._name, RankTerms(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
-        self._lowering = _lowering_of(options)
+        self._lowering_cache = LoweringCache()
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = _has_parameter(fn, _LAST)
@@ -514,7 +493,7 @@ class CompiledStep(Generic[P, R]):
             reason = nearest.guards.why_not(leaves, structure, state)
             self._numbers = self._numbers.with_changed(nearest.guards.changed_numbers(leaves, structure, state))
         step_graph, self._numbers = capture_step(fn, args, kwargs, self.options, self._numbers, self._called)
-        entry = build_step(step_graph, self.options, self._lowering)
+        entry = build_step(step_graph, self.options, self._lowering_cache)
         seconds = entry.captured.seconds
         self._entries.append(entry)
         if len(self._entries) > _MOST_GRAPHS:
@@ -769,7 +748,7 @@ def build(
         )
     chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
     options = Options.of(cuda_graph=cuda_graph, verify=verify, **({} if lower is None else {"lower": lower}), **chosen)
-    return build_step(step_graph.copy(), options, _lowering_of(options))
+    return build_step(step_graph.copy(), options, LoweringCache())
 
 
 def _needs_eager(mode: str) -> UnsupportedError:

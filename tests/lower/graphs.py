@@ -35,7 +35,7 @@ def interpreted() -> Iterator[None]:
     """Regions are traced and called as always, and run by FX where Inductor's code would."""
     with (
         mock.patch("wholestep.lower.inductor.compile_inductor", run_graph),
-        mock.patch("wholestep.lower.remat.compile_inductor", run_graph),
+        mock.patch("wholestep.lower.forward_backward.compile_inductor", run_graph),
     ):
         yield
 

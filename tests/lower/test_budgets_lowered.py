@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import wholestep as ws
 from remat.steps import Net, Trained
+from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
-from wholestep.lower.expand import expand
+from wholestep.lower.options import LowerOptions
 from wholestep.lower.retrace import retrace
+from wholestep.remat.rewrite import decompose_norms
+from wholestep.torch_private.inductor import keeps_order_of_draws
 
 
 def shallow() -> Net:
@@ -43,7 +47,7 @@ def test_forward_and_backward_are_calls_of_their_own():
 def test_norms_are_opened_so_that_their_parts_can_be_kept():
     graph = Trained(steps=1).step.last.gm.graph
     count = sum(1 for node in graph.nodes if node.target is torch.ops.aten.native_layer_norm.default)
-    assert expand(graph) == count > 0
+    assert decompose_norms(graph) == count > 0
     graph.lint()
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.native_layer_norm.default)
     assert all(node_meta(node).phase for node in graph.nodes)
@@ -80,3 +84,37 @@ def test_what_was_built_for_a_budget_is_what_runs(monkeypatch):
     memories = [graph.memory for graph in ours.step.graphs]
     assert [memory.plans_tried for memory in memories] == [1] * len(memories)
     assert len(built) == len(memories) * len(ours.step.lowering.regions)
+
+
+@pytest.mark.parametrize("wrong", [-1, 0.5, "1GiB", True])
+def test_bytes_to_shed_are_a_number(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="shed"):
+        LowerOptions(shed=wrong)
+
+
+def test_shedding_goes_further_than_remat_and_needs_it() -> None:
+    with pytest.raises(OptionError, match="remat=False"):
+        LowerOptions(shed=1, remat=False)
+    assert not LowerOptions(remat=False).shed
+
+
+@pytest.mark.skipif(
+    not keeps_order_of_draws(), reason="this torch has dropout outside of regions, so there is no one cut"
+)
+def test_a_budget_near_the_usual_peak_is_met_by_the_compilers_own_cut():
+    eager = Trained(eager=True, steps=3)
+    usual = Trained(memory_budget="1GiB", lower="inductor", steps=3)
+    assert usual.memory.shed == 0
+    assert usual.memory.saved
+    assert usual.memory.measured_peak == usual.memory.planned_peak
+    budget = int(0.97 * usual.memory.planned_peak)
+    less = Trained(memory_budget=budget, lower="inductor", steps=3)
+    assert less.memory.shed
+    assert less.memory.planned_peak <= budget
+    for memory in (usual.memory, less.memory):  # estimates agree with what was built
+        assert memory.smallest_peak <= memory.planned_peak <= memory.peak_without
+    assert abs(less.memory.measured_peak - less.memory.planned_peak) <= 0.02 * budget
+    assert less.memory.saved_bytes < usual.memory.saved_bytes
+    torch.testing.assert_close(torch.stack(less.losses), torch.stack(eager.losses))
+    for name, value in eager.model.state_dict().items():
+        torch.testing.assert_close(less.model.state_dict()[name], value, atol=1e-4, rtol=1e-4)

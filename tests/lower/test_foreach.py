@@ -11,7 +11,7 @@ import torch
 
 from lower.graphs import aten, graph_of, report
 from wholestep.lower import LowerOptions, partial_lower
-from wholestep.lower.foreach import unscaled
+from wholestep.lower.decompositions import unscaled
 
 FUNCTIONAL = sorted(
     {

@@ -17,7 +17,7 @@ from harness import Frame
 from lower.close import agreeing
 from parallel.pairs import Case, Compiled, Side, all_of, compare, look, numbers, world_mesh
 from wholestep.ir.effects import is_collective
-from wholestep.lower.compiled import CompiledRegion
+from wholestep.lower.compiled_region import CompiledRegion
 from wholestep.passes import (
     bucket_all_gather,
     bucket_reduce_scatter,

@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from wholestep.lower.region_memory import RegionMemory
-from wholestep.remat.stand_in import stand_in
-from wholestep.remat.workspace import OperatorMemory
+from wholestep.remat.measure import OperatorMemory, example_of
 
 pytestmark = pytest.mark.compiles
 aten = torch.ops.aten
@@ -51,4 +50,4 @@ def test_a_region_that_undoes_the_order_of_another_is_measured() -> None:
 def test_what_stands_for_the_result_of_a_sort_is_an_order(same: fx.node.Target) -> None:
     gm = make_fx(lambda x: same(x.sort()[1]), tracing_mode="fake")(torch.randn(64))  # type: ignore[operator]
     result = gm.graph.output_node().args[0]
-    assert torch.equal(stand_in(result).flatten().sort()[0], torch.arange(64))
+    assert torch.equal(example_of(result).flatten().sort()[0], torch.arange(64))

@@ -22,7 +22,7 @@ from lower.graphs import aten, graph_of, interpreted, report, run_graph
 from wholestep.ir.effects import is_communication
 from wholestep.lower import LowerOptions, partial_lower, plan_regions
 from wholestep.lower.inductor import RegionCache
-from wholestep.lower.regions import Plan, Region, is_free
+from wholestep.lower.regions import Region, RegionPlan, is_free
 
 __all__ = ["interpreted"]
 
@@ -97,7 +97,7 @@ def drawn_graphs(draw: st.DrawFn, communicates: bool = False, writes: bool = Fal
     return Drawn(gm, frozenset(refused), draw(st.integers(1, 4)))
 
 
-def order_of_plan(plan: Plan) -> list[fx.Node]:
+def order_of_plan(plan: RegionPlan) -> list[fx.Node]:
     return [node for group in plan.groups for node in group.nodes] + plan.tail
 
 

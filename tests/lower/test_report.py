@@ -54,7 +54,7 @@ def test_views_and_write_backs_that_stay_are_listed() -> None:
     gm = lowered(work, torch.randn(3, 3), torch.randn(3, 3))
     assert_complete(gm)
     told = {target: reason for _, target, reason in report(gm).outside}
-    assert told["aten.t.default"] == "a view or a size: made again where it is used"
+    assert told["aten.t.default"] == "a view or a size: recomputed where it is used"
     assert told["aten.copy_.default"].startswith("writes back a value from outside")
 
 

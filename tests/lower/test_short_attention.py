@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
-from wholestep.lower import retrace, short_attention
+from wholestep.lower import decompositions as short_attention
+from wholestep.lower import retrace
 from wholestep.torch_private.operators import OpOverload
 
 pytestmark = pytest.mark.compiles

@@ -107,7 +107,7 @@ def test_what_a_checkpoint_computes_again_stays_in_the_backward():
 
 def test_the_report_tells_everything_to_a_person():
     text = str(Trained(memory_budget=0.3).memory)
-    assert "nodes computed again" in text
+    assert "nodes recomputed" in text
     assert "model.blocks." in text
     assert "KiB" in text
 

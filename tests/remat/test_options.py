@@ -9,7 +9,7 @@ import torch
 import wholestep as ws
 from wholestep.errors import OptionError
 from wholestep.ir.memory_report import shown
-from wholestep.remat.budget import Budget
+from wholestep.remat.options import Budget
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How regions are formed and compiled."""
+"""`LowerOptions`: how regions are formed and compiled."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class LowerOptions:
     """Checked when they are given."""
 
     min_aten_ops: int = MIN_ATEN_OPS
-    """Fewer operators than this are not worth a compiled call."""
+    """The smallest region, in operators: fewer are not worth a compiled call."""
     strict: bool = False
-    """Raise where a region cannot be compiled, instead of running it operator by operator with a warning."""
+    """Raise if a region does not compile, instead of running it operator by operator with a warning."""
     remat: bool = True
-    """Compute again in the backward what is cheaper than to keep, as torch.compile does."""
+    """Recompute in the backward what is cheaper to recompute than to save, as torch.compile does."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of Inductor for all regions (`torch._inductor.config` names)."""
+    """Inductor settings for all regions (names of `torch._inductor.config`)."""
     region_config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Settings for single regions, by number."""
     exact: bool = False
-    """Equal to eager to the last bit: regions have only operators that Inductor computes so."""
+    """Bitwise equal to eager: regions have only operators that Inductor computes so."""
     shed: int = 0
-    """Bytes to keep less for the backward than `remat` does, by computing pointwise values again as well.
-    A memory budget chooses this itself: not both."""
+    """Bytes to save fewer for the backward than `remat` does, by recomputing pointwise values as well. Not together
+    with a memory budget, which chooses this itself."""
 
     @classmethod
     def of(cls, given: Any, name: str) -> LowerOptions:
@@ -42,12 +42,13 @@ class LowerOptions:
         return cls(**(given or {}))
 
     def with_eagers_random_numbers(self) -> LowerOptions:
-        """Regions draw from eager's generators (on a GPU Inductor has its own), unless the user said otherwise."""
+        """Random ops of regions use eager's generators (on a GPU Inductor has its own), unless the user set
+        otherwise."""
         return replace(self, config={"fallback_random": True, **self.config})
 
     def __post_init__(self) -> None:
         if type(self.min_aten_ops) is not int or self.min_aten_ops < 0:
-            raise invalid_value("min_aten_ops", self.min_aten_ops, "use a whole number, 0 or more.")
+            raise invalid_value("min_aten_ops", self.min_aten_ops, "use an integer, 0 or more.")
         if type(self.shed) is not int or self.shed < 0:
             raise invalid_value("shed", self.shed, "use a number of bytes, 0 or more.")
         for name in ("strict", "remat", "exact"):

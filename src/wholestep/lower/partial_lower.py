@@ -1,10 +1,10 @@
-"""Runs of nodes become compiled calls, the rest of the graph stays as it is.
+"""`partial_lower`: runs of nodes become compiled calls, the rest of the graph stays as it is.
 
     before   mm, add, relu, .., all_reduce, mm, .., wait_tensor, add_, ..
     after    subgraph_0(..), all_reduce, subgraph_1(..), wait_tensor, subgraph_2(..)
 
-Legal: groups respect data flow, random draws and effects keep their order, communication keeps its place, and what
-crosses an edge is a whole tensor. Cost: planning is linear in the graph; compiling is Inductor's.
+Legal: groups respect data flow, random ops and side effects keep their order, collectives keep their place, and only
+whole tensors cross the boundary of a region. Cost: planning is linear in the graph; compile time is Inductor's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from torch import fx
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.effects import written_roots
 from wholestep.ir.meta import node_meta, set_node_meta
-from wholestep.lower.assumptions import Assumptions
-from wholestep.lower.compiled import CompiledRegion
+from wholestep.lower.compiled_region import Assumptions, CompiledRegion
+from wholestep.lower.forward_backward import CompileInTwo, find_seed
 from wholestep.lower.in_place import name_what_was_written
-from wholestep.lower.inductor import RegionCache, compile_whole
+from wholestep.lower.inductor import RegionCache, compile_whole, region_settings
 from wholestep.lower.options import LowerOptions
-from wholestep.lower.predicates import NodePredicate, SubgraphPredicate, any_node, any_subgraph, check_callable
-from wholestep.lower.regions import Plan, Region, is_free, order_of, plan_regions
-from wholestep.lower.remat import CompileInTwo, find_seed
+from wholestep.lower.regions import Region, RegionPlan, is_free, order_of, plan_regions
 from wholestep.lower.report import Lowering, RegionReport, found_lowering, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
-from wholestep.lower.scalars import pack_numbers
-from wholestep.lower.settings import region_settings
-from wholestep.lower.sizes import SizeConditions, WatchedSizes, symbols_of, tell_sizes
-from wholestep.lower.support import is_generator
+from wholestep.lower.scalar_inputs import pack_scalars
+from wholestep.lower.supported_nodes import (
+    NodePredicate,
+    SubgraphPredicate,
+    any_node,
+    any_subgraph,
+    check_callable,
+    is_generator,
+)
+from wholestep.lower.symbolic_sizes import SizeConditions, WatchedSizes, set_symbolic_sizes, symbols_of
 from wholestep.torch_private.fx_graphs import copy_codegen
 
 log = logging.getLogger("wholestep.lower")
@@ -56,26 +60,26 @@ def partial_lower(
     cache: RegionCache | None = None,
     may_alias: bool = True,
 ) -> fx.GraphModule:
-    """Replace runs of nodes of a graph by calls of what Inductor makes of them; returns the same graph module.
+    """Replace runs of nodes of a graph by calls that Inductor compiles; returns the same graph module.
 
-    `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False; parts of a tuple go with what
-    made it. `dumper` gets the text of a region and returns its tag: the keyword of its call, which profilers show.
-    `options`: a `LowerOptions`, or a dict of its fields. A graph may be lowered again: what was compiled stays.
-    `cache`: what was compiled for other graphs. `may_alias`: nobody has looked at the inputs of a call: two may be the
-    same memory, or look otherwise than they were traced. Regions look then, and run operator by operator where they
-    must.
+    `node_predicate` and `subgraph_predicate` refuse nodes and regions by returning False; elements of a tuple go with
+    the node that computes it. `dumper` gets the text of a region and returns its tag: the keyword of its call, which
+    profilers show. `options`: a `LowerOptions`, or a dict of its fields. A graph may be lowered again: compiled regions
+    stay. `cache`: regions that were compiled for other graphs. `may_alias`: no guard checks the inputs of a call; two
+    may share memory, or may have another layout than at trace time. Then regions check them at run time, and run
+    operator by operator where they must.
     """
     options = LowerOptions.of(options, "options")
     check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)
     check_callable(**({} if dumper is None else {"dumper": dumper}))
     _check_graph(gm)
     name_what_was_written(gm.graph)
-    tell_sizes(gm.graph)
+    set_symbolic_sizes(gm.graph)
     plan = plan_regions(
         gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias, exact=options.exact
     )
     _log_breaks(plan)
-    rewriter = _Rewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)
+    rewriter = _RegionRewriter(gm, plan, options, dumper, cache or RegionCache(), may_alias)
     before = found_lowering(gm)
     lowering = rewriter.run()
     if before is not None:
@@ -87,7 +91,8 @@ def partial_lower(
 def _check_graph(gm: fx.GraphModule) -> None:
     if not isinstance(gm, fx.GraphModule):
         raise LowerError(
-            f"a {type(gm).__name__} is no graph module.", fix="trace it: make_fx(f, tracing_mode='fake')(*inputs)."
+            f"a {type(gm).__name__} is not a torch.fx.GraphModule.",
+            fix="trace it: make_fx(f, tracing_mode='fake')(*inputs).",
         )
     try:
         gm.graph.lint()
@@ -99,13 +104,13 @@ def _check_graph(gm: fx.GraphModule) -> None:
         computes = any(user.op != "output" for user in node.users)
         if node.op == "placeholder" and computes and "val" not in node.meta and not is_generator(node):
             raise LowerError(
-                f"{node.name} has no `val`: nobody knows the shape it will have.",
+                f"{node.name} has no `val` in its metadata, so its shape is not known.",
                 fix="trace with make_fx(..., tracing_mode='fake'), or put fake tensors into node.meta['val'].",
                 node=node.format_node() or node.name,
             )
 
 
-def _log_breaks(plan: Plan) -> None:
+def _log_breaks(plan: RegionPlan) -> None:
     for group in plan.groups:
         if not isinstance(group, Region):
             for node in group.nodes:
@@ -116,11 +121,11 @@ def _placement(like: torch.Tensor) -> dict[str, Any]:
     return {"dtype": like.dtype, "device": like.device}
 
 
-class _Rewriter:
+class _RegionRewriter:
     def __init__(
         self,
         gm: fx.GraphModule,
-        plan: Plan,
+        plan: RegionPlan,
         options: LowerOptions,
         dumper: Dumper | None,
         cache: RegionCache,
@@ -160,7 +165,7 @@ class _Rewriter:
                 attached[name] = module
                 self._call(group, name, module, retraced)
         for node in self._plan.tail:
-            self._outside(node, "writes back a value from outside, or one whose old form is read later")
+            self._outside(node, "writes back a value from outside, or one whose old contents are read later")
         self._copy(next(iter(reversed(self._gm.graph.nodes))))
         for name, module in attached.items():
             self._gm.add_submodule(name, module)
@@ -187,14 +192,14 @@ class _Rewriter:
     def _checkable(self, region: Region, found: _Compiled, conditions: SizeConditions) -> _Compiled:
         if isinstance(found, str) or conditions.can_be_checked or not symbols_of([*region.inputs, *region.nodes]):
             return found
-        return self._failed(region, ValueError(f"no input tells whether {conditions} hold at a call"))
+        return self._failed(region, ValueError(f"no input has the sizes to check {conditions} at run time"))
 
     def _assume(self, region: Region, module: CompiledRegion, packs: int, conditions: SizeConditions) -> None:
         written = written_roots(order_of(region), region.inputs) if self._may_alias else []
         if not symbols_of([*region.inputs, *region.nodes]):
             conditions = SizeConditions([], {})
         if self._may_alias or conditions:
-            module.assume(Assumptions(region, self._gm, written, conditions, packs, look=self._may_alias))
+            module.assume(Assumptions(region, self._gm, written, conditions, packs, check_layouts=self._may_alias))
 
     def _failed(self, region: Region, error: Exception) -> str:
         first, last = region.nodes[0], region.nodes[-1]
@@ -206,7 +211,7 @@ class _Rewriter:
         if self._options.strict:
             raise LowerError(
                 what,
-                fix="leave strict=True out to run it operator by operator, or keep the node outside by node_predicate.",
+                fix="drop strict=True to run it operator by operator, or refuse the node with node_predicate.",
                 node=first.format_node() or first.name,
                 location=where,
             ) from error
@@ -225,13 +230,13 @@ class _Rewriter:
         except Exception as error:
             raise LowerError(
                 f"dumper raised {type(error).__name__} for region {region.number}: {error}",
-                fix="let it return a name or a path for the text that it is given.",
+                fix="let it return a name or a path for the text that it gets.",
                 node=str(region.nodes[0].format_node()),
             ) from error
         if tag is None:
             raise LowerError(
                 f"dumper returned None for region {region.number}.",
-                fix="let it return a name or a path for the text that it is given.",
+                fix="let it return a name or a path for the text that it gets.",
                 node=str(region.nodes[0].format_node()),
             )
         return str(tag)
@@ -240,8 +245,6 @@ class _Rewriter:
         while hasattr(self._gm, name) or name in attached:
             name += "_"
         return name
-
-    # Writing the new graph.
 
     def _outside(self, node: fx.Node, reason: str) -> None:
         if node not in self._env:
@@ -260,7 +263,7 @@ class _Rewriter:
                 self._report.outside.append((node.name, target_text(node), self._reasons[node]))
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The node of the new graph for one of the old; views and sizes are made where they are asked for."""
+        """The node of the new graph for one of the old graph; views and sizes are recomputed where they are used."""
         stack = [node]
         while stack:
             each = stack[-1]
@@ -272,7 +275,7 @@ class _Rewriter:
             if missing:
                 stack += missing
             else:
-                self._outside(each, "a view or a size: made again where it is used")
+                self._outside(each, "a view or a size: recomputed where it is used")
                 stack.pop()
         return self._env[node]
 
@@ -280,7 +283,7 @@ class _Rewriter:
         arguments = [self._value(node) for node in region.inputs]
         numbers = [self._value(node) for node in region.numbers]
         for dtype in retraced.packs:
-            pack = self._graph.call_function(pack_numbers, (numbers, dtype, retraced.device))
+            pack = self._graph.call_function(pack_scalars, (numbers, dtype, retraced.device))
             arguments.append(pack)
         if retraced.seed is not None:
             like = retraced.seed.meta["val"]
@@ -296,7 +299,7 @@ class _Rewriter:
             part.meta = {**node.meta}
             set_node_meta(part, replace(node_meta(node), in_place=None))
             self._env[node] = part
-        places = [node_meta(node) for node in region.nodes]
+        phases = [node_meta(node).phase for node in region.nodes]
         self._report.regions.append(
             RegionReport(
                 region.number,
@@ -306,7 +309,7 @@ class _Rewriter:
                 len(arguments),
                 len(region.outputs),
                 len(written_roots(order_of(region), region.inputs)),
-                tuple(dict.fromkeys(place.phase for place in places)),
+                tuple(dict.fromkeys(phases)),
             )
         )
 

@@ -1,40 +1,99 @@
-"""How much memory a compiled call needs: measured, by calling it once with tensors that mean nothing.
+"""How much memory a lowered step needs, for `remat.fit_to_budget`: compiled regions are measured, by calling each once.
 
-What Inductor fuses, reuses and reorders is its own; so is the scratch memory of the libraries that it calls. Integers
-that another call made are those that it made when it was measured: they may be an order, for which zeros will not do.
+What Inductor fuses, reuses and reorders is not visible from outside; nor is the scratch memory of the libraries that it
+calls. Arguments are zeros, except for integers that another region computed: those are the ones it returned when it was
+measured, because they may be a permutation, for which zeros are not valid.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from wholestep.ir.io.node_values import tensor_bytes
-from wholestep.lower.compiled import CompiledRegion
-from wholestep.lower.scalars import pack_numbers
-from wholestep.remat.measure import bytes_at_most
-from wholestep.remat.stand_in import stand_in
-from wholestep.remat.workspace import OperatorMemory
+from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.compiled_region import CompiledRegion
+from wholestep.lower.forward_backward import ForwardBackward
+from wholestep.lower.inductor import RegionCache
+from wholestep.lower.options import LowerOptions
+from wholestep.lower.scalar_inputs import pack_scalars
+from wholestep.lower.step import LoweredStep, is_compiled, lower_graph
+from wholestep.remat.measure import (
+    Measure,
+    Measured,
+    MeasureEager,
+    OperatorMemory,
+    bytes_at_most,
+    created_state,
+    example_of,
+    main_device,
+    measured_graph,
+)
+from wholestep.remat.pointwise_recompute import RegionCut
 from wholestep.torch_private.autograd import below_autograd
 
 
+def measure_step(
+    step_graph: StepGraph, options: LowerOptions | None, cache: RegionCache, *, runs_once: bool
+) -> Measure[LoweredStep]:
+    """The measure for `remat.fit_to_budget` of a step that `lower_step` lowers with the same arguments."""
+    if options is None or not is_compiled(step_graph, runs_once=runs_once):
+        return MeasureEager(step_graph, knows_later=options is None)
+    return MeasureLowered(step_graph, options, cache, runs_once=runs_once)
+
+
+class MeasureLowered:
+    """Lowers graphs of a step and measures what is built."""
+
+    compiles = True
+    knows_later = True
+
+    def __init__(self, step_graph: StepGraph, options: LowerOptions, cache: RegionCache, *, runs_once: bool) -> None:
+        self.device = main_device(step_graph.gm.graph)
+        self.may_cut = options.remat
+        self._step_graph = step_graph
+        self._options = options
+        self._cache = cache
+        self._runs_once = runs_once
+        self._regions = RegionMemory(OperatorMemory(self.device))
+        self._created = created_state(step_graph)
+
+    def workspace(self, node: fx.Node) -> int:
+        """Not known of single operators: they are measured as parts of regions."""
+        return 0
+
+    def __call__(self, graph: fx.Graph, shed: int | None = None) -> Measured[LoweredStep]:
+        options = replace(self._options, remat=shed is not None, shed=shed or 0)
+        lowered = lower_graph(self._step_graph, graph, options, self._cache, runs_once=self._runs_once)
+        extra = self._regions.of(lowered.gm, self.device)
+        found = measured_graph(lowered.gm.graph, extra, self.device, self._created)
+        return replace(found, cuts=_cuts_in(lowered.gm), executable=lowered)
+
+
+def _cuts_in(gm: fx.GraphModule) -> tuple[RegionCut, ...]:
+    """The cuts of compiled regions between forward and backward."""
+    modules = [module.compiled for module in gm.children() if isinstance(module, CompiledRegion)]
+    return tuple(compiled.cut for compiled in modules if isinstance(compiled, ForwardBackward))
+
+
 class RegionMemory:
-    """What regions need, each measured once."""
+    """The memory of compiled regions, each measured once."""
 
     def __init__(self, operators: OperatorMemory) -> None:
         self._operators = operators
         self._known: dict[Any, int] = {}
         self._alive: list[Any] = []
-        """What `_known` has the ids of."""
+        """The objects whose ids are keys of `_known`."""
         self._integers: dict[tuple[int, int], Tensor] = {}
-        """Of a compiled call and the place of a result: the integers that it gave."""
+        """Integers that a region returned, by the id of its code and the index of the result."""
 
     def of(self, gm: fx.GraphModule, device: torch.device) -> Callable[[fx.Node], int | None]:
-        """For calls of compiled regions, and of operators: the bytes that they have at most, above those before."""
+        """For calls of compiled regions and of operators: the most bytes during the call, above those before."""
         last = _last_users(gm.graph)
 
         def extra(node: fx.Node) -> int | None:
@@ -55,7 +114,8 @@ class RegionMemory:
     def _measure(
         self, gm: fx.GraphModule, module: CompiledRegion, node: fx.Node, given: list[bool], device: torch.device
     ) -> int:
-        """Inputs that die in the call are given away, and made while it is counted: the CPU's count knows no others."""
+        """Inputs that die in the call are allocated while it is counted: the CPU's count does not see frees of
+        others."""
         arguments = list(node.args)
         held = [None if gives else self._argument(gm, source) for source, gives in zip(arguments, given, strict=True)]
 
@@ -64,35 +124,35 @@ class RegionMemory:
             return module.call_boxed(made)
 
         with below_autograd(), torch.random.fork_rng():
-            self._keep_integers(module, call())  # loads and tunes kernels
+            self._note_integers(module, call())  # loads and tunes kernels
             _, most = bytes_at_most(call, device)
         if most is None:
             return 0
         given_away = (source.meta.get("val") for source, gives in zip(arguments, given, strict=True) if gives)  # type: ignore[union-attr]
         return most - sum(tensor_bytes(t) for t in given_away if isinstance(t, Tensor) and t.device == device)
 
-    def _keep_integers(self, module: CompiledRegion, results: Sequence[Any]) -> None:
+    def _note_integers(self, module: CompiledRegion, results: Sequence[Any]) -> None:
         for place, value in enumerate(results):
             if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
                 self._integers[id(module.compiled), place] = value.clone()
 
     def _argument(self, gm: fx.GraphModule, source: Any) -> Any:
-        """What stands for an argument; numbers that are packed for a region have no metadata."""
+        """An example of an argument; scalar inputs that are packed for a region have no metadata."""
         if not isinstance(source, fx.Node):
-            return stand_in(source)
-        if source.target is pack_numbers:
+            return example_of(source)
+        if source.target is pack_scalars:
             numbers, dtype, device = source.args
-            return pack_numbers([0.0] * len(numbers), dtype, device)  # type: ignore[arg-type]
+            return pack_scalars([0.0] * len(numbers), dtype, device)  # type: ignore[arg-type]
         if source.target is operator.getitem and source.args[0].op == "call_module":  # type: ignore[union-attr]
             module = gm.get_submodule(str(source.args[0].target))  # type: ignore[union-attr]
             known = self._integers.get((id(getattr(module, "compiled", None)), source.args[1]))  # type: ignore[arg-type]
             if known is not None:
                 return known.clone()
-        return stand_in(source)
+        return example_of(source)
 
 
 def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each value that is made in the graph the node that uses it last."""
+    """For each value that is computed in the graph the node that uses it last."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:

@@ -1,34 +1,52 @@
-"""Regions: groups of nodes that become one compiled call, with what goes in and what comes out.
+"""Plan regions: groups of nodes that become one compiled call, with their inputs and outputs.
 
-Views are nobody's property: a view of a value from elsewhere is made again where it is used, so that only whole tensors
-cross the edge of a region, with the strides their nodes say. Sizes too are asked of tensors inside of the region.
-Write-backs join the region that computes the new value if nothing later reads the old one: Inductor writes in place.
+Collectives stay where the passes put them and cut the graph into segments. Within a segment nodes may be reordered:
+first all ready nodes that stay outside of regions, then all ready nodes that Inductor can compile, and so on in turns.
+Taking all that is ready each time gives the fewest groups that data flow allows, and no collective waits for work that
+it had not waited for before.
+
+    before   a  b*  c  all_reduce  d  e*  f  wait  g     (* stays outside)
+    after    [a c] b all_reduce [d f] e wait [g]         with b after a only if it needs it
+
+Views and sizes belong to no region: a view of a value from outside is recomputed where it is used, so that only whole
+tensors cross the boundary of a region, with the strides of their metadata. Write-backs join the region that computes
+the new value if nothing later reads the old one: Inductor writes in place.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
 from wholestep.ir.comm_block import comm_block
-from wholestep.ir.effects import is_collective, is_communication, may_write, shared_inputs
+from wholestep.ir.effects import (
+    communicates,
+    is_collective,
+    is_communication,
+    is_custom_operator,
+    may_draw,
+    may_write,
+    shared_inputs,
+    writes,
+)
 from wholestep.ir.graphs import epilogue
+from wholestep.ir.meta import node_meta
+from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.slices import postorder, reachable
-from wholestep.lower.exact import why_not_exact
-from wholestep.lower.groups import Group, form_groups
-from wholestep.lower.predicates import (
+from wholestep.lower.supported_nodes import (
     NodePredicate,
     SubgraphPredicate,
     accepts_node,
     accepts_subgraph,
     any_node,
     any_subgraph,
-)
-from wholestep.lower.sizes import missing_places, symbol_places
-from wholestep.lower.support import (
     is_changing,
     is_number,
     is_on_gpu,
@@ -37,8 +55,10 @@ from wholestep.lower.support import (
     operators_of,
     touches_cpu,
     why_not,
+    why_not_exact,
 )
-from wholestep.torch_private.operators import may_copy, shares_storage
+from wholestep.lower.symbolic_sizes import missing_sources, symbol_sources
+from wholestep.torch_private.operators import OpOverload, may_copy, shares_storage
 
 MIN_ATEN_OPS = 10
 
@@ -53,9 +73,9 @@ class Region:
     inputs: list[fx.Node] = field(default_factory=list)
     """Tensors from outside."""
     numbers: list[fx.Node] = field(default_factory=list)
-    """Python numbers from outside."""
+    """Scalar inputs: Python numbers from outside."""
     borrowed: list[fx.Node] = field(default_factory=list)
-    """Views and sizes of other places that are made again inside."""
+    """Views and sizes from outside that are recomputed inside."""
     outputs: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -64,13 +84,13 @@ class Region:
 
 
 @dataclass(eq=False)
-class Plan:
-    """What becomes of a graph."""
+class RegionPlan:
+    """Which nodes of a graph are compiled together, and the order of execution."""
 
-    groups: list[Group | Region]
-    """In the order in which they run."""
+    groups: list[NodeGroup | Region]
+    """In the order of execution."""
     reasons: dict[fx.Node, str]
-    """Why nodes stay outside; without an entry: in a region."""
+    """Why nodes stay outside; nodes without an entry are in a region."""
     tail: list[fx.Node]
     """Write-backs that stay at the end."""
 
@@ -87,15 +107,15 @@ def plan_regions(
     *,
     may_alias: bool = True,
     exact: bool = False,
-) -> Plan:
-    """Which nodes are compiled together, in which order everything runs, and why the rest stays outside.
+) -> RegionPlan:
+    """Which nodes are compiled together, the order of execution, and why the rest stays outside.
 
-    `may_alias`: two inputs may be given the same memory, so that no write moves before a read of any other input.
-    `exact`: only operators whose compiled form equals eager to the last bit.
+    `may_alias`: two inputs may share memory, so that no write moves before a read of any other input. `exact`: only
+    operators whose compiled form is bitwise equal to eager.
     """
     reasons = _reasons(graph, node_predicate, exact)
     write_backs = epilogue(graph)
-    groups: list[Group | Region] = []
+    groups: list[NodeGroup | Region] = []
     count = 0
     for group in form_groups(graph, reasons, set(write_backs)):
         refused = _why_not_group(group, subgraph_predicate, min_aten_ops) if group.compiled else ""
@@ -106,12 +126,12 @@ def plan_regions(
         for node in group.nodes:
             reasons[node] = reasons[node] or refused
         groups.append(group)
-    plan = Plan(groups, {node: reason for node, reason in reasons.items() if reason}, [])
+    plan = RegionPlan(groups, {node: reason for node, reason in reasons.items() if reason}, [])
     plan.tail = _join_write_backs(graph, plan, write_backs, may_alias)
     _find_edges(graph, plan)
-    places = symbol_places(graph)
-    for region in plan.regions if places else ():
-        region.inputs += missing_places(region.inputs, [*region.borrowed, *region.nodes], places)
+    sources = symbol_sources(graph)
+    for region in plan.regions if sources else ():
+        region.inputs += missing_sources(region.inputs, [*region.borrowed, *region.nodes], sources)
     return plan
 
 
@@ -121,30 +141,30 @@ def _reasons(graph: fx.Graph, node_predicate: NodePredicate, exact: bool) -> dic
         if node.op not in ("placeholder", "output"):
             found[node] = why_not(node) or (why_not_exact(node) if exact else "")
     gpu = any(is_on_gpu(node) for node in graph.nodes)
-    feeding = _feeding_numbers(found)
+    feeding = _sources_of_scalars(found)
     for node, reason in found.items():
-        if isinstance(source := _whole_of(node), fx.Node) and source in found:
-            found[node] = found[source]  # elements stay with what they are elements of
+        if isinstance(source := _tuple_of(node), fx.Node) and source in found:
+            found[node] = found[source]  # elements stay with the tuple that has them
             continue
         if not reason and node in feeding:
-            reason = "single numbers outside are computed from it"
+            reason = "scalars outside of regions are computed from it"
         if not reason and gpu and touches_cpu(node):
-            reason = "works on the CPU, in a step on the GPU"
-        if not reason and _is_used_whole(node):
-            reason = "its results are used as one object"
+            reason = "runs on the CPU, in a step on the GPU"
+        if not reason and _is_used_as_tuple(node):
+            reason = "its results are used as one tuple"
         if not reason and not accepts_node(node_predicate, node):
             reason = "refused by node_predicate"
         found[node] = reason
     return found
 
 
-def _whole_of(node: fx.Node) -> object:
-    """What a node takes an element out of; None if it does not."""
+def _tuple_of(node: fx.Node) -> object:
+    """The tuple that a node takes an element of; None if it does not."""
     return node.args[0] if node.target is operator.getitem else None
 
 
-def _feeding_numbers(reasons: dict[fx.Node, str]) -> set[fx.Node]:
-    """Single-element tensors that numbers and tiny nodes outside are computed from, as long as they are as small."""
+def _sources_of_scalars(reasons: dict[fx.Node, str]) -> set[fx.Node]:
+    """0-dim tensors that scalars and 0-dim nodes outside of regions are computed from, transitively."""
     found: set[fx.Node] = set()
     for node in reversed(reasons):
         if node in found or is_changing(node) or (reasons[node] and is_tiny(node)):
@@ -158,13 +178,13 @@ def _is_single(node: fx.Node) -> bool:
     return computed and isinstance(val, Tensor) and val.dim() == 0
 
 
-def _is_used_whole(node: fx.Node) -> bool:
-    """Whether a list of results goes somewhere as a list."""
+def _is_used_as_tuple(node: fx.Node) -> bool:
+    """True if a tuple of results is used as a tuple."""
     val = node.meta.get("val")
     return isinstance(val, list | tuple) and any(user.target is not operator.getitem for user in node.users)
 
 
-def _why_not_group(group: Group, predicate: SubgraphPredicate, min_aten_ops: int) -> str:
+def _why_not_group(group: NodeGroup, predicate: SubgraphPredicate, min_aten_ops: int) -> str:
     count = sum(map(operators_of, group.nodes))
     if count < min_aten_ops:
         return f"{count} operators between others that stay outside; a region has at least {min_aten_ops}"
@@ -174,7 +194,7 @@ def _why_not_group(group: Group, predicate: SubgraphPredicate, min_aten_ops: int
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at one tensor in another form, or at several parts of it."""
+    """True if a node is a view of one tensor, or several views of it."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -185,17 +205,17 @@ def is_view(node: fx.Node) -> bool:
     tensors = [source for source in node.all_input_nodes if not is_number(source)]
     if len(tensors) != 1 or shared_inputs(node) != tensors:
         return False
-    if any(map(is_changing, node.all_input_nodes)):  # `bank[k:k + 3]`: Inductor would take k for a constant
+    if any(map(is_changing, node.all_input_nodes)):  # `bank[k:k + 3]`: Inductor would make k a constant
         return False
     return not may_copy(node.target) or shares_storage(node.meta.get("val"), tensors[0].meta.get("val"))
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node is made again wherever it is used: views and sizes."""
+    """True if a node is recomputed wherever it is used: views and sizes."""
     return (is_size(node) and node.op == "call_function") or is_view(node)
 
 
-def _join_write_backs(graph: fx.Graph, plan: Plan, write_backs: list[fx.Node], may_alias: bool) -> list[fx.Node]:
+def _join_write_backs(graph: fx.Graph, plan: RegionPlan, write_backs: list[fx.Node], may_alias: bool) -> list[fx.Node]:
     """Put write-backs into the regions that compute their values; returns those that stay."""
     position: dict[fx.Node, int] = {}
     region_of: dict[fx.Node, Region] = {}
@@ -237,7 +257,7 @@ def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], write_backs: set[
             at = max((position[wait] for wait in comm_block(node).waits), default=end)
         for source in sources:
             if node.op == "output" and source.op == "placeholder":
-                continue  # the user's own tensor, with what it holds in the end
+                continue  # the input itself is returned, with its final contents
             for root in roots[source]:
                 last[root] = max(last.get(root, -1), at)
         shared = [source for source in shared_inputs(node) if source in roots] if node.op == "call_function" else []
@@ -246,7 +266,7 @@ def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], write_backs: set[
     return last
 
 
-def _find_edges(graph: fx.Graph, plan: Plan) -> None:
+def _find_edges(graph: fx.Graph, plan: RegionPlan) -> None:
     region_of = {node: region for region in plan.regions for node in region.nodes}
     needed: dict[fx.Node, None] = {}
     for group in plan.groups:
@@ -263,7 +283,7 @@ def _find_edges(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _need_from(nodes: Iterable[fx.Node], needed: dict[fx.Node, None]) -> None:
-    """What nodes outside of regions read, through views."""
+    """Collect what nodes outside of regions read, through views."""
     read = (source for node in nodes for source in node.all_input_nodes)
     found = reachable(read, lambda node: node.all_input_nodes if is_free(node) else ())
     needed.update(dict.fromkeys(node for node in found if not is_free(node)))
@@ -281,7 +301,7 @@ def _find_inputs(region: Region) -> None:
 
 
 def _borrow(source: fx.Node, inside: set[fx.Node], found: dict[fx.Node, None], region: Region) -> None:
-    """Make a view or size from elsewhere inside of the region; anything else is an input."""
+    """Recompute a view or size from outside in the region; anything else is an input."""
     stack: list[tuple[fx.Node, bool]] = [(source, False)]
     while stack:
         node, ready = stack.pop()
@@ -298,11 +318,11 @@ def _borrow(source: fx.Node, inside: set[fx.Node], found: dict[fx.Node, None], r
 
 
 def order_of(region: Region) -> Sequence[fx.Node]:
-    """The nodes of a region in an order in which they can run."""
-    return [*region.borrowed, *region.nodes] if not _mixed(region) else _sorted(region)
+    """The nodes of a region in topological order."""
+    return [*region.borrowed, *region.nodes] if not _is_interleaved(region) else _sorted(region)
 
 
-def _mixed(region: Region) -> bool:
+def _is_interleaved(region: Region) -> bool:
     own = set(region.nodes)
     return any(source in own for node in region.borrowed for source in node.all_input_nodes)
 
@@ -310,3 +330,137 @@ def _mixed(region: Region) -> bool:
 def _sorted(region: Region) -> list[fx.Node]:
     borrowed = set(region.borrowed)
     return postorder(region.nodes, lambda node: (source for source in node.all_input_nodes if source in borrowed))
+
+
+@dataclass(eq=False)
+class NodeGroup:
+    """Nodes that run one after the other."""
+
+    nodes: list[fx.Node]
+    compiled: bool
+    part: int = 0
+    """Groups of different parts stay apart."""
+
+
+def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[fx.Node]) -> list[NodeGroup]:
+    """All nodes except inputs, output and write-backs, in the order of execution."""
+    body = [
+        n for n in _elements_after_their_tuple(graph) if n.op not in ("placeholder", "output") and n not in write_backs
+    ]
+    if any(n.op != "call_function" and n.op != "get_attr" for n in body) or any(
+        may_write(n.target) and writes(n) for n in body
+    ):
+        return _runs(body, reasons)
+    groups: list[NodeGroup] = []
+    segment: list[fx.Node] = []
+    current = 0
+    for node, part in zip(body, _parts(body), strict=True):
+        if part != current:
+            groups += _in_turns(segment, reasons, current)
+            segment, current = [], part
+        if is_communication(node.target) or communicates(node):
+            groups += _in_turns(segment, reasons, part)
+            groups.append(NodeGroup([node], compiled=False, part=part))
+            segment = []
+        else:
+            segment.append(node)
+    return _joined(groups + _in_turns(segment, reasons, current))
+
+
+def _parts(body: list[fx.Node]) -> list[int]:
+    """The number of the part that each node is in."""
+    return list(itertools.accumulate(int(node_meta(node).begins) for node in body))
+
+
+def _elements_after_their_tuple(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes in order, with the elements of a tuple right after it."""
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    order: list[fx.Node] = []
+    for node in graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and source.op == "call_function" and not isinstance(node.args[1], fx.Node):
+            parts.setdefault(source, []).append(node)
+        else:
+            order.append(node)
+    if not parts:
+        return order
+    found: list[fx.Node] = []
+    for node in order:
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            found.append(each)
+            stack += reversed(parts.get(each, ()))
+    return found
+
+
+def _runs(body: list[fx.Node], reasons: dict[fx.Node, str]) -> list[NodeGroup]:
+    """Groups of a graph that writes into tensors: nothing is reordered."""
+    parts = _parts(body)
+    return _joined([NodeGroup([node], not reasons[node], part) for node, part in zip(body, parts, strict=True)])
+
+
+def _joined(groups: list[NodeGroup]) -> list[NodeGroup]:
+    found: list[NodeGroup] = []
+    for group in groups:
+        if found and (found[-1].compiled, found[-1].part) == (group.compiled, group.part):
+            found[-1].nodes += group.nodes
+        elif group.nodes:
+            found.append(NodeGroup(list(group.nodes), group.compiled, group.part))
+    return found
+
+
+def _in_turns(segment: list[fx.Node], reasons: dict[fx.Node, str], part: int) -> list[NodeGroup]:
+    place = {node: i for i, node in enumerate(segment)}
+    waits_for, followers = _edges(segment, place)
+    ready: dict[bool, list[int]] = {True: [], False: []}
+    for i, node in enumerate(segment):
+        if not waits_for[i]:
+            heapq.heappush(ready[not reasons[node]], i)
+    groups: list[NodeGroup] = []
+    compiled = False
+    while ready[True] or ready[False]:
+        group = NodeGroup([], compiled, part)
+        while ready[compiled]:
+            i = heapq.heappop(ready[compiled])
+            group.nodes.append(segment[i])
+            for j in followers[i]:
+                waits_for[j] -= 1
+                if not waits_for[j]:
+                    heapq.heappush(ready[not reasons[segment[j]]], j)
+        if group.nodes:
+            groups.append(group)
+        compiled = not compiled
+    return groups
+
+
+def _edges(segment: list[fx.Node], place: dict[fx.Node, int]) -> tuple[list[int], list[list[int]]]:
+    """How many nodes each node waits for, and which wait for it: data flow, and random ops and side effects in
+    order."""
+    waits_for = [0] * len(segment)
+    followers: list[list[int]] = [[] for _ in segment]
+    last: int | None = None
+    for i, node in enumerate(segment):
+        sources = {place[source] for source in node.all_input_nodes if source in place}
+        if is_ordered(node):
+            if last is not None:
+                sources.add(last)
+            last = i
+        waits_for[i] = len(sources)
+        for source in sources:
+            followers[source].append(i)
+    return waits_for, followers
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """True if a node must keep its order among others of its kind: a random op, or one with a side effect."""
+    target: Any = node.target
+    if target in SIDE_EFFECTS:
+        return True
+    if target is call_on_copies:
+        target = node.args[0]
+        # Nothing is known of operators of other libraries.
+        return may_draw(target) or target.namespace != "aten"
+    if isinstance(target, OpOverload):
+        return may_draw(target) or is_custom_operator(target)
+    return node.op == "call_function" and node.is_impure()

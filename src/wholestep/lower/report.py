@@ -36,10 +36,10 @@ class Lowering:
 
     regions: list[RegionReport] = field(default_factory=list)
     outside: list[tuple[str, str, str]] = field(default_factory=list)
-    """Nodes that stayed: name, target, reason."""
+    """Nodes outside of regions: name, target, reason."""
 
     def add_earlier(self, earlier: Lowering, graph: fx.Graph) -> None:
-        """Take over the regions of a lowering before this one; their calls are no nodes outside."""
+        """Add the regions of an earlier lowering of the same graph; their calls are not nodes outside."""
         known = {region.name: region for region in earlier.regions}
         calls = [node for node in graph.find_nodes(op="call_module") if node.target in known]
         names = {node.name for call in calls for node in (call, *call.users)}
@@ -66,7 +66,7 @@ class Lowering:
 
 
 def note_lowering(gm: fx.GraphModule, lowering: Lowering) -> None:
-    """Keep the report with the graph module."""
+    """Attach the report to the graph module."""
     gm.meta[_KEY] = lowering
 
 
@@ -98,7 +98,7 @@ def explain(gm: Any) -> Lowering:
 
 
 def target_text(node: fx.Node) -> str:
-    """What a node calls, as one would write it."""
+    """The target of a node as text."""
     target = node.target
     if isinstance(target, str | OpOverload):
         return str(target)

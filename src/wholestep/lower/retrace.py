@@ -1,7 +1,12 @@
-"""A region as a graph of its own, in the operators Inductor wants.
+"""Retrace a region as a graph of its own, in the operators that Inductor compiles.
 
-The nodes run once more on fake tensors, with Inductor's decompositions; list operators run element by element, numbers
-come out of one tensor (`scalars.py`). Inputs: the tensors of the region, then the numbers as float32, then as float64.
+The nodes run once more on fake tensors, with Inductor's decompositions and ours (`decompositions.py`); scalar inputs
+are elements of one tensor (`scalar_inputs.py`). Inputs: the tensors of the region, then its scalars as float32, then as
+float64.
+
+Results get the strides of their metadata, whatever decompositions and functionalization made of them: `view` outside of
+the region, random ops and user code depend on them. Strides are compared in the trace, because a tensor that is being
+functionalized reports the strides that it would have had.
 """
 
 from __future__ import annotations
@@ -14,14 +19,19 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import shared_inputs, write_condition, writes, written_positions
-from wholestep.lower.draw_order import draw, needs_layout
-from wholestep.lower.draws import throw_opaque_coins
-from wholestep.lower.foreach import call_elementwise, element_operator, is_foreach, unscaled
+from wholestep.ir.io.node_values import hint_of
+from wholestep.lower.decompositions import (
+    call_elementwise,
+    call_short_attention,
+    element_operator,
+    is_foreach,
+    is_short_attention,
+    unscaled,
+)
 from wholestep.lower.in_place import only_writes_back
-from wholestep.lower.layout import lay_out_results
+from wholestep.lower.random_ops import call_with_layout, make_bernoulli_opaque, needs_layout
 from wholestep.lower.regions import Region, is_view, order_of
-from wholestep.lower.scalars import Number, call
-from wholestep.lower.short_attention import call_short_attention, is_short_attention
+from wholestep.lower.scalar_inputs import ScalarInput, call
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.inductor import decomposed
 from wholestep.torch_private.operators import OpOverload, may_copy
@@ -32,16 +42,16 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 @dataclass(frozen=True)
 class Retraced:
-    """What is handed to Inductor."""
+    """A region as Inductor gets it."""
 
     gm: fx.GraphModule
     inputs: list[Any]
     """Fake tensors, in the order of the placeholders."""
     packs: tuple[torch.dtype, ...]
-    """The dtypes in which the numbers of the region follow its tensors."""
+    """The dtypes of the tensors of packed scalars, which follow the region's tensors."""
     device: torch.device
     seed: fx.Node | None = None
-    """The node that the last input stands for."""
+    """The node that the last input replaces."""
 
 
 def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None = None) -> Retraced:
@@ -65,9 +75,9 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
         return _run(region, order, packs, flat if seed is None else flat[:-1], given)
 
     traced = decomposed(run, inputs, mode, settings=dict(settings), functionalize=mutates)
-    lay_out_results(traced, [node.meta.get("val") for node in region.outputs], mode)
+    set_result_strides(traced, [node.meta.get("val") for node in region.outputs], mode)
     if settings["fallback_random"]:
-        throw_opaque_coins(traced)
+        make_bernoulli_opaque(traced)
     return Retraced(traced, inputs, packs, device, seed)
 
 
@@ -78,7 +88,7 @@ def _run(
     given = dict(zip(packs, flat[len(region.inputs) :], strict=True))
     for i, node in enumerate(region.numbers):
         single, double = (given[dtype][i] if dtype in given else None for dtype in (torch.float32, torch.float64))
-        env[node] = Number(single, double)
+        env[node] = ScalarInput(single, double)
     for node in order:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = _call(node, tuple(args), dict(kwargs))
@@ -90,14 +100,14 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, OpOverload):
         return target(*args, **kwargs)
     if needs_layout(node):
-        return draw(node, args, kwargs)
+        return call_with_layout(node, args, kwargs)
     if is_short_attention(node):
         return call_short_attention(target, args, kwargs)
     if target in _VIEWS:
-        # Decompositions may lay out what eager's kernel did not; a view of the same elements is a copy then.
+        # Decompositions may choose another layout than eager's kernel; a view of the same elements is a copy then.
         return aten.reshape.default(*args, **kwargs)
     if may_copy(target) and shared_inputs(node) and not is_view(node):
-        # A copy here, as it was in eager: functionalization may take it for a view, and let it follow writes.
+        # A copy, as in eager: functionalization may treat it as a view and apply later writes to it.
         return target(*args, **kwargs).clone()
     if write_condition(target) and writes(node):
         return _call_hidden_writer(target, args, kwargs)
@@ -109,7 +119,7 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_hidden_writer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Batch norm updates its statistics without saying so: let it update copies, and say it."""
+    """Batch norm updates its statistics, which its schema does not say: update copies, and write them back."""
     copies = {i: args[i].clone() for i in written_positions(op)}
     result = op(*(copies.get(i, value) for i, value in enumerate(args)), **kwargs)
     for i, value in copies.items():
@@ -123,7 +133,7 @@ def _fakes(region: Region, tensors: list[Any]) -> list[FakeTensor]:
 
 
 def device_of(region: Region) -> torch.device:
-    """Where the region computes; numbers are sent there."""
+    """The device that the region computes on; packed scalars are copied there."""
     tensors = [node.meta["val"] for node in region.inputs]
     found = [val.device for val in _fakes(region, tensors) if val.dim() > 0]
     return next((device for device in found if device.type != "cpu"), found[0] if found else torch.device("cpu"))
@@ -137,8 +147,45 @@ def _packs(region: Region) -> tuple[torch.dtype, ...]:
 
 
 def _fresh(val: Any, mode: Any) -> Any:
-    """A fake tensor that is nobody else's: two inputs may have been described by one."""
+    """A new fake tensor: two inputs may have the same one as metadata."""
     if not isinstance(val, Tensor):
         return val
     with mode:
         return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+
+def set_result_strides(gm: fx.GraphModule, wanted: Sequence[Any], mode: Any) -> None:
+    """Give the results of a traced graph the strides of the `wanted` tensors, by a copy where they have others."""
+    output = gm.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for i, want in enumerate(wanted):
+        value = results[i].meta.get("val") if isinstance(results[i], fx.Node) else None
+        if isinstance(value, Tensor) and isinstance(want, Tensor) and _strides(value) != _strides(want):
+            with gm.graph.inserting_before(output), mode:
+                results[i] = _copied(results[i], want)
+    output.args = (tuple(results),)
+    gm.recompile()
+
+
+def _copied(node: fx.Node, want: Tensor) -> fx.Node:
+    """A copy whose dimensions are ordered in memory as those of another tensor."""
+    order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
+    back = [order.index(d) for d in range(want.dim())]
+    node = _add(node, aten.permute.default, order)
+    node = _add(node, aten.clone.default, memory_format=torch.contiguous_format)
+    return _add(node, aten.permute.default, back)
+
+
+def _add(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    new = node.graph.call_function(target, (node, *args), kwargs)
+    new.meta["val"] = target(node.meta["val"], *args, **kwargs)
+    return new
+
+
+def _strides(val: Tensor) -> list[str]:
+    return [str(step) for step, size in zip(val.stride(), val.shape, strict=True) if str(size) != "1"]
+
+
+def _hint(size: Any) -> float:
+    known = size if type(size) is int else hint_of(size)
+    return 0 if known is None else known

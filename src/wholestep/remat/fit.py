@@ -1,195 +1,226 @@
-"""Find a cheap plan whose peak is within a budget, by building candidates and looking at what they really need.
+"""Fit a graph into a memory budget: choose what its backward recomputes, and rewrite it.
 
-Estimates order the plans on a ladder from the smallest peak to the one with nothing computed again; what a built one
-needs is known exactly. A search by halves climbs as far as the budget reaches. Where building takes long, the two ends
-of the ladder are built only if they are needed.
+    fit_to_budget      a StepGraph; a `measure` builds the executable form of each candidate and tells its exact peak
+    partition_within   the joint graph of AOTAutograd, by estimates alone
+
+Compiled steps use the compiler's own cut where that fits, with fewer bytes saved if need be. Otherwise norms and
+softmax are decomposed, forward and backward become calls of their own, and plans are searched. Deterministic: ranks
+with the same shapes choose the same.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
-from wholestep.errors import MemoryBudgetError
-from wholestep.ir.memory_report import shown
-from wholestep.remat.budget import Budget
-from wholestep.remat.plans import Candidate, Plans
+from torch import fx
+
+from wholestep.ir.garbage import collector_paused
+from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
+from wholestep.ir.meta import node_meta
+from wholestep.ir.step_graph import StepGraph
+from wholestep.remat.measure import E, Measure, Measured, set_opaque_sizes
+from wholestep.remat.options import Budget, Policy, policy_of
+from wholestep.remat.problem import RematProblem, check_policy
+from wholestep.remat.rewrite import decompose_norms, recompute
+from wholestep.remat.search import Candidate, CutSearch, Effort, ParetoFront, PlanSearch, Trial
+from wholestep.torch_private.allocator import extract_forward_backward
+
+log = logging.getLogger("wholestep.memory")
+
+_LATER = (
+    " The first call, which is this, creates the optimizer's state and is not compiled. The next ones may need more: "
+    "memory_budget=0.0 and step.last.memory of the second call tell how much. A fused optimizer is compiled at once."
+)
+_MANY = 8000
+"""Number of nodes from which on building a plan takes half a second and more."""
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A plan that was built."""
+class FittedStep(Generic[E]):
+    """A step that is within its budget."""
 
-    candidate: Candidate
-    peak: int
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is tried."""
-
-    levels: int
-    """The search by halves takes so many plans: the ladder has two to the power of it steps."""
-    smallest: int = 1
-    """So many of the lowest rungs are built to find the smallest peak."""
-    near: float = 0.95
-    """A peak this near to the budget, or within an eighth of the ladder, is not improved on."""
-    is_slow: bool = False
-    """Building takes long: for a budget in bytes the smallest peak is not looked for before it is needed."""
+    report: MemoryReport
+    executable: E | None
+    """What the measure built for the chosen candidate; None if it compiles nothing."""
 
 
-class Fitting:
-    """One search. `build` makes an executable of a candidate and tells its peak in bytes.
+def fit_to_budget(step_graph: StepGraph, budget: Budget, policy: Policy, *, measure: Measure[E]) -> FittedStep[E]:
+    """Rewrite a graph in normal form so that its peak is within a budget; raises MemoryBudgetError if it cannot be."""
+    started = time.perf_counter()
+    with nullcontext() if measure.compiles else collector_paused():
+        fitted = _Fit(step_graph, policy, measure).run(budget)
+    log.info("%s", fitted.report)
+    log.info("planned in %.1f s, %d candidates built", time.perf_counter() - started, fitted.report.plans_tried)
+    return fitted
 
-    `least_later`: the least, with the plans built so far, that the next calls need where they need more than this one.
-    `advice`: more to say where no plan fits.
-    """
 
-    def __init__(
-        self,
-        plans: Plans,
-        build: Callable[[Candidate], int],
-        effort: Effort,
-        least_later: Callable[[], int] = lambda: 0,
-        advice: str = "",
-    ) -> None:
-        self._plans = plans
-        self._build = build
-        self._effort = effort
-        self._least_later = least_later
-        self._advice = advice
-        self._steps = 2**effort.levels
-        self._tried: dict[Candidate, Fitted] = {}
+def _effort(nodes: int, compiles: bool) -> Effort:
+    if compiles:
+        return Effort(levels=4, is_slow=True)
+    return Effort(levels=6, smallest=4, near=0.99) if nodes < _MANY else Effort(levels=3)
 
-    @property
-    def tried(self) -> int:
-        """How many plans were built."""
-        return len(self._tried)
 
-    def smallest(self) -> Fitted:
-        """The lowest peak that was found, after building the lowest rungs."""
-        for rung in range(self._effort.smallest):
-            self._try(self._plans.rung(rung / self._steps))
-        if self._effort.smallest > 1:
-            self._try(self._plans.front[0])  # the first rung has the same estimate and computes less again
-        return min(self._tried.values(), key=lambda each: (each.peak, each.candidate.cost))
-
-    def without(self) -> Fitted:
-        """The plan that computes nothing again."""
-        return self._try(self._plans.front[-1])
-
-    @property
-    def least_built(self) -> int:
-        """The lowest peak of all plans that were built."""
-        return min((each.peak for each in self._tried.values()), default=0)
-
-    def has_room_for_all(self, most: int) -> bool:
-        """Whether the plan that computes nothing again was built, and fits."""
-        found = self._tried.get(self._plans.front[-1])
-        return found is not None and found.peak <= most
-
-    def peak_without(self) -> int:
-        """Of the plan that computes nothing again; corrected by what was built where that one was not."""
-        last = self._plans.front[-1]
-        found = self._tried.get(last)
-        return found.peak if found is not None else round(self._estimate(last.peak))
-
-    def peak_smallest(self) -> int:
-        """The lowest peak known."""
-        first = self._plans.front[0]
-        estimate = [] if first in self._tried else [round(self._estimate(first.peak))]
-        return min([each.peak for each in self._tried.values()] + estimate)
-
-    def limit(self, budget: Budget) -> int:
-        """The budget in bytes."""
-        if budget.most is not None:
-            return budget.most
-        assert budget.fraction is not None
-        without, smallest = self.without(), self.smallest()
-        return round(smallest.peak + budget.fraction * max(without.peak - smallest.peak, 0))
-
-    def fit(self, budget: Budget, least_cut: float | None = None) -> tuple[Fitted, int]:
-        """A plan whose peak fits, with little to compute again, and the budget in bytes.
-
-        `least_cut`: the lowest peak of something better than plans that was built, and did not fit. Then the plan that
-        computes nothing again will not fit either, and is not built for that.
-        """
-        most = self.limit(budget)
-        if budget.fraction == 0.0:
-            return self.smallest(), most
-        is_lazy = self._effort.is_slow and budget.fraction is None
-        top = None if is_lazy and least_cut is not None else self.without()
-        if top is not None and top.peak <= most:
-            return top, most
-        bottom = None if is_lazy else self.smallest()
-        found = self._on_the_ladder(most, bottom, top) or self.smallest()
-        if found.peak > most:
-            self.refuse(most, found.peak if least_cut is None else int(min(found.peak, least_cut)))
-        return found, most
-
-    def _on_the_ladder(self, most: int, below: Fitted | None, above: Fitted | None) -> Fitted | None:
-        """The last plan that fits on a binary search over rungs; None if none does.
-
-        Why a larger budget never gets a lower peak, nor more to compute again, whatever the plans really need: `below`
-        fits, `above` does not, and a plan counts only if peak and cost are between theirs. Two searches take the same
-        way up to a plan that fits into the larger budget only. All that the one finds after it is on its one side, and
-        all that the other finds on its other.
-        """
-        low, high = 0, self._steps
-        while high - low > 1 and not (below is not None and self._is_near(below.peak, most)):
-            middle = (low + high) // 2
-            found = self._try(self._plans.rung(middle / self._steps))
-            if below is not None and found.peak < below.peak:
-                low = middle
-            elif not _is_between(below, found, above):
-                high = middle
-            elif found.peak > most:
-                above, high = found, middle
-            else:
-                below, low = found, middle
-        return below
-
-    def _is_near(self, peak: int, most: int) -> bool:
-        ladder = self._plans.front[-1].peak - self._plans.front[0].peak
-        return most - peak <= min((1 - self._effort.near) * most, ladder / 8)
-
-    def refuse(self, most: int, least: int) -> None:
-        """No plan is within the budget: neither of this call, nor of those that follow it."""
-        least = max(least, self._least_later())
-        raise MemoryBudgetError(
-            f"this step does not fit into {shown(most)} ({most} bytes): the smallest peak is {shown(least)} "
-            f"({least} bytes).",
-            fix=f"use memory_budget={least} or more, a smaller batch, or shards (ws.FullyShard).{self._advice}",
+class _Fit(Generic[E]):
+    def __init__(self, step_graph: StepGraph, policy: Policy, measure: Measure[E]) -> None:
+        self._step_graph = step_graph
+        self._measure = measure
+        self._later: dict[Candidate, int] = {}
+        """Peaks of the calls that follow, where they are known to differ."""
+        self._is_decided = not policy.is_empty or any(node_meta(n).recompute for n in step_graph.gm.graph.nodes)
+        """By a policy or by `torch.utils.checkpoint`, which the compiler's own cut would ignore."""
+        self._base = copy_graph(step_graph.gm.graph)
+        set_opaque_sizes(self._base)
+        if measure.compiles:
+            log.debug("%d norms and softmax decomposed", decompose_norms(self._base))
+        self._problem = RematProblem.of(
+            self._base,
+            policy=policy,
+            fuses=measure.compiles,
+            device=measure.device,
+            workspace=measure.workspace,
+        )
+        check_policy(self._problem)
+        self._cuts = CutSearch(self._build)
+        self._plans = PlanSearch(
+            ParetoFront(self._problem),
+            self._build,
+            _effort(len(self._problem.nodes), measure.compiles),
+            lambda: self._least_later,
+            "" if measure.knows_later else _LATER,
         )
 
-    def _estimate(self, peak: float) -> float:
-        """What a plan needs, by its estimate: along the line through the plans that were built."""
-        points = sorted({(each.candidate.peak, each.peak) for each in self._tried.values()})
-        if not points:
-            return peak
-        if len(points) == 1:
-            return peak * points[0][1] / max(points[0][0], 1)
-        low, high = _around(points, peak)
-        slope = (high[1] - low[1]) / max(high[0] - low[0], 1)
-        return low[1] + max(slope, 0.0) * (peak - low[0])
+    def run(self, budget: Budget) -> FittedStep[E]:
+        most = self._plans.limit(budget)
+        trial = None if budget.fraction == 0.0 else self._cut_within(most)
+        if trial is None:
+            trial, _ = self._plans.fit(budget, self._cuts.least_built if self._cuts.has_cuts else None)
+        if budget.most is not None:
+            self._check_later(trial, most)
+        if trial.candidate.shed is None:
+            self._step_graph.gm.graph = self._graph(trial.candidate)
+            self._step_graph.gm.recompile()
+        return FittedStep(self._report(trial, most), trial.measured.executable)
 
-    def _try(self, candidate: Candidate) -> Fitted:
-        found = self._tried.get(candidate)
-        if found is None:
-            found = self._tried[candidate] = Fitted(candidate, self._build(candidate))
+    def _graph(self, candidate: Candidate) -> fx.Graph:
+        """The graph in normal form for a candidate. The compiler's own cut needs no rewrite."""
+        if candidate.shed is not None:
+            graph = copy_graph(self._step_graph.gm.graph)
+            set_opaque_sizes(graph)
+            return graph
+        graph = copy_graph(self._base)
+        recompute(graph, self._problem, candidate.plan)
+        return graph
+
+    def _build(self, candidate: Candidate) -> Measured[E]:
+        found = self._measure(self._graph(candidate), candidate.shed)
+        if found.later_peak:
+            self._later[candidate] = found.later_peak
+        if candidate.shed is None:
+            nodes = len(self._problem.recomputed(candidate.plan))
+            what = f"{nodes} nodes recomputed (estimated peak {shown(candidate.peak)})"
+        else:
+            what = f"the compiler's cut with {shown(candidate.shed)} fewer"
+        log.info("%s: peak %s at %s", what, shown(found.peak), found.peak_at)
         return found
 
+    @property
+    def _least_later(self) -> int:
+        """The lowest peak of the calls that follow, of all that was built; 0 if it is not known."""
+        return min(self._later.values(), default=0)
 
-def _is_between(below: Fitted | None, found: Fitted, above: Fitted | None) -> bool:
-    """Whether a plan needs no less than the one below, and no more than the one above; and costs the other way."""
-    rising = [each for each in (below, found, above) if each is not None]
-    return all(a.peak <= b.peak and a.candidate.cost >= b.candidate.cost for a, b in itertools.pairwise(rising))
+    def _check_later(self, trial: Trial[E], most: int) -> None:
+        """Refuse a budget that this call meets and those that follow cannot: before the first update, not after it."""
+        if self._later.get(trial.candidate, 0) > most:
+            self._plans.smallest()
+            if self._least_later > most:
+                self._plans.refuse(most, self._least_later)
+
+    def _cut_within(self, most: int) -> Trial[E] | None:
+        """The compiler's own cut, if it is allowed here and fits, with fewer bytes saved if need be."""
+        if not self._measure.may_cut or self._is_decided:
+            return None
+        found = self._cuts.within(most, self._plans.least_built)
+        return None if found is not None and found.candidate.shed and self._plans.fits_without(most) else found
+
+    def _report(self, trial: Trial[E], most: int) -> MemoryReport:
+        report = MemoryReport(
+            device=str(self._measure.device),
+            budget=most,
+            planned_peak=trial.peak,
+            smallest_peak=int(min(self._plans.peak_smallest(), self._cuts.least_built)),
+            peak_without=max(self._plans.peak_without(), trial.peak),
+            saved=(),
+            recomputed=(),
+            plans_tried=self._plans.tried + self._cuts.tried,
+            shed=trial.candidate.shed,
+        )
+        if trial.candidate.shed is not None:
+            cuts = trial.measured.cuts
+            saved = [SavedTensor(name, size, "") for cut in cuts for name, size in cut.saved.items() if size]
+            recomputed = tuple(name for cut in cuts for name in cut.recomputed)
+        else:
+            problem, plan = self._problem, trial.candidate.plan
+            saved = [
+                SavedTensor(node.name, problem.saved_bytes(i), node_meta(node).module_path)
+                for i in problem.saved(plan)
+                if not problem.is_list(i) and problem.saved_bytes(i)
+                for node in (problem.nodes[i],)
+            ]
+            recomputed = tuple(problem.nodes[i].name for i in sorted(problem.recomputed(plan)))
+        return replace(report, saved=tuple(sorted(saved, key=lambda tensor: -tensor.bytes)), recomputed=recomputed)
 
 
-def _around(points: list[tuple[int, int]], peak: float) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two points between which an estimate is, or the nearest two."""
-    for low, high in itertools.pairwise(points):
-        if peak <= high[0]:
-            return low, high
-    return points[-2], points[-1]
+def partition_within(memory_budget: Any, policy: Any = None) -> Partition:
+    """A `partition_fn` of `aot_function` whose forward saves what fits. The options are those of `ws.compile`.
+
+    The peak is that of the two graphs with their inputs, estimated by simulating them; values inside of fused kernels
+    do not count.
+    """
+    budget, chosen = Budget.of(memory_budget), policy_of(policy)
+    assert budget is not None
+
+    def partition(
+        joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        backward = _backward_of(joint.graph)
+        problem = RematProblem.of(
+            joint.graph,
+            policy=chosen,
+            fuses=True,
+            is_forward=lambda node: node not in backward,
+            is_backward=backward.__contains__,
+        )
+        check_policy(problem)
+        search: PlanSearch[None] = PlanSearch(
+            ParetoFront(problem), lambda candidate: Measured(candidate.peak), Effort(levels=6, near=0.99)
+        )
+        found, _ = search.fit(budget)
+        saved = [problem.nodes[i] for i in problem.saved(found.candidate.plan) if not problem.is_list(i)]
+        read = [node for node in joint.graph.find_nodes(op="placeholder") if _is_read_by(node, backward, problem)]
+        return extract_forward_backward(joint, [*read, *saved], num_fwd_outputs, settings)
+
+    return partition
+
+
+def _backward_of(graph: fx.Graph) -> set[fx.Node]:
+    """All nodes from the first on that reads a gradient: a joint graph has its forward first."""
+    nodes = list(graph.nodes)
+    given = {node for node in nodes if node.op == "placeholder" and "tangents" in str(node.target)}
+    first = next((i for i, node in enumerate(nodes) if not given.isdisjoint(node.all_input_nodes)), len(nodes))
+    return given.union(node for node in nodes[first:] if node.op == "call_function")
+
+
+def _is_read_by(node: fx.Node, backward: set[fx.Node], problem: RematProblem) -> bool:
+    """True if the backward may need an input of the forward: a tensor that it, or a node it recomputes, reads."""
+    if node in backward or not any(True for _ in tensors_in(node.meta.get("val"))):
+        return False
+    needed = {problem.nodes[i] for i, is_needed in enumerate(problem.needed) if is_needed}
+    return any(user in backward or user in needed for user in node.users)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.ir.amounts import as_bytes
+from wholestep.ir.memory_report import as_bytes
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
 from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate

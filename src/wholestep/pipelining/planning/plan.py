@@ -14,8 +14,8 @@ from typing import Any, Literal
 from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
-from wholestep.ir.amounts import as_bytes
 from wholestep.ir.io.node_values import hint_of
+from wholestep.ir.memory_report import as_bytes
 from wholestep.pipelining.build.frontend import pipeline
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from

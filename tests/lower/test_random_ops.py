@@ -131,7 +131,7 @@ def test_a_writing_operator_on_copies_keeps_its_place_among_the_draws() -> None:
     plan = plan_regions(graph_of(nodes, x=torch.rand(3, 3)).graph, min_aten_ops=1)
     order = [node.target for group in plan.groups for node in group.nodes]
     assert order.index(call_on_copies) < order.index(aten.rand_like.default)
-    assert any("writes into what it is given" in reason for reason in plan.reasons.values())
+    assert any("writes into its arguments" in reason for reason in plan.reasons.values())
 
 
 def test_attention_without_dropout_draws_nothing_and_is_compiled():

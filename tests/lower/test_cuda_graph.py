@@ -14,9 +14,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 import wholestep as ws
-from wholestep.lower.cuda_graph import GraphPool, cuda_graph_step
-from wholestep.lower.host_and_device import NotRecordableError, split_host_and_device
-from wholestep.lower.scalars import pack_numbers
+from wholestep.lower.cuda_graph import GraphPool, NotRecordableError, cuda_graph_step, split_host_and_device
+from wholestep.lower.scalar_inputs import pack_scalars
 from wholestep.runtime.program import program
 
 aten = torch.ops.aten
@@ -56,7 +55,7 @@ def step_counts() -> fx.GraphModule:
     more = made.call(aten.add.Tensor, count, 1, val=fake(device="cpu"))
     number = made.call(aten._local_scalar_dense.default, more, val=2.0)
     rate = made.call(operator.truediv, 1.0, number, val=0.5)
-    pack = made.call(pack_numbers, [rate], torch.float32, torch.device("cuda"), val=fake(1))
+    pack = made.call(pack_scalars, [rate], torch.float32, torch.device("cuda"), val=fake(1))
     result = made.call(aten.mul.Tensor, x, pack, val=fake(4))
     return made.done(result, more, x)
 
@@ -123,8 +122,8 @@ def not_recordable(kind: str) -> fx.GraphModule:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("item", "reads a number from the GPU"),
-        ("back to the host", "brings a value of the GPU to the CPU"),
+        ("item", "reads a scalar from the GPU"),
+        ("back to the host", "copies a value from the GPU to the CPU"),
         ("shape from data", "depends on data"),
         ("communication", "communicates"),
         ("cpu operand", "which is on the CPU"),

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from torch import fx
 
 from wholestep.ir.meta import NodeMeta, set_node_meta
-from wholestep.remat.anchors import Anchors, stretches
-from wholestep.remat.minimum_cut import PricedCut
-from wholestep.remat.outline import Outline
-from wholestep.remat.plans import Plans
-from wholestep.remat.play import peak_of
+from wholestep.remat.minimum_cut import Anchors, PricedCut, segment_counts
+from wholestep.remat.peak import peak_of, timeline
+from wholestep.remat.problem import RematProblem
 from wholestep.remat.rewrite import recompute
-from wholestep.remat.timeline import timeline
+from wholestep.remat.search import ParetoFront
 
 aten = torch.ops.aten
 
@@ -52,43 +50,43 @@ def graphs(draw):
     return make_graph(sizes, reads, used)
 
 
-def price_of(outline: Outline, plan: frozenset[int], price: float) -> float:
-    return sum(outline.keeping(i) for i in outline.saved(plan)) + price * outline.cost(plan)
+def price_of(problem: RematProblem, plan: frozenset[int], price: float) -> float:
+    return sum(problem.saved_bytes(i) for i in problem.saved(plan)) + price * problem.cost(plan)
 
 
 @given(graphs(), st.sampled_from([0.0, 0.01, 0.1, 0.3, 1.0, 10.0]))
 def test_no_plan_is_cheaper_than_the_cut(graph, price):
-    outline = Outline.of(graph)
-    places = [i for i, needed in enumerate(outline.needed) if needed]
-    found = price_of(outline, PricedCut(outline).plan(price), price)
+    problem = RematProblem.of(graph)
+    places = [i for i, needed in enumerate(problem.needed) if needed]
+    found = price_of(problem, PricedCut(problem).plan(price), price)
     plans = (frozenset(p) for n in range(len(places) + 1) for p in itertools.combinations(places, n))
-    best = min(price_of(outline, plan, price) for plan in plans)
+    best = min(price_of(problem, plan, price) for plan in plans)
     assert found <= best * (1 + 1e-6) + 1e-6
 
 
 @given(graphs())
 def test_the_estimate_is_the_peak_of_the_rewritten_graph(graph):
-    outline = Outline.of(graph)
-    for candidate in Plans(outline).front:
+    problem = RematProblem.of(graph)
+    for candidate in ParetoFront(problem).candidates:
         copy = fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
         for old, new in zip(graph.nodes, copy.nodes, strict=True):
             new.meta = dict(old.meta)
-        recompute(copy, outline, candidate.plan)
+        recompute(copy, problem, candidate.plan)
         copy.lint()
-        assert timeline(copy).peak == candidate.peak == peak_of(outline, candidate.plan)
+        assert timeline(copy).peak == candidate.peak == peak_of(problem, candidate.plan)
 
 
 @given(graphs())
 def test_cheaper_plans_have_higher_peaks(graph):
-    front = Plans(Outline.of(graph)).front
+    front = ParetoFront(RematProblem.of(graph)).candidates
     assert [c.cost for c in front] == sorted((c.cost for c in front), reverse=True)
     assert [c.peak for c in front] == sorted(c.peak for c in front)
 
 
 def test_anchors_are_where_the_forward_is_narrow():
     sizes = [100, 100, 1, 100, 100, 1, 100, 100, 1]
-    outline = Outline.of(make_graph(sizes, [(i, i) for i in range(9)], [True] * 9))
-    assert 3 in stretches(outline) or 2 in stretches(outline)
-    found = {outline.nodes[i].meta["val"].numel() for i in Anchors(outline).of(3)}
+    problem = RematProblem.of(make_graph(sizes, [(i, i) for i in range(9)], [True] * 9))
+    assert 3 in segment_counts(problem) or 2 in segment_counts(problem)
+    found = {problem.nodes[i].meta["val"].numel() for i in Anchors(problem).of(3)}
     assert found == {1}

@@ -1,10 +1,10 @@
-"""Numbers that change from call to call, inside of a region: elements of one small tensor instead of constants.
+"""Scalar inputs of a region, which change from call to call: elements of one small tensor instead of constants.
 
-    graph     mul(p, 1 - lr * wd)         a number computed by Python at each call
-    region    mul(p, numbers[0])          `numbers` is an input: one tensor for all numbers of the region
+    graph     mul(p, 1 - lr * wd)         a scalar computed by Python at each call
+    region    mul(p, scalars[0])          `scalars` is an input: one tensor with all scalars of the region
 
-Kernels convert a Python number to the precision they compute in, which is float32 for all floating types but float64.
-So a number is kept twice: as float32 and, where a float64 tensor meets it, as float64.
+Kernels convert a Python scalar to the precision that they compute in, which is float32 for all floating types except
+float64. So a scalar is passed twice: as float32 and, where it is used with a float64 tensor, as float64.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from wholestep.torch_private.operators import (
 aten = torch.ops.aten
 
 
-class Number:
-    """A number inside of a region, as 0-dim tensors."""
+class ScalarInput:
+    """A scalar input inside of a region, as 0-dim tensors."""
 
     def __init__(self, single: Tensor | None, double: Tensor | None) -> None:
         self._single = single
         self._double = double
 
-    def beside(self, dtype: torch.dtype | None) -> Tensor:
-        """The tensor to use with tensors of a dtype."""
+    def for_dtype(self, dtype: torch.dtype | None) -> Tensor:
+        """The 0-dim tensor to use with tensors of a dtype."""
         found = self._double if dtype == torch.float64 else self._single
         assert found is not None, "the region asked for this precision"
         return found
@@ -46,15 +46,15 @@ _OPERANDS = frozenset(
     "add sub mul div true_divide eq ne lt le gt ge maximum minimum fmod remainder atan2 pow rsub clamp clamp_min "
     "clamp_max where fill masked_fill lerp addcmul addcdiv full full_like xlogy".split()
 )
-"""Operators (without `aten::`) whose numbers can be tensors instead."""
+"""Operators (without `aten::`) whose scalar arguments can be tensors instead."""
 
 
 _JUMPS = frozenset("eq ne lt le gt ge fmod remainder".split())
-"""Small differences matter: eager rounds the number to the dtype of the tensors, which fused kernels leave out."""
+"""Discontinuous operators: eager rounds the scalar to the dtype of the tensors, which fused kernels do not."""
 
 
-def can_take_numbers(node: fx.Node) -> bool:
-    """Whether an operator of a graph can be told its numbers by a tensor."""
+def accepts_scalar_inputs(node: fx.Node) -> bool:
+    """True if an operator can take its scalars from a tensor."""
     if not isinstance(node.target, OpOverload):
         return False
     name = plain_name(node.target)
@@ -66,29 +66,29 @@ def can_take_numbers(node: fx.Node) -> bool:
 
 
 def _is_rounded(val: Any) -> bool:
-    """Whether numbers beside this tensor become something else than the float32 or float64 that a region gets."""
+    """True if eager rounds scalars beside this tensor to another type than the float32 or float64 of a region."""
     return isinstance(val, Tensor) and val.dtype not in (torch.float32, torch.float64)
 
 
-def has_numbers(value: Any) -> bool:
-    """Whether a Number is among arguments."""
+def has_scalar_inputs(value: Any) -> bool:
+    """True if a ScalarInput is among arguments."""
     if isinstance(value, list | tuple):
-        return any(has_numbers(item) for item in value)
+        return any(has_scalar_inputs(item) for item in value)
     if isinstance(value, dict):
-        return any(has_numbers(item) for item in value.values())
-    return isinstance(value, Number)
+        return any(has_scalar_inputs(item) for item in value.values())
+    return isinstance(value, ScalarInput)
 
 
 def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator some of whose arguments may be Numbers."""
-    if not has_numbers(args) and not has_numbers(kwargs):
+    """Call an operator some of whose arguments may be ScalarInputs."""
+    if not has_scalar_inputs(args) and not has_scalar_inputs(kwargs):
         return _plain(op, args, kwargs)
     given = named_arguments(op, args, kwargs)
     dtype = _promoted(given.values())
-    given = {name: value.beside(dtype) if isinstance(value, Number) else value for name, value in given.items()}
+    given = {name: value.for_dtype(dtype) if isinstance(value, ScalarInput) else value for name, value in given.items()}
     name = plain_name(op)
     result = _SPECIAL[name](given) if name in _SPECIAL else _binary(name, given, dtype)
-    # A number never decides the dtype of a result; as a tensor it would beside tensors of a single element.
+    # A Python scalar never decides the dtype of a result; as a tensor it would beside 0-dim tensors.
     if name not in _CREATES and dtype is not None and result.is_floating_point():
         result = result.to(dtype)
     return result
@@ -111,7 +111,7 @@ _CREATES = frozenset({"full", "full_like"})
 
 
 def _promoted(values: Iterable[Any]) -> torch.dtype | None:
-    """The dtype in which eager computes with these tensors and some floating number; None without tensors."""
+    """The dtype in which eager computes with these tensors and a float scalar; None without tensors."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.dtype != torch.bool]
     if not tensors:
         return None
@@ -121,7 +121,7 @@ def _promoted(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def _plain(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call without Numbers. Overloads that want tensors get them (foreach hands over plain numbers)."""
+    """A call without ScalarInputs. Overloads that require tensors get them (foreach passes Python scalars)."""
     wants = [argument.name for argument in schema_of(op).arguments if str(argument.type) == "Tensor"]
     dtype = _dtype(args)
     given = tuple(
@@ -132,7 +132,7 @@ def _plain(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 _STRICT = frozenset({"aten::maximum", "aten::minimum", "aten::atan2", "aten::pow.Tensor_Tensor"})
-"""Refuse a Python number where the schema says tensor; the others take one."""
+"""Overloads that refuse a Python scalar where the schema says Tensor; others accept one."""
 
 
 def _dtype(args: Any) -> torch.dtype | None:
@@ -226,7 +226,7 @@ _SPECIAL: dict[str, Callable[[dict[str, Any]], Tensor]] = {
 }
 
 
-def pack_numbers(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All numbers of a region as one tensor."""
-    packed = torch.tensor(numbers, dtype=dtype)
+def pack_scalars(scalars: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All scalars of a region as one tensor."""
+    packed = torch.tensor(scalars, dtype=dtype)
     return packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True)

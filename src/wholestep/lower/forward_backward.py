@@ -1,10 +1,10 @@
-"""A region with a forward and a backward as two compiled calls, with little kept in between.
+"""Compile a region with a forward and a backward as two calls, with few values saved in between.
 
     one call      forward, backward: whatever the backward reads lives until then
-    two calls     forward -> kept values -> backward, which computes again what is cheap (torch's min cut chooses)
+    two calls     forward -> saved values -> backward, which recomputes what is cheap (torch's min cut chooses)
 
-Cut where the gradient of the loss begins: `ones_like(loss)` becomes an input of the second call. Regions with several
-backwards stay whole: their forwards would all have to come first.
+The region is cut where the gradient of the loss begins: `ones_like(loss)` becomes an input of the second call. Regions
+with several backwards stay whole: their forwards would all have to come first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from wholestep.ir.effects import draws, shared_inputs
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import reachable
-from wholestep.lower.compiled import Compiled
-from wholestep.lower.groups import is_ordered
-from wholestep.lower.regions import Region
+from wholestep.lower.compiled_region import Compiled
+from wholestep.lower.regions import Region, is_ordered
 from wholestep.lower.retrace import Retraced
-from wholestep.lower.shed import owning, shed, sheddable
+from wholestep.remat.pointwise_recompute import RegionCut, owning, shed, sheddable
 from wholestep.torch_private.inductor import compile_inductor, improve_joint, min_cut
 
 log = logging.getLogger("wholestep.lower")
@@ -35,20 +34,20 @@ _SEEDS = (aten.ones_like.default,)
 
 
 def find_seed(region: Region) -> fx.Node | None:
-    """The node where the only backward of a region begins."""
+    """The node where the only backward of a region begins; None if there is none, or several."""
     found = [node for node in region.nodes if node.target in _SEEDS and _begins_backward(node)]
     return found[0] if len(found) == 1 and _keeps_order(region, found[0]) else None
 
 
 def _keeps_order(region: Region, seed: fx.Node) -> bool:
-    """Whether random numbers come in the same order if all that does not depend on the seed comes first."""
+    """True if random ops keep their order when all nodes that do not depend on the seed come first."""
     late = {seed}
-    drawn_late = False
+    ordered_late = False
     for node in region.nodes:
         if not late.isdisjoint(node.all_input_nodes):
             late.add(node)
-            drawn_late = drawn_late or is_ordered(node)
-        elif drawn_late and is_ordered(node):
+            ordered_late = ordered_late or is_ordered(node)
+        elif ordered_late and is_ordered(node):
             return False
     return True
 
@@ -62,10 +61,10 @@ def _begins_backward(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class CompileInTwo:
-    """Compile a region whose last input stands for the seed of its backward."""
+    """Compile a region whose last input is the seed of its backward."""
 
     shed: int = 0
-    """Bytes to keep less than torch's cut does, as far as pointwise values go."""
+    """Bytes to save fewer than torch's cut does, by recomputing pointwise values."""
 
     def __call__(self, retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
         return _Cut(retraced).compile(config, self.shed)
@@ -76,55 +75,55 @@ class _Cut:
         self._inputs = retraced.inputs
         self._gm = retraced.gm
         self._graph = retraced.gm.graph
-        self._places: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
+        self._positions: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
         self._rename()
         self._copies = self._take_copies()
-        self._backward = self._depending_on(self._places[-1])
+        self._backward = self._depending_on(self._positions[-1])
 
     def compile(self, config: Mapping[str, Any], less: int) -> Compiled:
         output = self._graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         first = [i for i, value in enumerate(results) if value not in self._backward]
         second = [i for i, value in enumerate(results) if value in self._backward]
-        early = [(place, value) for place, value in self._copies if value not in self._backward]
-        late = [(place, value) for place, value in self._copies if value in self._backward]
+        early = [(position, value) for position, value in self._copies if value not in self._backward]
+        late = [(position, value) for position, value in self._copies if value in self._backward]
         ordered = [results[i] for i in first] + [value for _, value in early]
         outputs = [*ordered, *(results[i] for i in second), *(value for _, value in late)]
         output.args = (tuple(outputs),)
         self._gm.recompile()
         joint = improve_joint(self._gm, self._inputs, dict(config))
-        forward, backward = min_cut(joint, len(ordered), len(self._places) - 1)
-        _draw_once(forward, backward)
+        forward, backward = min_cut(joint, len(ordered), len(self._positions) - 1)
+        _remove_random_copies(forward, backward)
         could = sheddable(forward, len(ordered))
         if less:
-            log.info("%d bytes are made again", shed(forward, backward, len(ordered), less))
-        kept = _results(forward)[len(ordered) :]
-        saved = {value.name: tensor_bytes(value.meta["val"]) for value in kept if _is_tensor(value)}
-        cut = Cut(saved, _again(forward, backward), could)
+            log.info("%d bytes are recomputed by pointwise operators", shed(forward, backward, len(ordered), less))
+        saved = _results(forward)[len(ordered) :]
+        sizes = {value.name: tensor_bytes(value.meta["val"]) for value in saved if _is_tensor(value)}
+        cut = RegionCut(sizes, _recomputed(forward, backward), could)
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
-        sources = [_source(name, kept, self._places) for name in names]
+        sources = [_source(name, saved, self._positions) for name in names]
         own = owning(_results(forward), len(ordered))
-        given_away = [i for i, (kind, place) in enumerate(sources) if kind == "kept" and own[place]]
-        sources += _write_at_end(backward, [place for place, _ in late], self._inputs, len(second))
-        writes = _write_early(forward, backward, [place for place, _ in early], self._inputs, len(first))
+        given_away = [i for i, (kind, position) in enumerate(sources) if kind == "saved" and own[position]]
+        sources += _write_at_end(backward, [position for position, _ in late], self._inputs, len(second))
+        writes = _write_early(forward, backward, [position for position, _ in early], self._inputs, len(first))
         run_forward = compile_inductor(forward, self._inputs[:-1], dict(config), "forward")
         run_backward = compile_inductor(backward, _examples(backward), dict(config), "backward", given_away)
         return ForwardBackward(run_forward, run_backward, sources, first, second, writes, cut)
 
     def _rename(self) -> None:
-        """The names by which torch's partitioner tells inputs from gradients."""
-        for i, node in enumerate(self._places):
-            name = "tangents_1" if i == len(self._places) - 1 else f"primals_{i + 1}"
+        """Give inputs the names by which torch's partitioner tells them from gradients."""
+        for i, node in enumerate(self._positions):
+            name = "tangents_1" if i == len(self._positions) - 1 else f"primals_{i + 1}"
             node.name = node.target = name
 
     def _take_copies(self) -> list[tuple[int, fx.Node]]:
         """Remove the writes into inputs: (input, value)."""
-        place = {node: i for i, node in enumerate(self._places)}
+        position = {node: i for i, node in enumerate(self._positions)}
         found = []
         for node in list(self._graph.find_nodes(op="call_function", target=aten.copy_.default)):
             target, value = node.args[0], node.args[1]
-            if isinstance(target, fx.Node) and target in place and isinstance(value, fx.Node) and not node.users:
-                found.append((place[target], value))
+            if isinstance(target, fx.Node) and target in position and isinstance(value, fx.Node) and not node.users:
+                found.append((position[target], value))
                 self._graph.erase_node(node)
         return found
 
@@ -136,29 +135,17 @@ class _Cut:
         return found
 
 
-def _draw_once(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Remove from the backward the draws of the forward. Nothing reads them there: the cut keeps what it drew. But
-    torch's partitioner copies them, and removes no node that draws."""
-    drawn = {node.name for node in forward.graph.nodes if draws(node)}
-    for node in [node for node in backward.graph.nodes if node.name in drawn and draws(node)]:
+def _remove_random_copies(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Remove the random ops of the forward from the backward. Nothing reads them there, because the cut saves their
+    results; but torch's partitioner copies them, and removes no random op."""
+    random = {node.name for node in forward.graph.nodes if draws(node)}
+    for node in [node for node in backward.graph.nodes if node.name in random and draws(node)]:
         if node.users:
-            raise AssertionError(f"{node.name} would be drawn twice")
+            raise AssertionError(f"{node.name} would run twice")
         backward.graph.erase_node(node)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What goes from a forward to its backward."""
-
-    saved: Mapping[str, int]
-    """Kept values, with their bytes."""
-    recomputed: tuple[str, ...]
-    """What the backward makes once more."""
-    sheddable: tuple[int, ...]
-    """Bytes of the values of torch's cut that could be made again by pointwise operators, in their order."""
-
-
-def _again(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[str, ...]:
+def _recomputed(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[str, ...]:
     made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     return tuple(node.name for node in backward.graph.nodes if node.op == "call_function" and node.name in made)
 
@@ -171,31 +158,32 @@ def _results(gm: fx.GraphModule) -> list[Any]:
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _source(name: str, kept: Sequence[Any], places: Sequence[fx.Node]) -> tuple[str, int]:
-    """Where the second call gets an input from: ("kept", i), ("input", i) or ("seed", 0)."""
+def _source(name: str, saved: Sequence[Any], positions: Sequence[fx.Node]) -> tuple[str, int]:
+    """Where the second call gets an input from: ("saved", i), ("input", i) or ("seed", 0)."""
     if name.startswith("tangents"):
         return ("seed", 0)
-    inputs = {node.name: i for i, node in enumerate(places)}
+    inputs = {node.name: i for i, node in enumerate(positions)}
     if name in inputs:
         return ("input", inputs[name])
-    return ("kept", next(i for i, value in enumerate(kept) if isinstance(value, fx.Node) and value.name == name))
+    return ("saved", next(i for i, value in enumerate(saved) if isinstance(value, fx.Node) and value.name == name))
 
 
-def _write_at_end(gm: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int) -> list[tuple[str, int]]:
-    """Turn as many outputs from `start` into writes into inputs; returns the inputs that had to be added."""
+def _write_at_end(gm: fx.GraphModule, positions: list[int], inputs: Sequence[Any], start: int) -> list[tuple[str, int]]:
+    """Turn the outputs from `start` on, one per position, into writes into inputs; returns the inputs that were
+    added."""
     graph = gm.graph
     output = graph.output_node()
     results = _results(gm)
-    stop = start + len(places)
+    stop = start + len(positions)
     known = {node.name: node for node in graph.find_nodes(op="placeholder")}
     added: list[tuple[str, int]] = []
-    for place, value in zip(places, results[start:stop], strict=True):
-        name = f"primals_{place + 1}"
+    for position, value in zip(positions, results[start:stop], strict=True):
+        name = f"primals_{position + 1}"
         if name not in known:
             with graph.inserting_after(list(known.values())[-1]):
                 known[name] = graph.placeholder(name)
-            known[name].meta["val"] = inputs[place]
-            added.append(("input", place))
+            known[name].meta["val"] = inputs[position]
+            added.append(("input", position))
         with graph.inserting_before(output):
             graph.call_function(aten.copy_.default, (known[name], value)).meta["val"] = value.meta["val"]
     output.args = (tuple(results[:start] + results[stop:]),)
@@ -204,25 +192,25 @@ def _write_at_end(gm: fx.GraphModule, places: list[int], inputs: Sequence[Any], 
 
 
 def _write_early(
-    forward: fx.GraphModule, backward: fx.GraphModule, places: list[int], inputs: Sequence[Any], start: int
+    forward: fx.GraphModule, backward: fx.GraphModule, positions: list[int], inputs: Sequence[Any], start: int
 ) -> list[tuple[int, int]]:
-    """Turn outputs of the forward from `start` into writes into inputs, unless the backward reads what those held
-    before. Such a value is kept to be written in the end: (input, which of the kept values)."""
+    """Turn outputs of the forward from `start` on into writes into inputs, unless the backward reads their old
+    contents. Such a value is saved and written at the end: (input, index among the saved values)."""
     results = _results(forward)
-    stop = start + len(places)
-    values = dict(zip(places, results[start:stop], strict=True))
-    kept = results[stop:]
-    read = _shared_with([*backward.graph.find_nodes(op="placeholder"), *kept])
-    later = [place for place in places if f"primals_{place + 1}" in read]
-    now = [place for place in places if place not in later]
-    ordered = [*(values[place] for place in now), *kept, *(values[place] for place in later)]
+    stop = start + len(positions)
+    values = dict(zip(positions, results[start:stop], strict=True))
+    saved = results[stop:]
+    read = _shared_with([*backward.graph.find_nodes(op="placeholder"), *saved])
+    later = [position for position in positions if f"primals_{position + 1}" in read]
+    now = [position for position in positions if position not in later]
+    ordered = [*(values[position] for position in now), *saved, *(values[position] for position in later)]
     forward.graph.output_node().args = ((*results[:start], *ordered),)
     _write_at_end(forward, now, inputs, start)
-    return [(place, len(kept) + i) for i, place in enumerate(later)]
+    return [(position, len(saved) + i) for i, position in enumerate(later)]
 
 
 def _shared_with(values: Sequence[Any]) -> set[str]:
-    """Names of the inputs whose memory values are views of."""
+    """Names of the inputs that values are views of."""
     behind = reachable((value for value in values if isinstance(value, fx.Node)), shared_inputs)
     return {node.name for node in behind if node.op == "placeholder"}
 
@@ -242,7 +230,7 @@ class ForwardBackward:
         first: list[int],
         second: list[int],
         writes: list[tuple[int, int]],
-        cut: Cut,
+        cut: RegionCut,
     ) -> None:
         self.cut = cut
         self._forward = forward
@@ -254,20 +242,20 @@ class ForwardBackward:
 
     def __call__(self, tensors: list[Any]) -> tuple[Any, ...]:
         seed = tensors.pop()
-        later = [tensors[place] if kind == "input" else None for kind, place in self._sources]
-        targets = [tensors[place] for place, _ in self._writes]
+        later = [tensors[position] if kind == "input" else None for kind, position in self._sources]
+        targets = [tensors[position] for position, _ in self._writes]
         made = list(self._forward(tensors))
         results: list[Any] = [None] * (len(self._first) + len(self._second))
-        kept = made[len(self._first) :]
-        for place, value in zip(self._first, made, strict=False):
-            results[place] = value
-        for i, (kind, place) in enumerate(self._sources):
+        saved = made[len(self._first) :]
+        for position, value in zip(self._first, made, strict=False):
+            results[position] = value
+        for i, (kind, position) in enumerate(self._sources):
             if kind != "input":
-                later[i] = seed if kind == "seed" else kept[place]
-        values = [kept[i] for _, i in self._writes]
-        del made, kept, seed
-        for place, value in zip(self._second, self._backward(later), strict=True):
-            results[place] = value
+                later[i] = seed if kind == "seed" else saved[position]
+        values = [saved[i] for _, i in self._writes]
+        del made, saved, seed
+        for position, value in zip(self._second, self._backward(later), strict=True):
+            results[position] = value
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
         return tuple(results)

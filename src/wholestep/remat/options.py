@@ -1,5 +1,6 @@
-"""What the user forces to be kept or to be computed again.
+"""What a user may ask of a memory budget: its size, and which values are saved or recomputed.
 
+memory_budget=12_000_000_000, "12GiB", or a fraction
 policy={"model.blocks.*.mlp": "recompute", torch.ops.aten.mm: "save", "aten.addmm.default": "save"}
 policy=lambda node: "save" if node.target is torch.ops.aten.mm.default else None
 """
@@ -11,14 +12,46 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from wholestep.errors import OptionError, invalid_value
+from wholestep.ir.memory_report import bytes_in
 from wholestep.ir.meta import node_meta
 from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, packet_of
 
+_FIX = 'use bytes (12_000_000_000), a text ("12GiB", "800MB"), or a fraction from 0.0 to 1.0.'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One of the two is set."""
+
+    most: int | None = None
+    """Bytes of peak memory."""
+    fraction: float | None = None
+    """0.0: the smallest peak that can be reached; 1.0: the peak without recomputation."""
+
+    @classmethod
+    def of(cls, given: Any) -> Budget | None:
+        """Read what the user wrote; None stays None."""
+        if given is None or isinstance(given, Budget):
+            return given
+        if isinstance(given, str):
+            return cls(most=bytes_in(given, "memory_budget", _FIX))
+        if isinstance(given, np.integer | np.floating):
+            given = given.item()
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            raise invalid_value("memory_budget", given, _FIX)
+        if isinstance(given, float) and 0.0 <= given <= 1.0:
+            return cls(fraction=given)
+        if not 1 < given < 2**63 or given != int(given):
+            raise invalid_value("memory_budget", given, _FIX)
+        return cls(most=int(given))
+
+
 _WORDS = ("save", "recompute")
-_FIX = 'use {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node.'
+_POLICY_FIX = 'use {"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}, or a function of a node.'
 
 
 @dataclass(frozen=True)
@@ -29,11 +62,11 @@ class Rule:
     fits: Callable[[fx.Node], bool]
     word: str
     is_pattern: bool = False
-    """A text, which is meant to fit something."""
+    """A string, which is expected to match something."""
 
 
 class Policy:
-    """What is to happen to a node: "save", "recompute", or None. The last rule that fits counts."""
+    """Says of a node "save", "recompute", or None. The last rule that matches counts."""
 
     def __init__(self, rules: list[Rule], function: Callable[[fx.Node], Any] | None = None) -> None:
         self.rules = rules
@@ -41,7 +74,7 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is forced."""
+        """True if there are no rules and no function."""
         return not self.rules and self._function is None
 
     def __call__(self, node: fx.Node) -> str | None:
@@ -63,7 +96,7 @@ def policy_of(given: Any) -> Policy:
         return Policy([_rule(key, _word(word)) for key, word in given.items()])
     if callable(given):
         return Policy([], given)
-    raise invalid_value("policy", given, _FIX)
+    raise invalid_value("policy", given, _POLICY_FIX)
 
 
 def _word(word: Any) -> str:
@@ -92,7 +125,7 @@ def _rule(key: Any, word: str) -> Rule:
         return Rule(str(key), lambda node: isinstance(node.target, OpOverload) and packet_of(node.target) is key, word)
     if isinstance(key, str) and key:
         return Rule(repr(key), lambda node: _names(node, key), word, is_pattern=True)
-    raise OptionError(f"policy has {key!r}.", fix=_FIX)
+    raise OptionError(f"policy has {key!r}.", fix=_POLICY_FIX)
 
 
 def _names(node: fx.Node, pattern: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from lower.graphs import aten, graph_of, interpreted, report
 from wholestep.lower import LowerOptions, partial_lower
-from wholestep.lower.scalars import _OPERANDS, pack_numbers
+from wholestep.lower.scalar_inputs import _OPERANDS, pack_scalars
 
 __all__ = ["interpreted"]
 
@@ -95,7 +95,7 @@ def test_whole_numbers_beside_whole_numbers_stay_outside() -> None:
     nodes = {"eq": (aten.eq.Scalar, "i", "n"), "mul": (aten.mul.Tensor, "i", "n"), "half": (aten.div.Tensor, "i", 2)}
     gm = partial_lower(graph_of(nodes, i=big, n=3), options=LowerOptions(min_aten_ops=1, strict=True))
     assert [reason for _, _, reason in report(gm).outside] == [
-        "takes n, a number that may change from call to call"
+        "takes n, a scalar that may change from call to call"
     ] * 2
     same, product, half = gm(big, 2**24 + 1)
     assert same.tolist() == [False, True, False]
@@ -110,7 +110,7 @@ def test_numbers_of_a_region_travel_in_one_tensor_per_precision() -> None:
         graph_of(nodes, x=torch.ones(2), d=torch.ones(2, dtype=torch.float64), n=0.1, k=0.2),
         options=LowerOptions(min_aten_ops=1, strict=True),
     )
-    packs = gm.graph.find_nodes(op="call_function", target=pack_numbers)
+    packs = gm.graph.find_nodes(op="call_function", target=pack_scalars)
     assert [node.args[1] for node in packs] == [torch.float32, torch.float64]
     a, _, c = gm(torch.ones(2), torch.ones(2, dtype=torch.float64), 1 / 3, 1e-17)
     assert a.tolist() == (torch.ones(2) * (1 / 3)).tolist()

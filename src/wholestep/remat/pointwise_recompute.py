@@ -1,18 +1,18 @@
-"""Keep less for the backward than torch's cut does: values that are pointwise in others that are kept anyway.
+"""Save fewer bytes for the backward than torch's min cut does: recompute values that are pointwise in saved ones.
 
-    forward   a = mm(x, w)      kept: a, g         backward  .. mm(.., g), gelu_backward(.., a)
+    forward   a = mm(x, w)      saves a, g         backward  .. mm(.., g), gelu_backward(.., a)
               g = gelu(a)
-    forward   the same          kept: a            backward  g = gelu(a); .. mm(.., g), gelu_backward(.., a)
+    forward   the same          saves a            backward  g = gelu(a); .. mm(.., g), gelu_backward(.., a)
 
-torch's cut keeps both, for writing `g` once more takes time. So this is the next cheaper thing after that cut: a read
-of the sources and a write of the value, and no matrix product. Values come in one order, cheapest for its bytes first;
-who wants to shed more gets a longer piece of the same list.
+torch's cut saves both, because writing `g` once more takes time. This is the next cheaper choice after that cut: a read
+of the sources and a write of the value, and no matrix product. Values are taken in one order, the cheapest for its
+bytes first: a larger amount to shed takes a longer prefix of the same list.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,71 +30,83 @@ _CASTS = (prims.convert_element_type.default,)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the backward makes a value that is not kept."""
+class Recomputation:
+    """How the backward recomputes a value that is not saved."""
 
     value: fx.Node
     steps: tuple[fx.Node, ...]
     """Nodes of the forward, in order, the value last."""
     sources: tuple[fx.Node, ...]
-    """Inputs and kept values."""
+    """Inputs and saved values."""
 
     @property
     def price(self) -> float:
-        """Bytes that are moved for each byte that is not kept."""
+        """Bytes that are moved for each byte that is not saved."""
         read = sum(_bytes(source) for source in self.sources)
         return (read + _bytes(self.value)) / max(_bytes(self.value), 1)
 
 
+@dataclass(frozen=True)
+class RegionCut:
+    """What goes from the forward of a compiled region to its backward."""
+
+    saved: Mapping[str, int]
+    """Names of the saved values, with their bytes."""
+    recomputed: tuple[str, ...]
+    """Names of the nodes that the backward recomputes."""
+    sheddable: tuple[int, ...]
+    """Bytes of the values of torch's cut that pointwise operators could recompute, in the order they are taken."""
+
+
 def shed(forward: fx.GraphModule, backward: fx.GraphModule, start: int, wanted: int) -> int:
-    """Let a backward make values that its forward kept (its results from `start` on), until `wanted` bytes are saved
-    or nothing is left; returns the bytes."""
-    recipes = plan(forward, start, wanted)
-    for recipe in recipes:
-        _make_in(backward, recipe)
-    gone = {recipe.value for recipe in recipes}
+    """Let a backward recompute values that its forward saved (its results from `start` on), until `wanted` bytes are no
+    longer saved or no such value is left; returns the bytes."""
+    chosen = plan_recomputations(forward, start, wanted)
+    for each in chosen:
+        _recompute_in(backward, each)
+    gone = {each.value for each in chosen}
     output = forward.graph.output_node()
     results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
     output.args = (tuple(v for i, v in enumerate(results) if i < start or v not in gone),)
     forward.recompile()
     backward.recompile()
-    return sum(_bytes(recipe.value) for recipe in recipes)
+    return sum(_bytes(each.value) for each in chosen)
 
 
 def sheddable(forward: fx.GraphModule, start: int) -> tuple[int, ...]:
-    """Bytes of all values that `shed` can save, in the order in which it takes them."""
-    return tuple(_bytes(recipe.value) for recipe in plan(forward, start))
+    """Bytes of all values that `shed` can recompute, in the order in which it takes them."""
+    return tuple(_bytes(each.value) for each in plan_recomputations(forward, start))
 
 
-def plan(forward: fx.GraphModule, start: int, wanted: float = math.inf) -> list[Recipe]:
-    """Which values to make again, and how, to save so many bytes or all that can be."""
+def plan_recomputations(forward: fx.GraphModule, start: int, wanted: float = math.inf) -> list[Recomputation]:
+    """Which values to recompute, and how, to shed `wanted` bytes, or all that can be shed."""
     results: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
-    kept = {v for v in results[start:] if isinstance(v, fx.Node)}
+    saved = {v for v in results[start:] if isinstance(v, fx.Node)}
     own = [v for v, is_own in zip(results[start:], owning(results, start), strict=True) if is_own]
-    found = [recipe for recipe in (_recipe(value, kept) for value in own) if recipe is not None]
-    place = {node: i for i, node in enumerate(forward.graph.nodes)}
-    found.sort(key=lambda recipe: (recipe.price, -_bytes(recipe.value), place[recipe.value]))
-    chosen: list[Recipe] = []
+    found = [each for each in (_recomputation(value, saved) for value in own) if each is not None]
+    position = {node: i for i, node in enumerate(forward.graph.nodes)}
+    found.sort(key=lambda each: (each.price, -_bytes(each.value), position[each.value]))
+    chosen: list[Recomputation] = []
     needed: set[fx.Node] = set()
     total = 0
-    for recipe in found:
+    for each in found:
         if total >= wanted:
             break
-        if recipe.value in needed or not _bytes(recipe.value):
+        if each.value in needed or not _bytes(each.value):
             continue
-        # What was a source may be gone by now: then its own steps come before.
-        again = _recipe(recipe.value, kept)
+        # A source may not be saved any more by now: then its own steps come before.
+        again = _recomputation(each.value, saved)
         if again is None:
             continue
         chosen.append(again)
-        kept.discard(recipe.value)
+        saved.discard(each.value)
         needed.update(again.sources)
-        total += _bytes(recipe.value)
+        total += _bytes(each.value)
     return chosen
 
 
-def _recipe(value: fx.Node, kept: set[fx.Node]) -> Recipe | None:
-    """The steps to a value from what is kept besides, if all of them are pointwise."""
+def _recomputation(value: fx.Node, saved: set[fx.Node]) -> Recomputation | None:
+    """The steps to a value from the other saved values, if all of them are pointwise."""
     steps: dict[fx.Node, None] = {}
     sources: dict[fx.Node, None] = {}
     stack = [(value, False)]
@@ -105,7 +117,7 @@ def _recipe(value: fx.Node, kept: set[fx.Node]) -> Recipe | None:
             continue
         if node in steps or node in sources:
             continue
-        if node is not value and (node in kept or node.op == "placeholder"):
+        if node is not value and (node in saved or node.op == "placeholder"):
             if not isinstance(node.meta.get("val"), Tensor):
                 return None
             sources[node] = None
@@ -114,7 +126,7 @@ def _recipe(value: fx.Node, kept: set[fx.Node]) -> Recipe | None:
             return None
         stack.append((node, True))
         stack += [(source, False) for source in node.all_input_nodes]
-    return Recipe(value, tuple(steps), tuple(sources))
+    return Recomputation(value, tuple(steps), tuple(sources))
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -126,35 +138,35 @@ def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in op.tags or op in _CASTS or op.is_view
 
 
-def _make_in(backward: fx.GraphModule, recipe: Recipe) -> None:
-    """Replace an input of the backward by the steps that make it, right before its first use."""
+def _recompute_in(backward: fx.GraphModule, recomputation: Recomputation) -> None:
+    """Replace an input of the backward by the steps that compute it, right before its first use."""
     graph = backward.graph
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    old = inputs[recipe.value.name]
+    old = inputs[recomputation.value.name]
     made: dict[fx.Node, fx.Node] = {}
-    for source in recipe.sources:
+    for source in recomputation.sources:
         if source.name not in inputs:
             with graph.inserting_after(list(inputs.values())[-1]):
                 inputs[source.name] = graph.placeholder(source.name)
             inputs[source.name].meta = dict(source.meta)
         made[source] = inputs[source.name]
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    first = min(old.users, key=place.__getitem__)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first = min(old.users, key=position.__getitem__)
     with graph.inserting_before(first):
-        for step in recipe.steps:
+        for step in recomputation.steps:
             made[step] = graph.node_copy(step, made.__getitem__)
-    old.replace_all_uses_with(made[recipe.value])
+    old.replace_all_uses_with(made[recomputation.value])
     graph.erase_node(old)
 
 
 def owning(results: Sequence[Any], start: int) -> list[bool]:
-    """Of each result from `start` on: whether its memory is nobody else's."""
+    """For each result from `start` on: True if no other result shares its memory."""
     roots = [_root(value) if isinstance(value, fx.Node) else None for value in results]
     return [root is not None and root.op == "call_function" and roots.count(root) == 1 for root in roots[start:]]
 
 
 def _root(node: fx.Node) -> fx.Node | None:
-    """The node whose memory a value shares; None if it may be that of several."""
+    """The node whose memory a value shares; None if there may be several."""
     while True:
         shared = shared_inputs(node)
         if not shared:
