@@ -5,10 +5,11 @@ from wholestep.partition.balanced_cut import BalancedCut, balanced_cut
 from wholestep.partition.by_support import (
     SupportedPartition,
     SupportedPartitions,
+    fuse_by_partitions,
     fuse_partitions,
     partition_by_support,
 )
-from wholestep.partition.split_module import split_module
+from wholestep.partition.split_module import split_module, split_module_simple
 
 __all__ = [
     "BalancedCut",
@@ -16,7 +17,9 @@ __all__ = [
     "SupportedPartition",
     "SupportedPartitions",
     "balanced_cut",
+    "fuse_by_partitions",
     "fuse_partitions",
     "partition_by_support",
     "split_module",
+    "split_module_simple",
 ]

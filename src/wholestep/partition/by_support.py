@@ -30,8 +30,9 @@ nodes unpack.
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, overload, runtime_checkable
@@ -390,6 +391,75 @@ def fuse_partitions(gm: fx.GraphModule, partitions: SupportedPartitions, prefix:
     return gm
 
 
+def fuse_by_partitions(
+    gm: fx.GraphModule,
+    partitions: Sequence[Iterable[fx.Node]],
+    prefix: str = "fused_",
+    always_return_tuple: bool = False,
+) -> fx.GraphModule:
+    """Edit `gm` so that each of some sets of nodes is one `call_module` node, `prefix` and its place; returns `gm`.
+
+    As torch's function of this name: the sets may come from anywhere. Raises PartitionError where no order of calls
+    gives every set what it needs, or where every one would swap writes, random ops or effects.
+    """
+    nodes = list(gm.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    sets = [sorted(dict.fromkeys(partition), key=lambda node: place.get(node, -1)) for partition in partitions]
+    unit_of: dict[fx.Node, int] = {}
+    for number, members in enumerate(sets):
+        for node in members:
+            if node not in place:
+                raise PartitionError(f"{node.name} is not a node of this graph.", fix="partition this graph.")
+            if node in unit_of or node.op in ("placeholder", "output"):
+                raise PartitionError(
+                    f"{node.name} cannot be in partition {number}.",
+                    fix="inputs and outputs are in none, every other node in one at most.",
+                )
+            unit_of[node] = number
+    units = [members for members in sets if members]
+    units += [[node] for node in nodes if node not in unit_of and node.op not in ("placeholder", "output")]
+    output = gm.graph.output_node()
+    for unit in _in_order(units, order_edges(nodes), place):
+        for node in unit:
+            output.prepend(node)
+    for number, members in enumerate(sets):
+        if members:
+            _fuse(gm, members, f"{prefix}{number}", always_return_tuple)
+    gm.recompile()
+    return gm
+
+
+def _in_order(units: Sequence[list[fx.Node]], before: Edges, place: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+    """The units so that each comes after what it needs; those that are free in the order of their first nodes."""
+    of = {node: i for i, unit in enumerate(units) for node in unit}
+    after: list[set[int]] = [set() for _ in units]
+    missing = [0] * len(units)
+    for node, unit in of.items():
+        for source in (*node.all_input_nodes, *before.get(node, ())):
+            other = of.get(source, unit)
+            if other != unit and unit not in after[other]:
+                after[other].add(unit)
+                missing[unit] += 1
+    ready = [(place[unit[0]], i) for i, unit in enumerate(units) if not missing[i]]
+    heapq.heapify(ready)
+    found: list[list[fx.Node]] = []
+    while ready:
+        _, unit = heapq.heappop(ready)
+        found.append(units[unit])
+        for other in after[unit]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (place[units[other][0]], other))
+    if len(found) != len(units):
+        stuck = next(unit for i, unit in enumerate(units) if missing[i] and len(unit) > 1)
+        raise PartitionError(
+            f"Invalid partition, found dependency cycles: {', '.join(node.name for node in stuck[:5])} need each other "
+            "through nodes outside of their partition.",
+            fix="use the partitions of partition_by_support, which has none.",
+        )
+    return found
+
+
 def _reorder(graph: fx.Graph, partitions: SupportedPartitions) -> None:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = graph.output_node()
@@ -397,10 +467,10 @@ def _reorder(graph: fx.Graph, partitions: SupportedPartitions) -> None:
         output.prepend(node)
 
 
-def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
+def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str, always_tuple: bool = False) -> None:
     inside = set(nodes)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    graph, inputs = _subgraph(nodes, outputs)
+    graph, inputs = _subgraph(nodes, outputs, always_tuple)
     module = lazy_graph_module(gm, graph, name)
     module.train(gm.training)
     if not outputs:
@@ -409,7 +479,7 @@ def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
     with gm.graph.inserting_after(nodes[-1]):
         call = gm.graph.create_node("call_module", name, tuple(inputs), {}, name=name)
     set_node_meta(call, node_meta(nodes[-1]))
-    if len(outputs) == 1:
+    if len(outputs) == 1 and not always_tuple:
         call.meta = dict(outputs[0].meta)
         outputs[0].replace_all_uses_with(call)
     else:
@@ -429,7 +499,9 @@ def _fuse(gm: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
             gm.graph.erase_node(body)
 
 
-def _subgraph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+def _subgraph(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], always_tuple: bool
+) -> tuple[fx.Graph, list[fx.Node]]:
     """A graph of copies, and the outside nodes that its placeholders stand for. Bodies of `cond` etc. are read inside
     by get_attr, because they cannot be passed as values."""
     inside = set(nodes)
@@ -444,5 +516,5 @@ def _subgraph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.
     for node in (*bodies, *nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     results = tuple(copies[node] for node in outputs)
-    graph.output(results[0] if len(results) == 1 else results)
+    graph.output(results[0] if len(results) == 1 and not always_tuple else results)
     return graph, inputs

@@ -10,7 +10,7 @@ changed. Linear in nodes, placeholders and partitions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
@@ -84,6 +84,19 @@ def split_module(
             # With many thousands of partitions this would be most of the memory.
             partition.environment, partition.targets, partition.graph = {}, {}, None
         return parent.finish(m)
+
+
+def split_module_simple(
+    m: fx.GraphModule, node_to_partition: Mapping[fx.Node, int], *, partition_affix: str | None = None
+) -> fx.GraphModule:
+    """`split_module` by a mapping from nodes to partitions. torch's, for few kinds of graphs; this takes all."""
+
+    def number(node: fx.Node) -> int:
+        if node not in node_to_partition:
+            raise SplitError(f"node_to_partition has no partition for {node.name}.", fix="name one for each call.")
+        return node_to_partition[node]
+
+    return split_module(m, None, number, partition_affix=partition_affix, tuple_return=True)
 
 
 def _find_order(assignment: Assignment, effects: GraphEffects) -> list[int]:

@@ -10,6 +10,9 @@ from torch.distributed.pipelining import ScheduleLoopedBFS as ScheduleLoopedBFS
 from torch.distributed.pipelining import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
 from torch.distributed.pipelining.microbatch import merge_chunks as merge_chunks
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti as PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle as PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import get_schedule_class as get_schedule_class
 
 from wholestep.pipelining.build.backward import stage_backward as stage_backward
 from wholestep.pipelining.build.backward import stage_backward_input as stage_backward_input
@@ -56,6 +59,8 @@ __all__ = [
     "PipeInfo",
     "PipeSequential",
     "PipeSplitWrapper",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
     "Plan",
     "Routing",
@@ -75,6 +80,7 @@ __all__ = [
     "annotate_split_points",
     "build_stage",
     "clip_grad_norm_",
+    "get_schedule_class",
     "load_stage",
     "merge_chunks",
     "pipe_split",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from wholestep.errors import PipelineInputError
+from wholestep.errors import PipelineError, PipelineInputError
 from wholestep.pipelining.build.calls import CallForm, ResultForm
 from wholestep.pipelining.build.capture import Program
 from wholestep.pipelining.build.detach import DetachExecutor
@@ -97,6 +97,19 @@ class Pipe(torch.nn.Module):
     def replicated_params(self) -> list[dict[str, str]]:
         """For each parameter of which several stages have a copy, its name in each of them."""
         return [{get_submod_name(stage): each.names[0] for stage in each.stages} for each in self.shared]
+
+    def remap_qualname(self, qualname: str) -> str:
+        """The name in the model of a module or tensor of this pipe: `split_gm.submod_pp_1.layer.weight` is
+        `layer.weight`."""
+        prefix, _, name = qualname.removeprefix("split_gm.").partition(".")
+        stage = getattr(self.split_gm, prefix, None)
+        if isinstance(stage, StageModule):
+            known = {*stage.state_dict(keep_vars=True), *dict(stage.named_buffers()), *dict(stage.named_modules())}
+            if name and name in known:
+                return name
+        raise PipelineError(
+            f"the pipe has nothing with the name {qualname}.", fix="use a name of pipe.named_parameters()"
+        )
 
     def get_stage_module(self, stage_idx: int) -> StageModule:
         """The module of a stage. It takes the values of `routing.inputs[i]`, one argument each, and returns a tuple of

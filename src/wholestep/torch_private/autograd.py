@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as _pytree
 
 
@@ -103,3 +104,9 @@ is_profiling = torch._C._autograd._profiler_enabled
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of `torch.vmap` or another transform of torch.func. 2.11, 2.13."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def ones_at(edge: GradientEdge) -> Tensor:
+    """Ones like the gradient that comes in at an edge (`Node._input_metadata`). 2.11, 2.13."""
+    like = edge.node._input_metadata[edge.output_nr]
+    return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)

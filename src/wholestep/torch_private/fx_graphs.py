@@ -63,6 +63,12 @@ def name_of_target(target: Any) -> str:
 _NAMING = fx.Graph()
 
 
+def qualified_name(target: Any) -> str:
+    """What torch's partitioner calls a function: "torch.ops.aten.view.default", "_operator.getitem"
+    (`fx.node._get_qualified_name`). 2.11, 2.13."""
+    return str(fx.node._get_qualified_name(target))
+
+
 class GraphWriter:
     """Appends nodes to a new graph as `Graph.create_node` does, without looking through each argument. 2.11, 2.13.
 

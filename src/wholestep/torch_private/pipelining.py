@@ -292,3 +292,23 @@ def let_graph_go(loss: torch.Tensor | None) -> None:
     """
     if loss is not None and loss.grad_fn is not None and not loss._is_view():
         loss.detach_()
+
+
+def masks_minibatches() -> bool:
+    """Whether microbatches are the whole batch with zeros in the place of the other rows
+    (`microbatch._debug_mask_minibatches`, a switch of the process)."""
+    return bool(_microbatch._debug_mask_minibatches)
+
+
+def mask_minibatches(on: bool) -> None:
+    """Set `masks_minibatches`."""
+    _microbatch._debug_mask_minibatches = bool(on)
+
+
+@contextmanager
+def quiet_masks() -> Iterator[None]:
+    """torch warns of its own indexing where it masks minibatches."""
+    with warnings.catch_warnings():
+        if masks_minibatches():
+            warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
+        yield

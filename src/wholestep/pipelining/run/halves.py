@@ -39,19 +39,22 @@ class Group:
 
 
 def first_half(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | GradientEdge],
     parameters: Sequence[torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor | None], list[Group]]:
     """The gradients of the inputs, and what `second_half` needs for those of the parameters."""
     groups = plan_groups(roots, gradients, inputs, parameters)
+    begins, ends = [_edge(root) for root in roots], [_edge(value) for value in inputs]
     handles = []
     for group in groups:
         for node in group.nodes:
             handles.append(node.register_prehook(_keeper(group, node)))
     try:
-        found = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if begins and ends:
+            found = torch.autograd.grad(begins, ends, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -94,14 +97,14 @@ def _giver(came: tuple[torch.Tensor | None, ...]) -> Any:
 
 
 def plan_groups(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | GradientEdge],
     parameters: Sequence[torch.Tensor],
 ) -> list[Group]:
     """Which parameters are found together, from which nodes. Walks the graph of autograd once."""
-    begins = [get_gradient_edge(root) for root in roots]
-    ends = {get_gradient_edge(value).node for value in inputs}
+    begins = [_edge(root) for root in roots]
+    ends = {_edge(value).node for value in inputs}
     sought = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
     order = _children_first([edge.node for edge in begins])
     to_input: set[Node] = set()
@@ -130,6 +133,10 @@ def plan_groups(
         if node in to_parameter and same.name(node) in groups:
             groups[same.name(node)].parameters.append(parameter)
     return [group for group in groups.values() if group.parameters]
+
+
+def _edge(value: torch.Tensor | GradientEdge) -> GradientEdge:
+    return value if isinstance(value, GradientEdge) else get_gradient_edge(value)
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:

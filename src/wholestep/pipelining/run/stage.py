@@ -76,6 +76,26 @@ class Stage(LinkedStage):
         original = self._source.get_stage_module(self.stage_index).named_parameters(remove_duplicate=False)
         return {**{name: parameter for name, parameter in original if id(parameter) in ids}, **own}
 
+    def remap_qualname(self, qualname: str) -> str:
+        """The name in the model of a parameter, buffer or submodule of this stage, also where a wrapper renames it.
+
+        As PiPPy's stages have it, for saving a stage under the names of the model.
+        """
+        name = qualname.removeprefix("submod.")
+        tensors = {**dict(self.submod.named_parameters()), **dict(self.submod.named_buffers())}
+        own = self._source.get_stage_module(self.stage_index)
+        original: list[tuple[str, Any]] = [*own.named_parameters(), *own.named_buffers(), *own.named_modules()]
+        wanted: Any = tensors.get(name)
+        if wanted is None:
+            wanted = dict(self.submod.named_modules()).get(name)
+        found = next((old for old, each in original if each is wanted and old), None)
+        if wanted is None or found is None:
+            raise StageError(
+                f"stage {self.stage_index} has nothing with the name {qualname}.",
+                fix="use a name of stage.submod.named_parameters(), named_buffers() or named_modules().",
+            )
+        return found
+
     def counted_parameters(self) -> list[nn.Parameter]:
         """The parameters of this stage that are counted here: of copies, the one of the first stage."""
         elsewhere = {id(copy.parameter) for copy in self.copies if copy.stage != copy.stages[0]}

@@ -36,24 +36,47 @@ def build_stage(
 
 @overload
 def build_stage(
-    stage_module: nn.Module, stage_index: int, pipe_info: PipeInfo, device: Device, group: Group = None, /
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: Device,
+    group: Group = None,
+    *,
+    data_parallel: Plan | None = None,
+    weights: Weights = "rows",
 ) -> Stage: ...
 
 
-def build_stage(pipe: Any, stage_index: int, device: Any, *rest: Any, **options: Any) -> Stage:
+def build_stage(*given: Any, **named: Any) -> Stage:
     """The stage of a pipe on this rank, for any schedule of torch.
 
-    Also in torch's form, `build_stage(stage_module, stage_index, pipe.info(), device, group)`: then the module given
-    runs in the place of the pipe's own. It may be that module wrapped (DistributedDataParallel, torch.compile).
+    Also in torch's form, `build_stage(stage_module, stage_index, pipe.info(), device, group)`, by position or by these
+    names: then the module given runs in the place of the pipe's own. It may be that module wrapped
+    (DistributedDataParallel, torch.compile).
 
     `weights`: how microbatches of different sizes count. "rows": by their size, so that the gradient of a mean loss is
     that of the whole batch. "equal": all the same, as torch does; for losses that are sums.
     """
-    if not isinstance(device, PipeInfo):
-        return _build(pipe, stage_index, None, device, *rest, **options)
-    if device.pipe is None:
+    torchs_form = {"stage_module", "pipe_info"} & set(named) or any(isinstance(each, PipeInfo) for each in given)
+    return _of_module(*given, **named) if torchs_form else _of_pipe(*given, **named)
+
+
+def _of_pipe(pipe: Source, stage_index: int, device: Device, group: Group = None, **options: Any) -> Stage:
+    return _build(pipe, stage_index, None, device, group, **options)
+
+
+def _of_module(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: Device,
+    group: Group = None,
+    **options: Any,
+) -> Stage:
+    pipe = getattr(pipe_info, "pipe", None)
+    if pipe is None:
         raise StageError("this information about a pipe was not made by it.", fix="give pipe.info().")
-    return _build(device.pipe, stage_index, pipe, *rest, **options)
+    return _build(pipe, stage_index, stage_module, device, group, **options)
 
 
 def _build(

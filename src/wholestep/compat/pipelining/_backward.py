@@ -1,0 +1,9 @@
+"""`torch.distributed.pipelining._backward`: the backward of a stage, whole or in two halves."""
+
+from wholestep.pipelining import stage_backward as stage_backward
+from wholestep.pipelining import stage_backward_input as stage_backward_input
+from wholestep.pipelining import stage_backward_weight as stage_backward_weight
+from wholestep.pipelining.build.backward import null_coalesce_accumulate as _null_coalesce_accumulate  # noqa: F401
+from wholestep.torch_private.other_names import other_names
+
+__getattr__, __dir__ = other_names("torch.distributed.pipelining._backward", globals())

@@ -1,0 +1,10 @@
+"""`torch.distributed.pipelining.stage`: a stage on a rank. `build_stage` gives ours, `PipelineStage` is torch's."""
+
+from wholestep.pipelining import PipelineStage as PipelineStage
+from wholestep.pipelining import Stage as Stage
+from wholestep.pipelining import build_stage as build_stage
+from wholestep.torch_private.other_names import other_names
+
+__all__ = ["PipelineStage", "Stage", "build_stage"]
+
+__getattr__, __dir__ = other_names("torch.distributed.pipelining.stage", globals())
