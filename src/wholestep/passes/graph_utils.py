@@ -14,10 +14,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import TensorMetadata
 
 from wholestep.errors import OptionError
 from wholestep.ir.effects import is_needed
+from wholestep.ir.readable import format_node
 
 log = logging.getLogger("wholestep.passes")
 
@@ -41,6 +43,30 @@ class CommType(StrEnum):
     BROADCAST = "broadcast_"
     REDUCESCATTER = "reduce_scatter_"
     SCATTER = "scatter_"
+
+
+def get_node_tensor_metadata(node: fx.Node, is_required: bool = True) -> TensorMetadata | None:
+    """Shape, dtype and strides of what a node gives: its `tensor_meta`, or that of its `val`.
+
+    Raises where it has neither, unless it is not required.
+    """
+    found = node.meta.get("tensor_meta")
+    if isinstance(found, TensorMetadata):
+        return found
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return TensorMetadata(value.shape, value.dtype, value.requires_grad, value.stride(), None, False, {})
+    if not is_required:
+        return None
+    raise NoMetadataError(
+        f"Callsite expects that tensor_meta exists in {node.name}, but got None instead.",
+        fix="trace with make_fx, or run ShapeProp(gm).propagate(*inputs) first.",
+        node=format_node(node),
+    )
+
+
+class NoMetadataError(OptionError, RuntimeError):
+    """A node says nothing of the tensor that it gives."""
 
 
 def get_output(graph: fx.Graph) -> fx.Node:

@@ -25,7 +25,7 @@ import copy
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch.fx.graph import CodeGen, PythonCode
 
 from wholestep.errors import OptionError, PendingError
 from wholestep.ir.effects import writes
+from wholestep.ir.graphs import copy_graph
 from wholestep.ir.iter.graph import (
     IterGraph,
     cleanup_graph,
@@ -64,10 +65,24 @@ class IterGraphModule(nn.Module):
 
     main_gm: fx.GraphModule
 
-    def __init__(self, main_gm: fx.GraphModule, max_iters: int = -1, enable_inductor: bool = False) -> None:
+    def __init__(
+        self,
+        main_gm: fx.GraphModule,
+        max_iters: int = -1,
+        enable_inductor: bool = False,
+        *,
+        lower: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> None:
+        """`lower` gets a copy of each graph before it first runs and returns what runs: `ws.partial_lower`."""
         super().__init__()
-        if enable_inductor:
-            raise OptionError("enable_inductor=True is not available in this version.", fix="leave it out.")
+        if enable_inductor and lower is None:
+            raise OptionError(
+                "enable_inductor=True: the graph itself does not know Inductor.",
+                fix="use lower=ws.partial_lower, or the class of wholestep.compat.spmd.iter_graph_module.",
+            )
+        self._lower = lower
+        self._lowered: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
+        """By identity, a graph that ran and what was made of it."""
         graph = IterGraph(main_gm.graph, late_outputs=late_outputs(main_gm))
         make_marked_moves(graph, main_gm.meta)
         self.main_gm = fx.GraphModule(main_gm, graph)
@@ -100,6 +115,7 @@ class IterGraphModule(nn.Module):
         made.main_gm = copy.deepcopy(self.main_gm, memo)
         made.main_gm.meta = dict(self.main_gm.meta)
         made._codegen, made._max_iters = self._codegen, self._max_iters
+        made._lower, made._lowered = self._lower, {}
         made._iter, made._finalized = 0, self._finalized
         made._running = {}
         made._left = LeftOver()
@@ -141,6 +157,7 @@ class IterGraphModule(nn.Module):
     def recompile(self) -> PythonCode:
         """Make all versions follow the main graph."""
         graph = self.graph
+        self._lowered.clear()
         code = self.main_gm.recompile()
         self._setup_gm = _module(self.main_gm, setup_graph(graph))
         self._cleanup_gm = _module(self.main_gm, cleanup_graph(graph))
@@ -217,7 +234,10 @@ class IterGraphModule(nn.Module):
         if self.has_pending and not self._left.goes_on(inputs):
             self._left.flush()  # other tensors: it belongs to those of the last iteration
         last = last_iter or last_train_step or self._iter + 1 == self._max_iters
-        result = self._complete_and_run(args, kwargs, last) if self.has_pending else self._first(last)(*args, **kwargs)
+        if self.has_pending:
+            result = self._complete_and_run(args, kwargs, last)
+        else:
+            result = self._compiled(self._first(last))(*args, **kwargs)
         self._iter = 0 if last else self._iter + 1
         if not last and self.graph.has_moves:
             result, carried = result
@@ -227,13 +247,21 @@ class IterGraphModule(nn.Module):
     def _first(self, last: bool) -> fx.GraphModule:
         return self._single_gm if last else self.setup_gm
 
+    def _compiled(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """What runs for a graph: itself, or what `lower` makes of a copy."""
+        if self._lower is None:
+            return gm
+        if id(gm) not in self._lowered:
+            self._lowered[id(gm)] = gm, self._lower(fx.GraphModule(gm, copy_graph(gm.graph)))
+        return self._lowered[id(gm)][1]
+
     def _complete_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool) -> Any:
         """An iteration that does what the last one left. If it fails, what it has done is not pending any more."""
         left = self._left
         left.check_unchanged()
         names = (str(cross.target) for cross in self.graph.cross_iter_inputs)
         pending = dict(zip(names, left.carried, strict=True))
-        module = self._running["cleanup" if last else "main"]
+        module = self._compiled(self._running["cleanup" if last else "main"])
         log.debug("iteration that completes the last one: %s", "cleanup" if last else "main")
         left.done.clear()
         try:
