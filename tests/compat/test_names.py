@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 MODULES = {
+    "functorch.compile": "wholestep.compat.functorch",
     "torch.distributed.pipelining": "wholestep.compat.pipelining",
     "torch.distributed.pipelining._IR": "wholestep.compat.pipelining._IR",
     "torch.distributed.pipelining._backward": "wholestep.compat.pipelining._backward",

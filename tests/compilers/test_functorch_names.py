@@ -20,7 +20,6 @@ NAMES = [name for name in dir(functorch.compile) if not name.startswith("_")]
 NOT_TAKEN = {
     "aot_function": {"enable_log", "disable_functionalization", "_disable_torch_fn_metadata_mode"},  # by **settings
     "compiled_function": {"enable_log", "disable_functionalization", "_disable_torch_fn_metadata_mode"},
-    "draw_graph": {"parse_stack_trace", "dot_graph_shape"},
     "minifier": {"offload_to_disk", "skip_offload", "skip_sanity", "max_granularity"},
 }
 """Arguments that are not here on purpose (docs/see-what-autograd-made.md)."""
@@ -124,6 +123,18 @@ def test_drawings_as_functorch_asks_for_them(tmp_path: Path) -> None:
     path = compilers.draw_graph(gm, str(tmp_path / "forward"), "my <forward>", clear_meta=True)
     assert path.name == "forward.svg"
     assert "<title>my &lt;forward&gt;</title>" in path.read_text(encoding="utf-8")
+
+
+def test_drawings_show_lines_of_code_and_other_shapes_of_nodes(tmp_path: Path) -> None:
+    def waves(x: Tensor) -> Tensor:
+        return x.sin()
+
+    gm = ws.capture(waves, torch.randn(2))
+    path = compilers.draw_graph(gm, tmp_path / "g.dot", "g", False, None, True, "ellipse")
+    text = path.read_text(encoding="utf-8")
+    assert 'shape="ellipse"' in text
+    assert "test_functorch_names.py:" in text
+    assert "test_functorch_names.py:" not in compilers.draw_graph(gm, tmp_path / "h.dot").read_text(encoding="utf-8")
 
 
 def test_an_interpreter_runs_another_graph_with_the_modules_attributes() -> None:

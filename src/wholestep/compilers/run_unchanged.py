@@ -61,13 +61,25 @@ def draw_graph(
     fname: str | Path,
     figname: str = "fx_graph",
     clear_meta: bool = False,
-    prog: str | None = None,
+    prog: str | Sequence[str] | None = None,
+    parse_stack_trace: bool = False,
+    dot_graph_shape: str | None = None,
     *,
     collapse: bool | int | str = "auto",
 ) -> Path:
     """`ws.inspect.draw` with the argument names of functorch's `draw_graph`.
 
     `figname`: the title inside of the file. `clear_meta`: leave shapes and dtypes out. `prog`: the graphviz program
-    that renders a PNG, `dot` by default.
+    that renders a PNG, `dot` by default. `parse_stack_trace`: show the line of code of each node. `dot_graph_shape`:
+    graphviz's shape of a node, in DOT and PNG.
     """
-    return draw(traced, fname, collapse=collapse, title=figname, shapes=not clear_meta, program=prog or "dot")
+    return draw(
+        traced,
+        fname,
+        collapse=collapse,
+        title=figname,
+        shapes=not clear_meta,
+        program=prog or "dot",
+        source_lines=parse_stack_trace,
+        node_shape=dot_graph_shape or "box",
+    )

@@ -13,7 +13,7 @@ import itertools
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
@@ -97,35 +97,51 @@ def draw(
     collapse: bool | int | str = "auto",
     title: str = "fx_graph",
     shapes: bool = True,
-    program: str = "dot",
+    program: str | Sequence[str] = "dot",
+    source_lines: bool = False,
+    node_shape: str = "box",
 ) -> Path:
     """Write a drawing of a graph to a file: .svg (also without a suffix), .dot or .png. Returns the file's path.
 
     `collapse`: False draws each node; a number draws one box per module to that depth of its path; "auto" picks the
     depth that is readable. `title`: the name of the drawing inside the file. `shapes`: show dtypes and shapes.
-    `program`: the graphviz program that renders a PNG.
+    `program`: the graphviz program that renders a PNG, or it and its options. `source_lines`: show the line of code of
+    each node. `node_shape`: graphviz's shape of a box in DOT and PNG.
     """
+    command = [program] if isinstance(program, str) else list(program)
     target = Path(path)
     target = target if target.suffix else target.with_name(target.name + ".svg")
     names = {spec.name: spec.path for spec in graph.signature.inputs} if isinstance(graph, StepGraph) else {}
     if target.suffix not in SUFFIXES:
         raise OptionError(f"a drawing cannot be written to {target.name!r}.", fix="use a name in .svg, .dot or .png.")
-    if target.suffix == ".png" and shutil.which(program) is None:
+    if target.suffix == ".png" and shutil.which(command[0]) is None:
         raise OptionError(
-            f"a PNG needs graphviz, and there is no program `{program}` here.", fix="draw an .svg instead."
+            f"a PNG needs graphviz, and there is no program `{command[0]}` here.", fix="draw an .svg instead."
         )
-    found = drawing(graph.gm if isinstance(graph, StepGraph) else graph, collapse, names)
+    gm = graph.gm if isinstance(graph, StepGraph) else graph
+    found = drawing(gm, collapse, names)
     if not shapes:
         found = Drawing([replace(box, lines=[]) for box in found.boxes], dict.fromkeys(found.edges, ""))
+    if source_lines:
+        found = Drawing([_with_source_line(box, gm.graph) for box in found.boxes], found.edges)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".svg":
         target.write_text(svg(found, title), encoding="utf-8")
     elif target.suffix == ".dot":
-        target.write_text(dot(found, title), encoding="utf-8")
+        target.write_text(dot(found, title, node_shape), encoding="utf-8")
     else:
-        text = dot(found, title).encode()
-        subprocess.run([program, "-Tpng", "-o", str(target)], input=text, check=True, timeout=300)
+        text = dot(found, title, node_shape).encode()
+        subprocess.run([*command, "-Tpng", "-o", str(target)], input=text, check=True, timeout=300)
     return target
+
+
+def _with_source_line(box: Box, graph: fx.Graph) -> Box:
+    """A box of one node with the line of code that the node comes from."""
+    if len(box.nodes) != 1:
+        return box
+    node = next((each for each in graph.nodes if each.name == box.nodes[0]), None)
+    location = None if node is None else location_of_node(node)
+    return box if location is None else replace(box, lines=[*box.lines, str(location)])
 
 
 def kind_of_node(node: fx.Node) -> str:
@@ -296,11 +312,11 @@ def svg(found: Drawing, name: str = "fx_graph") -> str:
     return "\n".join(parts)
 
 
-def dot(found: Drawing, name: str = "fx_graph") -> str:
+def dot(found: Drawing, name: str = "fx_graph", node_shape: str = "box") -> str:
     """The drawing as DOT text, for graphviz and everything that reads it."""
     lines = [
         f'digraph "{_quoted(name)}" {{',
-        '  node [shape=box, style="filled,rounded", fontname="monospace", fontsize=10];',
+        f'  node [shape="{_quoted(node_shape)}", style="filled,rounded", fontname="monospace", fontsize=10];',
     ]
     for box in found.boxes:
         fill, line = KINDS[box.kind]
