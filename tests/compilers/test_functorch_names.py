@@ -20,7 +20,6 @@ NAMES = [name for name in dir(functorch.compile) if not name.startswith("_")]
 NOT_TAKEN = {
     "aot_function": {"enable_log", "disable_functionalization", "_disable_torch_fn_metadata_mode"},  # by **settings
     "compiled_function": {"enable_log", "disable_functionalization", "_disable_torch_fn_metadata_mode"},
-    "minifier": {"offload_to_disk", "skip_offload", "skip_sanity", "max_granularity"},
 }
 """Arguments that are not here on purpose (docs/see-what-autograd-made.md)."""
 
@@ -116,6 +115,32 @@ def test_functorchs_minifier_gives_back_a_graph_and_inputs(tmp_path: Path, capsy
     seen: list[Any] = []
     compilers.minifier(chain(20, 11), inputs, has_mul, lambda *state: seen.append(state))
     assert len(seen) == 1
+
+
+def test_the_minifier_takes_all_of_functorchs_arguments(tmp_path: Path) -> None:
+    inputs = [torch.randn(6, 8), torch.randn(6, 8)]
+    seen: list[Any] = []
+
+    def notes(gm: fx.GraphModule, values: Any) -> bool:
+        return has_mul(gm, values)
+
+    small, _ = compilers.minifier(
+        chain(20, 11),
+        inputs,
+        notes,
+        lambda *state: seen.append(state),
+        save_dir=str(tmp_path),
+        offload_to_disk=True,
+        skip_offload=True,
+        skip_sanity=True,
+        max_granularity=4,
+    )
+    assert len(small.graph.nodes) <= 4
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="max_granularity 3 not power of two"):
+        compilers.minifier(chain(20, 11), inputs, has_mul, max_granularity=3)
+    with pytest.raises(ValueError, match="without a save_dir"):
+        compilers.minifier(chain(20, 11), inputs, has_mul, offload_to_disk=True)
 
 
 def test_drawings_as_functorch_asks_for_them(tmp_path: Path) -> None:

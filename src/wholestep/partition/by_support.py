@@ -429,7 +429,7 @@ def fuse_by_partitions(
     return gm
 
 
-def _in_order(units: Sequence[list[fx.Node]], before: Edges, place: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+def _in_order(units: Sequence[list[fx.Node]], before: OrderEdges, place: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
     """The units so that each comes after what it needs; those that are free in the order of their first nodes."""
     of = {node: i for i, unit in enumerate(units) for node in unit}
     after: list[set[int]] = [set() for _ in units]

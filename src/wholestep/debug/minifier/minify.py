@@ -88,6 +88,8 @@ def minify(
     isolate: str = "auto",
     progress: bool | None = None,
     max_trials: int | None = None,
+    assume_fails: bool = False,
+    longest_run: int | None = None,
 ) -> Minified:
     """Make a graph that fails as small as possible.
 
@@ -95,7 +97,8 @@ def minify(
     every smaller graph has to raise the same at the same node). `crash` and `hang`: dying of a signal and running
     longer than `timeout` seconds are failures too. `folder`: where `repro.py` goes; a search that was interrupted there
     goes on. `isolate`: "fork", "worker" (a process, for CUDA), "none", or "auto". `progress`: None shows it on a
-    terminal. `max_trials`: stop with what there is.
+    terminal. `max_trials`: stop with what there is. `assume_fails`: with a predicate, do not try the whole graph first.
+    `longest_run`: how many nodes become inputs at once, at most.
     """
     if isinstance(predicate, BaseException) or (isinstance(predicate, type) and issubclass(predicate, BaseException)):
         predicate, error = None, predicate
@@ -109,8 +112,8 @@ def minify(
     try:
         with Progress(progress, case.size[0]) as bar:
             run = _Minification(case, test, place, TrialLog(where, case), bar, max_trials)
-            run.begin(error, crash, hang)
-            run.search(shapes)
+            run.begin(error, crash, hang, assume_fails=assume_fails)
+            run.search(shapes, longest_run)
     finally:
         place.close()
     return _finish(run, where, test)
@@ -177,9 +180,13 @@ class _Minification:
         self._progress = progress
         self._most = max_trials
 
-    def begin(self, error: Any, crash: bool, hang: bool) -> None:
+    def begin(self, error: Any, crash: bool, hang: bool, *, assume_fails: bool = False) -> None:
         """Find out how the whole graph fails: nothing else counts from then on."""
         known = self._answers.first
+        if known is None and assume_fails and self._predicate is not None:
+            self.wanted = Outcome(TRUE)
+            self._answers.begin(self.wanted)
+            return
         found = known or self._ask(Edit())[0]
         allowed = {TRUE} if self._predicate is not None else {RAISED}
         allowed |= ({SIGNAL} if crash else set()) | ({HANG} if hang else set())
@@ -205,9 +212,9 @@ class _Minification:
             what, fix = f"the predicate itself raised: {found}.", "let it return True or False for the whole graph."
         return MinifyError(what, fix=fix, node=found.node)
 
-    def search(self, shapes: bool) -> None:
+    def search(self, shapes: bool, longest_run: int | None = None) -> None:
         try:
-            Search(lambda: self.case, self._try, shapes).run()
+            Search(lambda: self.case, self._try, shapes, longest_run).run()
         except _Stop:
             log.info("stopped after %d trials", self.trials)
 
@@ -240,12 +247,25 @@ def minifier(
     dump_state: Callable[[fx.GraphModule, Sequence[Any]], Any] | None = None,
     *,
     save_dir: str | None = None,
+    offload_to_disk: bool = False,
+    skip_offload: bool = False,
+    skip_sanity: bool = False,
+    max_granularity: int | None = None,
 ) -> tuple[fx.GraphModule, list[Any]]:
     """The smallest graph and inputs that `module_fails` is true of: `ws.debug.minify`, called as functorch's.
 
-    `dump_state` is given the result; without one, the path of its `repro.py` is printed. `save_dir` is minify's folder.
+    `dump_state` is given the result; without one, the path of its `repro.py` is printed. `save_dir` is minify's folder:
+    values of nodes are always files there, and a search that was interrupted goes on from them. So `offload_to_disk`
+    only needs a `save_dir`, and `skip_offload` changes nothing. `skip_sanity`: the whole graph is not tried first.
+    `max_granularity`: the longest run of nodes that is replaced at once, a power of two.
     """
-    found = minify(fail_f, inps, module_fails, folder=save_dir)
+    if offload_to_disk and save_dir is None:
+        raise OptionError("offload_to_disk=True without a save_dir.", fix="give the folder: save_dir=...")
+    if max_granularity is not None and (max_granularity < 1 or max_granularity & (max_granularity - 1)):
+        raise OptionError(f"max_granularity {max_granularity} not power of two", fix="use 1, 2, 4, 8, ...")
+    found = minify(
+        fail_f, inps, module_fails, folder=save_dir, assume_fails=skip_sanity, longest_run=max_granularity
+    )
     if dump_state is None:
         print(found)
     else:

@@ -33,10 +33,17 @@ _NOT_MADE = ("placeholder", "get_attr", "output")
 class Search:
     """Makes a case smaller by asking. `current` says what the case is now."""
 
-    def __init__(self, current: Callable[[], Case], try_edit: Callable[[str, Edit], bool], shapes: bool) -> None:
+    def __init__(
+        self,
+        current: Callable[[], Case],
+        try_edit: Callable[[str, Edit], bool],
+        shapes: bool,
+        longest_run: int | None = None,
+    ) -> None:
         self._current = current
         self._try = try_edit
         self._shapes = shapes
+        self._longest_run = longest_run
 
     def run(self) -> None:
         """Ask until nothing helps."""
@@ -144,6 +151,8 @@ class Search:
     def _nodes(self) -> None:
         """Runs of nodes become inputs, from halves down to single ones."""
         width = max(1, len(self._body()) // 2)
+        if self._longest_run is not None:
+            width = min(width, self._longest_run)
         while True:
             start = 0
             while start < len(body := [node for node in self._body() if node.op != "placeholder"]):
