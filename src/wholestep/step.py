@@ -54,9 +54,10 @@ from wholestep.options import (
     PassesOption,
     PolicyOption,
 )
+from wholestep.passes.dedup_collectives import remove_duplicate_collectives
+from wholestep.passes.drop_dead_collectives import remove_dead_collectives
 from wholestep.passes.engine.dump import Dump
 from wholestep.passes.engine.manager import run_passes
-from wholestep.passes.library import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import Budget, policy_of

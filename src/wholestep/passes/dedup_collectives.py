@@ -30,6 +30,7 @@ from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
+from wholestep.passes.engine.contract import graph_optimization_pass
 
 aten = torch.ops.aten
 
@@ -42,7 +43,8 @@ class Merge:
     by: fx.Node
 
 
-def dedup_collectives(gm: fx.GraphModule) -> int:
+@graph_optimization_pass(numerics="exact", allow_rerun=True)
+def remove_duplicate_collectives(gm: fx.GraphModule) -> int:
     """Merge equal collectives; returns how many were removed."""
     plan = plan_merges(gm.graph)
     if not plan:
@@ -51,6 +53,10 @@ def dedup_collectives(gm: fx.GraphModule) -> int:
     apply_merges(gm.graph, plan)
     gm.recompile()
     return removed
+
+
+dedup_collectives = remove_duplicate_collectives
+"""The same pass by a shorter name."""
 
 
 def plan_merges(graph: fx.Graph) -> list[Merge]:

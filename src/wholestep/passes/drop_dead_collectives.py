@@ -8,8 +8,8 @@
     output(loss)
 
 Needs: nothing.  Numerics: exact.  Legal where no wait of the collective has a user: its result is a fresh tensor.
-In-place collectives, and sends and receives between two ranks, stay.  What only the dropped ones read goes too, unless
-it draws random numbers.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
+In-place collectives, and sends and receives between two ranks, stay.  Other nodes without users go too, unless they are
+random ops.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import fx
 from wholestep.ir.comm_block import comm_block
 from wholestep.ir.effects import communicates, is_wait, may_draw, writes
 from wholestep.ir.mutable import call_on_copies
+from wholestep.passes.engine.contract import graph_optimization_pass
 
 
-def drop_dead_collectives(gm: fx.GraphModule) -> int:
+@graph_optimization_pass(numerics="exact", allow_rerun=True)
+def remove_dead_collectives(gm: fx.GraphModule) -> int:
     """Erase collectives without readers; returns how many."""
     graph, dropped = gm.graph, 0
-    senders: set[fx.Node] = set()
-    """What the dropped nodes read."""
     for node in reversed(list(graph.nodes)):
         if _is_droppable(node):
             block = comm_block(node)
@@ -35,13 +35,16 @@ def drop_dead_collectives(gm: fx.GraphModule) -> int:
                 dropped += 1
             else:
                 continue
-        elif not (node in senders and not node.users and _is_pure(node)):
+        elif node.users or not _is_pure(node):
             continue
-        senders.update(node.all_input_nodes)
         graph.erase_node(node)
     if dropped:
         gm.recompile()
     return dropped
+
+
+drop_dead_collectives = remove_dead_collectives
+"""The same pass by a shorter name."""
 
 
 def _is_droppable(node: fx.Node) -> bool:

@@ -17,10 +17,12 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run
 from passes.test_optimizer_blocks import the_block
 from wholestep.errors import OptionError, WholestepError
+from wholestep.passes.dedup_collectives import dedup_collectives, remove_duplicate_collectives
+from wholestep.passes.drop_dead_collectives import drop_dead_collectives, remove_dead_collectives
 from wholestep.passes.engine.contract import applied_passes, graph_optimization_pass
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.in_place_twins import in_place_twin
-from wholestep.passes.library import reinplace_tail, remove_dead_collectives, remove_duplicate_collectives
+from wholestep.passes.reinplace_tail import reinplace_tail
 
 
 def test_collectives_that_are_repeated_or_dead_go() -> None:
@@ -35,6 +37,8 @@ def test_collectives_that_are_repeated_or_dead_go() -> None:
     assert len(step.gm.graph.find_nodes(op="call_function", target=comm.all_reduce.default)) == 1
     assert torch.equal(before[0][0], run(step)[0][0])
     assert applied_passes(step.gm) == ("remove_duplicate_collectives", "remove_dead_collectives")
+    assert dedup_collectives is remove_duplicate_collectives
+    assert drop_dead_collectives is remove_dead_collectives
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS[::3], ids=name_of)
