@@ -263,9 +263,7 @@ def minifier(
         raise OptionError("offload_to_disk=True without a save_dir.", fix="give the folder: save_dir=...")
     if max_granularity is not None and (max_granularity < 1 or max_granularity & (max_granularity - 1)):
         raise OptionError(f"max_granularity {max_granularity} not power of two", fix="use 1, 2, 4, 8, ...")
-    found = minify(
-        fail_f, inps, module_fails, folder=save_dir, assume_fails=skip_sanity, longest_run=max_granularity
-    )
+    found = minify(fail_f, inps, module_fails, folder=save_dir, assume_fails=skip_sanity, longest_run=max_granularity)
     if dump_state is None:
         print(found)
     else:
