@@ -56,7 +56,7 @@ from wholestep.options import (
 )
 from wholestep.passes.dedup_collectives import remove_duplicate_collectives
 from wholestep.passes.drop_dead_collectives import remove_dead_collectives
-from wholestep.passes.engine.dump import Dump
+from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.fit import fit_to_budget
@@ -135,7 +135,7 @@ def capture_step(
 ) -> tuple[StepGraph, NumberPolicy]:
     """From a call to a StepGraph after all passes, bound to the user's objects."""
     captured, scalars = trace(fn, args, kwargs, options, scalars, called)
-    dump = None if options.dump_passes is None else Dump(options.dump_passes)
+    dump = None if options.dump_passes is None else PassDump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured.step_graph, scalars
 

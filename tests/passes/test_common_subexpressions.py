@@ -21,7 +21,7 @@ from passes.random_graphs import communicating_steps
 from wholestep.ir import NodeMeta, StepGraph, set_node_meta, update_node_meta, verify
 from wholestep.ir.reinplace import reinplaced
 from wholestep.passes import common_subexpressions
-from wholestep.passes.common_subexpressions import Merge, merge_common_subexpressions, plan_merges
+from wholestep.passes.common_subexpressions import EqualNodes, merge_common_subexpressions, plan_merges
 from wholestep.passes.engine.replay import Replay
 
 
@@ -57,7 +57,7 @@ def twice(target: Any, *args: Any, **kwargs: Any) -> tuple[Build, fx.Node, fx.No
 def test_two_equal_nodes_become_the_first() -> None:
     build, a, b = twice(aten.neg.default)
     step = build.finish(build.call(aten.add.Tensor, a, b))
-    assert plan_merges(step.gm.graph) == [Merge(b, a)]
+    assert plan_merges(step.gm.graph) == [EqualNodes(b, a)]
     check(step, merged=1)
     assert a in step.gm.graph.nodes
 

@@ -23,7 +23,7 @@ from wholestep.passes import (
     merge_common_subexpressions,
     run_passes,
 )
-from wholestep.passes.engine.dump import Dump
+from wholestep.passes.engine.dump import PassDump
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional
@@ -200,7 +200,7 @@ def unprintable(gm: Any) -> None:
 
 @pytest.mark.parametrize("broken", [half_done, forget_waits, unprintable], ids=lambda p: p.name)
 def test_a_pass_that_fails_is_dumped_as_it_left_the_graph(broken: Any, tmp_path: Path) -> None:
-    dump = Dump(tmp_path)
+    dump = PassDump(tmp_path)
     enable_graph_optimization_dump(tmp_path)
     try:
         for graph in (reduced(), IterGraphModule(reduced())):
@@ -215,7 +215,7 @@ def test_a_pass_that_fails_is_dumped_as_it_left_the_graph(broken: Any, tmp_path:
     assert "99" in failed[0].read_text() or broken is not half_done
     lines = (tmp_path / "summary.txt").read_text().splitlines()
     assert all(f"{i:03d}-{broken.name}: failed, " in line for i, line in enumerate(lines))
-    assert Dump(tmp_path)._number == dump._number + 2
+    assert PassDump(tmp_path)._number == dump._number + 2
 
 
 def test_a_frozen_module_stays_frozen_after_a_rollback() -> None:

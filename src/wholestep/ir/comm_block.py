@@ -18,7 +18,7 @@ from wholestep.ir.effects import is_collective, is_measure, is_wait, shared_inpu
 
 
 @dataclass(frozen=True)
-class CommBlock:
+class CollectiveBlock:
     """A collective and the nodes behind it, each in the order in which it is found."""
 
     collective: fx.Node
@@ -33,7 +33,7 @@ class CommBlock:
         return not self.misused and not self.measures and not any(wait.users for wait in self.waits)
 
 
-def comm_block(collective: fx.Node) -> CommBlock:
+def comm_block(collective: fx.Node) -> CollectiveBlock:
     """The block of one collective. Costs its users."""
     parts: list[fx.Node] = []
     waits: list[fx.Node] = []
@@ -51,7 +51,7 @@ def comm_block(collective: fx.Node) -> CommBlock:
                 measures.append(user)
             else:
                 misused.append(user)
-    return CommBlock(collective, tuple(parts), tuple(waits), tuple(misused), tuple(measures))
+    return CollectiveBlock(collective, tuple(parts), tuple(waits), tuple(misused), tuple(measures))
 
 
 def collective_of(wait: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import CommBlock, comm_block, is_part
+from wholestep.ir.comm_block import CollectiveBlock, comm_block, is_part
 from wholestep.ir.effects import WriteWindows, sharing_with_outputs
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of
@@ -35,7 +35,7 @@ FIRST_BUCKET = 1.0
 class Member:
     """One collective that may share a bucket."""
 
-    block: CommBlock
+    block: CollectiveBlock
     ready: int
     """Position of its last input."""
     needed: float

@@ -50,7 +50,7 @@ _UNINITIALISED = ("aten::empty", "aten::new_empty")
 
 
 @dataclass(frozen=True)
-class Merge:
+class EqualNodes:
     """`node` is the same value as the earlier node `by`."""
 
     node: fx.Node
@@ -63,7 +63,7 @@ def merge_common_subexpressions(gm: fx.GraphModule) -> None:
     apply_merges(gm.graph, plan_merges(gm.graph))
 
 
-def plan_merges(graph: fx.Graph) -> list[Merge]:
+def plan_merges(graph: fx.Graph) -> list[EqualNodes]:
     """Nodes that repeat earlier ones, in graph order; of three equal nodes the second and third name the first."""
     return _Planner(graph).plan()
 
@@ -85,9 +85,9 @@ class _Planner:
         self._run = 0
         """Number of the recomputation that the walk is in, or was in last."""
         self._recomputing = False
-        self._merges: list[Merge] = []
+        self._merges: list[EqualNodes] = []
 
-    def plan(self) -> list[Merge]:
+    def plan(self) -> list[EqualNodes]:
         if any(not isinstance(node.target, OpOverload) and writes(node) for node in self._graph.nodes):
             return []  # what methods and functions of Python give may be a view of anything
         for node in self._graph.nodes:
@@ -115,7 +115,7 @@ class _Planner:
         for first in others:
             if not self._are_two(node, first):
                 self._numbers[node] = self._number(first)
-                self._merges.append(Merge(node, first))
+                self._merges.append(EqualNodes(node, first))
                 for kind in (self._named, self._leaving):
                     if node in kind:
                         kind.add(first)
@@ -143,7 +143,7 @@ class _Planner:
             return None
 
 
-def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
+def apply_merges(graph: fx.Graph, plan: list[EqualNodes]) -> None:
     """Let later nodes be the earlier ones. One that a write-back names takes the place of its equal."""
     named = {node.args[1] for node in epilogue(graph)}
     stands_for: dict[fx.Node, fx.Node] = {}

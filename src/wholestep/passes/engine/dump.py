@@ -20,10 +20,10 @@ from wholestep.ir.io.serialize import write_step_graph
 from wholestep.ir.readable import readable
 from wholestep.ir.signature import Signature
 
-_current: list[Dump] = []
+_current: list[PassDump] = []
 
 
-class Dump:
+class PassDump:
     """A folder that passes write to."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -81,7 +81,7 @@ def enable_graph_optimization_dump(folder: str | Path = "") -> Path:
     The default of `ws.compile`'s own option; `disable_graph_optimization_dump` ends it.
     """
     chosen = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="wholestep-passes-"))
-    _current[:] = [Dump(chosen)]
+    _current[:] = [PassDump(chosen)]
     return chosen
 
 
@@ -90,7 +90,7 @@ def disable_graph_optimization_dump() -> None:
     _current.clear()
 
 
-def current_dump() -> Dump | None:
+def current_dump() -> PassDump | None:
     """Where passes write by default."""
     return _current[0] if _current else None
 

@@ -36,7 +36,7 @@ from wholestep.passes.engine.contract import (
     check_order,
     note_applied,
 )
-from wholestep.passes.engine.dump import Dump, current_dump
+from wholestep.passes.engine.dump import PassDump, current_dump
 from wholestep.passes.engine.module_state import ModuleState, adopt
 from wholestep.passes.engine.promises import Promises
 from wholestep.passes.engine.replay import Replay
@@ -61,7 +61,7 @@ def run_passes(
     passes: str | Iterable[GraphPass | BoundPass | str],
     *,
     level: int = 1,
-    dump: Dump | None = None,
+    dump: PassDump | None = None,
 ) -> None:
     """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
     from wholestep.passes.engine.registry import resolve  # that knows our passes, and they know us
@@ -84,7 +84,7 @@ def apply_pass(
     *,
     allow_rerun: bool = False,
     level: int = 1,
-    dump: Dump | None = None,
+    dump: PassDump | None = None,
 ) -> Any:
     """Run one pass on a StepGraph, a bare graph module or an IterGraphModule; returns what it returns."""
     application = _Application(graph_pass, graph, level, current_dump() if dump is None else dump)
@@ -107,7 +107,7 @@ def _graph_of(result: Any, step_graph: StepGraph | None) -> Any:
 
 class _Application:
     def __init__(
-        self, graph_pass: GraphPass, graph: Any, level: int, dump: Dump | None, saved: _Saved | None = None
+        self, graph_pass: GraphPass, graph: Any, level: int, dump: PassDump | None, saved: _Saved | None = None
     ) -> None:
         self._pass = graph_pass
         self._step_graph = graph if isinstance(graph, StepGraph) else None
