@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cross_iteration.test_iterations import Training
 from ranks import run_ranks
-from wholestep.cross_iteration.watched_methods import unwatch, watch
+from wholestep.cross_iteration.pending import unwatch, watch
 from wholestep.errors import PendingError
 from wholestep.torch_private.modules_and_optimizers import WATCHED_METHODS
 

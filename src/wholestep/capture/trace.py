@@ -19,11 +19,11 @@ from wholestep.capture.graph.dynamic_shapes import Shapes
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
+from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
 from wholestep.capture.objects.called import Behind, CalledObjects, FoundByCall
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
-from wholestep.capture.patching.hooks import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.patching.intercept import FunctionMode
 from wholestep.capture.patching.interrupts import Interrupts
 from wholestep.capture.patching.optimizer_steps import (
@@ -34,17 +34,15 @@ from wholestep.capture.patching.optimizer_steps import (
     replace_scheduler_step,
 )
 from wholestep.capture.patching.patches import patched
-from wholestep.capture.python_reads.attribute_reads import ReadTracker
-from wholestep.capture.python_reads.process_settings import ProcessSettings
-from wholestep.capture.python_reads.python_state import Attributes
-from wholestep.capture.python_reads.random_state import RandomState
+from wholestep.capture.python_reads.attribute_reads import Attributes, ReadTracker
+from wholestep.capture.python_reads.process_state import ProcessSettings, RandomState
 from wholestep.capture.python_reads.value_sources import ValueSources
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.results.collect import collect
 from wholestep.capture.results.leftovers import Leftovers
-from wholestep.capture.scalars.graph_numbers import plain_keys
+from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import NumberPolicy
-from wholestep.capture.scalars.scalars import Number, ScalarGuard, ScalarNode
+from wholestep.capture.scalars.symbolic_scalars import Number, ScalarGuard, ScalarNode
 from wholestep.errors import (
     ItemError,
     Location,

@@ -10,6 +10,17 @@
 
 The two hooks of the process (before every forward, before every optimizer step), what is watched and the stand-ins are
 there only while something is pending and no compiled step runs, so that no capture and no guard ever meets them.
+
+Torch's ways to all of a model or an optimizer that have no hooks: watched while something is pending.
+
+    model.parameters(), buffers()     AveragedModel, parameters_to_vector, an average or a log that is kept by hand
+    model.half(), model.to(...)       a pending update belongs to the tensors that were there before
+    model.eval()                      whatever methods of the model read then
+    copy.deepcopy(optimizer)          and pickling it
+
+Four methods of `nn.Module` and `Optimizer` are replaced by ones that ask first and then call what was there. They are
+put back before any compiled step or capture runs, and as soon as nothing is pending. A tensor that somebody already
+holds, or reaches by an attribute, is read without any of these.
 """
 
 from __future__ import annotations
@@ -24,10 +35,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.cross_iteration.late_tensor import LateTensor
-from wholestep.cross_iteration.watched_methods import unwatch, watch
 from wholestep.ir.user_objects.slots import Slot
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
-from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS
+from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS, WATCHED_METHODS
 
 log = logging.getLogger("wholestep")
 
@@ -287,3 +297,39 @@ def _completed(work: Callable[[], PendingWork | None], tensor: Tensor) -> Tensor
 def _memory(tensor: Tensor) -> int:
     local: Tensor = local_of(tensor)
     return local.untyped_storage().data_ptr()
+
+
+Ask = Callable[[Any], None]
+
+_replaced: list[tuple[type, str, Any, Any]] = []
+"""Class, name, what stood there and what stands there now: of the process, as the classes are."""
+
+
+def watch(ask_module: Callable[[nn.Module], None], ask_optimizer: Callable[[Optimizer], None]) -> None:
+    """From now on ask before somebody gets to parameters by one of these ways."""
+    if _replaced:
+        return
+    for owner, name in WATCHED_METHODS:
+        original = owner.__dict__[name]
+        ask: Ask = ask_module if owner is nn.Module else ask_optimizer
+        asking = _asks_first(original, ask, only_eval=name == "train")
+        setattr(owner, name, asking)
+        _replaced.append((owner, name, original, asking))
+
+
+def unwatch() -> None:
+    """Put back what was there, unless somebody else has put something in its place since."""
+    for owner, name, original, asking in _replaced:
+        if owner.__dict__.get(name) is asking:
+            setattr(owner, name, original)
+    _replaced.clear()
+
+
+def _asks_first(original: Callable[..., Any], ask: Ask, only_eval: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def asking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not only_eval or not (args[0] if args else kwargs.get("mode", True)):
+            ask(self)
+        return original(self, *args, **kwargs)
+
+    return asking

@@ -25,7 +25,6 @@ from wholestep.guards.modules import (
     watched_parameters,
 )
 from wholestep.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
-from wholestep.guards.process_modes import SameModes
 from wholestep.guards.python_objects import (
     SameArrays,
     SameChains,
@@ -37,9 +36,15 @@ from wholestep.guards.python_objects import (
     SameVariables,
 )
 from wholestep.guards.scalars import SameBranches, SameNumberTypes, SizesInRange
-from wholestep.guards.tensor_attributes import SameTensorAttributes
-from wholestep.guards.tensors import AllThere, SameForm
-from wholestep.guards.value_sources import SameClasses, SameEnvironment, SameFiles, SameFunctions, SameThreadLocals
+from wholestep.guards.tensors import AllThere, SameForm, SameTensorAttributes
+from wholestep.guards.value_sources import (
+    SameClasses,
+    SameEnvironment,
+    SameFiles,
+    SameFunctions,
+    SameModes,
+    SameThreadLocals,
+)
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.runtime.gather import Gather
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.guards.guard import Call, Guard, Listed
-from wholestep.guards.wording import is_other_number
+from wholestep.guards.guard import Call, Guard, Listed, is_other_number
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_array
 from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain

@@ -1,4 +1,4 @@
-"""What a guard is: a condition on a call, with a cheap check and the reasons why it fails."""
+"""What a guard is: a condition on a call, with a cheap check, the reasons why it fails, and their wording."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from wholestep.ir.user_objects.plain_values import PLAIN, same_plain
+from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.guard_checks import DictWatch
 
 
@@ -79,3 +83,19 @@ class Watched(Guard):
     def changed_numbers(self, call: Call) -> Iterator[str]:
         for guard in self._guards:
             yield from guard.changed_numbers(call)
+
+
+def was_and_is(path: str, before: Any, now: Any) -> str:
+    """That there is another value now."""
+    return f"{path} was {_brief(before)} and is {_brief(now)}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:80] if isinstance(value, PLAIN) or value is ABSENT else f"a {type(value).__name__}"
+
+
+def is_other_number(now: Any, before: Any) -> bool:
+    """Whether both are numbers of a type, and differ."""
+    return type(now) is type(before) and type(now) in (int, float) and not same_plain(now, before)

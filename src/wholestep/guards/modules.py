@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
-from wholestep.guards.guard import Call, Guard, Listed, Watched
-from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.guards.guard import Call, Guard, Listed, Watched, is_other_number, was_and_is
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain

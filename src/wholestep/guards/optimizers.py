@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.guards.guard import Call, Guard, Listed
-from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.call_tree import same_objects
 from wholestep.ir.user_objects.nested_containers import structure_of

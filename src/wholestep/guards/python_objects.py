@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.guards.guard import Call, Listed
-from wholestep.guards.wording import is_other_number, was_and_is
+from wholestep.guards.guard import Call, Listed, is_other_number, was_and_is
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_large
 from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_plain

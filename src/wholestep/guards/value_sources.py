@@ -1,4 +1,6 @@
-"""Guards on places outside of instances: the code of classes, thread locals, environment variables and files."""
+"""Guards on places outside of instances: modes and settings of the process (`torch_private.modes`), the code of classes,
+thread locals, environment variables and files.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from wholestep.guards.guard import Call, Guard, Listed
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.ir.user_objects.plain_values import class_code
 from wholestep.torch_private.guard_checks import DictWatch
+from wholestep.torch_private.modes import MODES, read_modes, same_mode
 
 
 class SameClasses(Guard):
@@ -145,3 +148,24 @@ class SameFiles(Listed):
         for file in self._files:
             if not file.is_same():
                 yield f"the file {file.path} changed"
+
+
+class SameModes(Guard):
+    """The process is in the modes of the capture."""
+
+    def __init__(self) -> None:
+        self._before = read_modes()
+
+    def holds(self, call: Call) -> bool:
+        now = read_modes()
+        if now == self._before:
+            return True
+        if not all(map(same_mode, self._before, now)):
+            return False
+        self._before = now  # another spelling of the same
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for mode, before, now in zip(MODES, self._before, read_modes(), strict=True):
+            if not same_mode(before, now):
+                yield f"{mode.name} is {now}, and was {before} at the capture"

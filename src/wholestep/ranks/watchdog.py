@@ -3,8 +3,19 @@
 Several times a second it looks at one counter: failures and questions of other ranks are numbered events. About once a
 second it writes where this rank is. While this rank sits in one call for longer than that, it also reads where the
 others are: one that fell silent will not come. On a failure it aborts the process groups, which wakes the other thread.
-
 What the other thread wants from the store it hands over as a job, which is polled until it is done.
+
+`Trail`: what a rank has run, as one number that all ranks can compare. Each call of a graph that communicates goes into
+a running hash; two ranks that have run the same have the same hash at the same count, however far apart they are.
+
+`Stopping`: all ranks stop before the same call of a step, between two collectives, for what is wrong while
+communication works. A rank that stopped at once would leave the others alone in a collective. So each rank holds before
+its next call as soon as it hears of the failure, and its watchdog writes how far it has come; the first call that no
+rank has begun is the one before which all raise. A rank that holds before an earlier call is let go until then.
+
+    stop/<step>/at/r       the last call that rank r has begun
+    stop/<step>/count      how many ranks have written theirs
+    stop/<step>/verdict    the call before which all stop
 """
 
 from __future__ import annotations
@@ -14,7 +25,9 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +37,6 @@ from wholestep.ranks.failure import Failure, Kind
 from wholestep.ranks.peers import Beat, Peers, Position, State, beat_key, following
 from wholestep.ranks.rounds import Answers
 from wholestep.ranks.scalar_watch import ScalarWatch
-from wholestep.ranks.stopping import Stopping
-from wholestep.ranks.trail import Trail
 from wholestep.torch_private.distributed import flight_recording, flight_recording_prefix, group_names, uses_accelerator
 
 log = logging.getLogger("wholestep")
@@ -372,3 +383,61 @@ def _dump_flight_recorder(rank: int) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         log.warning("the flight recorder could not be written: %s", error)
         return ""
+
+
+_FACTOR = 1_000_003
+_MASK = (1 << 61) - 1
+_KEPT = 4096
+
+
+class Trail:
+    """The calls of one rank. Written by the thread that runs steps, read by the watchdog."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, int] = (0, 0)
+        """How many calls there were, and the hash of all of them."""
+        self._recent: deque[int] = deque(maxlen=_KEPT)
+
+    def add(self, number: int) -> None:
+        """One more call; the number stands for what its graph communicates."""
+        count, value = self.last
+        value = (value * _FACTOR ^ number) & _MASK
+        self._recent.append(value)
+        self.last = (count + 1, value)
+
+    def at(self, count: int) -> int | None:
+        """The hash after that many calls; None if that is to come, or too long ago."""
+        now, _ = self.last
+        recent = list(self._recent)
+        behind = now - count
+        return recent[-1 - behind] if 0 <= behind < len(recent) else None
+
+
+class Stopping:
+    """The part of one rank, kept by its watchdog."""
+
+    def __init__(self, rank: int, size: int, reached: Callable[[str], int]) -> None:
+        """`reached`: the last call of a step that this rank has begun."""
+        self._rank = rank
+        self._size = size
+        self._reached = reached
+        self._told: set[str] = set()
+        self._verdicts: dict[str, int] = {}
+
+    def poll(self, board: Board, failures: list[Failure]) -> list[Failure]:
+        """Say where this rank is, and look for the verdict: the failures, with those decided that are."""
+        return [self._decided(board, each) if each.is_undecided else each for each in failures]
+
+    def _decided(self, board: Board, failure: Failure) -> Failure:
+        step = failure.step
+        if step not in self._told:
+            # The failure is known to the other thread by now, which begins no further call.
+            self._told.add(step)
+            board.write(f"stop/{step}/at/{self._rank}", self._reached(step))
+            board.count(f"stop/{step}/count", 1)
+        if step not in self._verdicts:
+            if board.count(f"stop/{step}/count") < self._size:
+                return failure
+            begun = board.read_all([f"stop/{step}/at/{rank}" for rank in range(self._size)])
+            self._verdicts[step] = int(board.write_first(f"stop/{step}/verdict", max(begun) + 1))
+        return replace(failure, stops_at=self._verdicts[step])

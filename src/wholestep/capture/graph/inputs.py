@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
-from wholestep.capture.python_reads.random_state import default_generators
+from wholestep.capture.python_reads.process_state import default_generators
 from wholestep.errors import CapturedTensorError, RandomStateError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_location import user_location

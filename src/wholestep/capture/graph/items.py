@@ -11,7 +11,7 @@ from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import NumberPolicy
-from wholestep.capture.scalars.scalars import ScalarHost, ScalarNode
+from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
 from wholestep.ir.known_values import KNOWN_KINDS, ItemLeaf, KnownValues
 from wholestep.ir.signature import InputKind

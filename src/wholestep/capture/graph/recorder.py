@@ -10,6 +10,13 @@ fakes (writes included, so that version counters and errors are eager's), and re
 
 Why one mode instead of make_fx with functionalization: two more Python layers per
 operator cost 1.6 to 1.9 times a bare make_fx; this costs less than one.
+
+Nodes of the graph under construction, each with its value's metadata and where it comes from.
+
+A backward node is traced back to the forward line by autograd's sequence numbers: the operator that made autograd node
+number n is the one whose line the backward of n gets.
+
+Arguments of operators: what the fake operator takes, and what stands for it in the graph.
 """
 
 from __future__ import annotations
@@ -22,8 +29,6 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.custom_operators import CustomOperators
-from wholestep.capture.graph.nodes import Nodes
-from wholestep.capture.graph.operands import Operands
 from wholestep.capture.graph.refusals import (
     data_shape,
     higher_order,
@@ -34,7 +39,7 @@ from wholestep.capture.graph.tensor_values import Value, Values
 from wholestep.capture.graph.writes import Writes
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.scalar_operands import fix_metadata
-from wholestep.capture.scalars.scalars import ScalarNode
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     Location,
     ParameterDataError,
@@ -43,8 +48,10 @@ from wholestep.errors import (
 )
 from wholestep.ir.effects import OperatorFacts, operator_facts, view_variant
 from wholestep.ir.graphs import tensors_in
+from wholestep.ir.meta import KEY, NodeMeta
 from wholestep.ir.rnn import packed_weights
-from wholestep.ir.user_location import user_location
+from wholestep.ir.user_location import location_of, user_frame, user_location
+from wholestep.torch_private.autograd import autograd_sequence_number, current_autograd_node, node_sequence_number
 from wholestep.torch_private.fake_tensors import (
     DataDependentOutputException,
     DispatchMode,
@@ -356,3 +363,124 @@ class Recorder(DispatchMode):
                 args[position] = scalar.fx_arg()
             else:
                 kwargs[name] = scalar.fx_arg()
+
+
+class Place(Protocol):
+    """Where the step is while it is traced."""
+
+    phase: str
+    module_path: str
+
+    def in_recompute(self) -> bool: ...
+
+
+class Nodes:
+    """Creates nodes at the end of one graph."""
+
+    def __init__(self, graph: fx.Graph, place: Place) -> None:
+        self.graph = graph
+        self._place = place
+        self._after_backward = False
+        self._forward_of: dict[int, tuple[str, Location | None]] = {}
+
+    def create(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any, in_place: OpOverload | None = None
+    ) -> fx.Node:
+        """A call of `target` whose result looks like `val`; `in_place` is the operator that eager ran here."""
+        node = self.graph.create_node("call_function", target, args, kwargs)
+        node.meta["val"] = val
+        node.meta[KEY] = self._meta(in_place)
+        return node
+
+    def last(self) -> fx.Node | None:
+        """The newest node."""
+        return next(iter(reversed(self.graph.nodes)), None)
+
+    def since(self, before: fx.Node | None) -> list[fx.Node]:
+        """The nodes made after that one, in order."""
+        made: list[fx.Node] = []
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                break
+            made.append(node)
+        return made[::-1]
+
+    def _meta(self, in_place: OpOverload | None) -> NodeMeta:
+        place = self._place
+        running = current_autograd_node()
+        if running is None:
+            where = location_of(user_frame(3))
+            phase = place.phase
+            if phase == "forward":
+                if self._after_backward and not place.module_path and not torch.is_grad_enabled():
+                    phase = "update"
+                # An operator without a node of autograd's (batch norm counts its calls) finds the last one's number.
+                self._forward_of.setdefault(autograd_sequence_number() - 1, (place.module_path, where))
+            return NodeMeta(place.module_path, where, phase, in_place)
+        self._after_backward = True
+        path, forward = self._forward_of.get(node_sequence_number(running), (place.module_path, None))
+        if place.in_recompute():
+            return NodeMeta(
+                place.module_path or path, location_of(user_frame(3)) or forward, "backward", in_place, recompute=True
+            )
+        return NodeMeta(path, forward or location_of(user_frame(3)), "backward", in_place)
+
+
+_VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
+
+
+class OperandHost(Protocol):
+    """What arguments ask of the capture."""
+
+    def lift(self, tensor: Tensor) -> Tensor: ...
+
+    def generator(self, generator: torch.Generator) -> fx.Node: ...
+
+    def shape_arg(self, value: Any) -> Any: ...
+
+
+class Operands:
+    """Turns arguments into fakes and nodes."""
+
+    def __init__(self, values: Values, host: OperandHost) -> None:
+        self._values = values
+        self._host = host
+        self.has_scalars = False
+        """Set where a number of the graph was among the arguments; whoever looks at it resets it."""
+
+    def convert_all(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        """Positional arguments as fakes and as nodes."""
+        fakes, nodes = [], []
+        for arg in args:
+            fake, node = self._convert(arg)
+            fakes.append(fake)
+            nodes.append(node)
+        return fakes, nodes
+
+    def convert_kwargs(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments by name as fakes and as nodes."""
+        if not kwargs:
+            return {}, {}
+        pairs = {name: self._convert(arg) for name, arg in kwargs.items()}
+        return {n: p[0] for n, p in pairs.items()}, {n: p[1] for n, p in pairs.items()}
+
+    def _convert(self, arg: Any) -> tuple[Any, Any]:
+        if isinstance(arg, FakeTensor):
+            return arg, self._values.node_of(arg)
+        if arg is None or type(arg) in _VALUES:  # by type: a number of the graph says that it is an int
+            return arg, arg
+        if isinstance(arg, list | tuple):
+            fakes, nodes = self.convert_all(tuple(arg))
+            return fakes, nodes
+        if isinstance(arg, Tensor):
+            lifted = self._host.lift(arg)
+            return lifted, self._values.node_of(lifted)
+        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
+            scalar = scalar_of(arg)
+            if scalar is None:
+                return arg, self._host.shape_arg(arg)
+            self.has_scalars = True
+            return (1.0 if scalar.kind is float else 1) if scalar.hint is None else scalar.hint, scalar.fx_arg()
+        if isinstance(arg, torch.Generator):
+            return None, self._host.generator(arg)
+        return arg, arg

@@ -7,25 +7,34 @@
     a functional variant
 
 What the functional form gives in another dtype, shape or layout is copied into the form of what it is written to.
+
+The end of the graph: `copy_` into every input whose memory the step wrote.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
-from wholestep.errors import OverlapError, UnsupportedError
+from wholestep.capture.objects.swapped_state import Tracked
+from wholestep.errors import AliasError, OverlapError, UnsupportedError
 from wholestep.ir.effects import OperatorFacts, is_custom_operator
 from wholestep.ir.graphs import tensors_in
+from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.user_location import user_location
 from wholestep.torch_private.autograd import is_accumulating_gradient
+from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import bound_argument
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
 
 if TYPE_CHECKING:
     from wholestep.capture.graph.recorder import Recorder
@@ -212,3 +221,52 @@ def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[
     if len(dtypes) > 1:
         return False
     return all(t.is_contiguous() for t in tensors_in(targets))
+
+
+def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
+    """Add the copies to the graph; the inputs with the values that they take."""
+    found: list[tuple[fx.Node, fx.Node]] = []
+    written: list[Tracked] = []
+    for node in [n for n in capture.graph.nodes if n.op == "placeholder"]:
+        fake = node.meta.get("val")
+        tracked = capture.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
+        if tracked is not None and capture.recorder.values.is_written(fake):
+            found.append((node, capture.recorder.node_of(fake)))
+            written.append(tracked)
+    _refuse_shared_memory(capture.table.tracked.values(), written)
+    copies = []
+    for target, value in found:
+        if value is target:
+            continue
+        copy = capture.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+        copy.meta["val"] = target.meta["val"]
+        set_node_meta(copy, NodeMeta(phase="epilogue"))
+        copies.append((target, value))
+    return copies
+
+
+def _refuse_shared_memory(tracked: Iterable[Tracked], written: list[Tracked]) -> None:
+    """Two inputs over the same memory, one of them written: the graph would not see the other change."""
+    by_storage: dict[int, list[Tracked]] = {}
+    for item in tracked:
+        if local_of(item.real).numel():
+            by_storage.setdefault(storage_key(local_of(item.real)), []).append(item)
+    for item in written:
+        for other in by_storage.get(storage_key(local_of(item.real)), ()):
+            if other is not item and _overlap(local_of(item.real), local_of(other.real)):
+                raise AliasError(
+                    f"{item.slot.path} and {other.slot.path} share memory, and the step writes to the first.",
+                    fix="clone() one of them, or tie them as one parameter.",
+                )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte in the storage, and the one after the last."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return start, start + length * tensor.element_size()

@@ -1,11 +1,12 @@
-"""Who asks: user code, also through the standard library and NumPy, or a library on its own account."""
+"""Whose code something is: the user's, also where it calls through the standard library and NumPy, or that of a library."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 import numpy
 import torch
@@ -69,3 +70,16 @@ def _kind(code: CodeType) -> str:
         inside = os.path.basename(os.path.dirname(file))
         return "library" if inside in ("logging", "importlib") else "through"
     return "user"
+
+
+_STANDARD_MODULES = frozenset(sys.stdlib_module_names) - {"__main__"}
+_LIBRARIES = frozenset({"torch", "wholestep", "numpy", "transformers", "rich"})
+_TOOLS = frozenset({"pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis", "IPython", "ipykernel", "debugpy"})
+"""What runs the user's program: reached through loggers, threads and standard output, and no part of a step."""
+
+
+def is_foreign(member: Any) -> bool:
+    """Whether a function, class or module belongs to Python or to a library that is not looked into."""
+    name = member.__name__ if isinstance(member, ModuleType) else getattr(member, "__module__", None)
+    root = name.split(".")[0] if isinstance(name, str) else ""
+    return root in _LIBRARIES or root in _STANDARD_MODULES or root in _TOOLS

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
-from wholestep.capture.objects.libraries import is_foreign
 from wholestep.capture.objects.reachable import Chain, has_own_dict, search
 from wholestep.errors import WrappedError
 from wholestep.ir.guard_specs import ObjectLink

@@ -3,10 +3,20 @@
 Every tensor that the step can change is replaced where the user's code will look for it: in the modules, in the
 optimizers' groups and state, in `param.grad`, in the scalers, in closures. Numbers in param groups and in optimizer
 state become scalars of the graph. `restore` runs the undo list backwards; nothing of the user's is written meanwhile.
+
+What the user's code can tell fakes by: keys of dicts, members of sets, `id(p)`, `type(x)`.
+
+The step sees fakes. A dict or set that has the real tensors as keys would not have them, without an error where the
+code asks `p in frozen` or `id(p) in skipped`. So while a step is traced
+
+    {p: ..}, {p}        hold the fakes, in the same order
+    id(p)               in the user's functions is that of the real tensor
+    type(x), type(k)    in the user's functions is Tensor, Parameter, int: what it is in eager
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,9 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.objects.discover import World, owns
-from wholestep.capture.objects.identity import swap_id, swap_keys, swap_type
 from wholestep.capture.objects.tensor_attributes import TensorAttributes
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.nested_containers import (
@@ -32,6 +41,7 @@ from wholestep.ir.user_objects.nested_containers import (
     refuse_sets_of_tensors,
     structure_of,
 )
+from wholestep.ir.user_objects.plain_values import assign_contents, copy_of
 from wholestep.ir.user_objects.slots import (
     FixedSlot,
     GradSlot,
@@ -441,3 +451,67 @@ def _is_number(value: Any) -> bool:
 
 def _as_kind(slot: Slot, kind: InputKind) -> Slot:
     return replace(slot, kind=kind)
+
+
+Undo = Callable[[], None]
+
+
+def swap_keys(container: Any, stand_in: Callable[[Tensor], Tensor]) -> Undo | None:
+    """Put fakes in the place of the tensors among the keys of a dict or set; what puts them back, if any changed."""
+    if not isinstance(container, dict | set) or not any(isinstance(key, Tensor) for key in container):
+        return None
+    before = copy_of(container)
+    keys = {id(key): stand_in(key) if isinstance(key, Tensor) else key for key in before}
+    if all(keys[id(key)] is key for key in before):
+        return None
+    if isinstance(before, dict):
+        assign_contents(container, {keys[id(key)]: value for key, value in before.items()})
+    else:
+        assign_contents(container, {keys[id(key)] for key in before})
+    return lambda: assign_contents(container, before)
+
+
+def swap_id(namespaces: list[dict[str, Any]], real: Callable[[Any], Any]) -> Undo:
+    """Let `id` in the global namespaces of the user's functions be that of the real tensor; what takes it out."""
+
+    def identity(value: Any, /) -> int:
+        return builtins.id(real(value))
+
+    for namespace in namespaces:
+        namespace["id"] = identity
+
+    def undo() -> None:
+        for namespace in namespaces:
+            del namespace["id"]
+
+    return undo
+
+
+def swap_type(namespaces: list[dict[str, Any]], kind_of: Callable[[Any], type]) -> Undo:
+    """Let `type(x)` in the global namespaces of the user's functions be what it is in eager; what takes it out.
+
+    The stand-in is a class, so that `isinstance(x, type)`, `type(name, bases, dict)` and `class M(type)` work.
+    """
+
+    class Asked(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs:
+                return type(*args, **kwargs)
+            found = kind_of(args[0])
+            return stand_in if found is type else found
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, type)
+
+        def __subclasscheck__(cls, value: type) -> bool:
+            return issubclass(value, type)
+
+    stand_in = Asked("type", (type,), {})
+    for namespace in namespaces:
+        namespace["type"] = stand_in
+
+    def undo() -> None:
+        for namespace in namespaces:
+            del namespace["type"]
+
+    return undo

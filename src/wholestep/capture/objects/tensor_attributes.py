@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
 from wholestep.ir.guard_specs import TensorAttributesSpec
 from wholestep.ir.signature import InputKind

@@ -1,25 +1,34 @@
-"""Calls on tensors that must not happen as they are while tracing: printing, `.numpy()`, `param.data = ..`."""
+"""Calls on tensors that must not happen as they are while tracing.
+
+print(x), x.numpy(), param.data = ..    refused, or recorded
+copy.deepcopy(p.data)                   a recorded clone with the same strides (optimizers begin their state with it)
+copy.copy(t)                            another tensor over the same memory, as in eager
+pickle, torch.save                      refused: there are no values to write
+F.ctc_loss(.., lengths)                 its mean is decomposed: torch's own makes a tensor of the lengths in C++,
+                                        which has no data in a trace. Only for lengths that are Python numbers
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wholestep.capture.patching.copies import deep_copy, reduce_traced
-from wholestep.capture.patching.ctc import CTC_LOSSES, ctc_loss
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
-from wholestep.capture.scalars.graph_numbers import graph_number
+from wholestep.capture.scalars.python_scalars import graph_number
 from wholestep.capture.scalars.scalar_operands import moving_view
-from wholestep.errors import ItemError, ParameterDataError
+from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
 from wholestep.ir.user_location import user_location
 from wholestep.torch_private.dtensor import local_of
-from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
 
 _LEAVES_GRAPH = {
     Tensor.tolist: ".tolist()",
@@ -147,3 +156,93 @@ def _asked_by_user(frame: FrameType | None) -> bool:
 
 def _is_traced(value: Any) -> bool:
     return isinstance(local_of(value), FakeTensor)
+
+
+CTC_LOSSES = (F.ctc_loss, torch.ctc_loss)
+_NAMES = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+
+
+def ctc_loss(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `F.ctc_loss` or `torch.ctc_loss` gives."""
+    given = dict(zip(_NAMES, args, strict=False)) | kwargs
+    none, mean, default = ("none", "mean", "mean") if function is F.ctc_loss else (0, 1, 0)
+    lengths = given.get("target_lengths")
+    if given.get("reduction", default) != mean or not _are_numbers(lengths):
+        return function(*args, **kwargs)
+    losses: Tensor = function(**(given | {"reduction": none}))
+    counts = torch.tensor(list(lengths), dtype=losses.dtype, device=losses.device)
+    return (losses / counts.clamp_min(1)).mean()
+
+
+def _are_numbers(lengths: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(lengths, Sequence) and all(isinstance(length, int) for length in lengths)
+
+
+_COPY = copy.copy.__code__
+_NEAR = 12
+
+
+def deep_copy(func: Any, tensor: Tensor, memo: dict[Any, Any]) -> Any:
+    """What `Tensor.__deepcopy__` gives, as operators of the graph."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if not is_parameter and not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+        )
+    if not is_parameter:
+        _refuse_shared_memory(tensor, memo)
+    with torch.no_grad():
+        new = _clone(tensor.detach())
+    if is_parameter:
+        mark_parameter(new)
+    elif tensor.grad is not None:
+        new.grad = copy.deepcopy(tensor.grad, memo)
+    new.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = new
+    return new
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, whatever they are."""
+    new = tensor.clone()
+    if new.stride() == tensor.stride():
+        return new
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _refuse_shared_memory(tensor: Tensor, memo: dict[Any, Any]) -> None:
+    """Eager copies memory once per deepcopy, so that copies of two views of one tensor share theirs too."""
+    key = ("wholestep", storage_key(tensor))
+    if key in memo:
+        raise UnsupportedError(
+            "copy.deepcopy copies two tensors that share memory, and the copies would share theirs.",
+            fix="clone() each tensor.",
+            location=user_location(),
+        )
+    memo[key] = tensor
+
+
+def reduce_traced(tensor: Tensor) -> tuple[Any, ...]:
+    """What `Tensor.__reduce_ex__` gives to `copy.copy`; whoever else asks wants to write the tensor to a file."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is None:
+            break
+        if frame.f_code is _COPY:
+            return _same_memory, (tensor,)
+        frame = frame.f_back
+    raise ItemError(
+        f"pickling (torch.save, multiprocessing) takes the value of a tensor of shape {tuple(tensor.shape)} out of the "
+        "graph.",
+        fix="save checkpoints outside of the step.",
+        location=user_location(),
+    )
+
+
+def _same_memory(tensor: Tensor) -> Tensor:
+    new = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        mark_parameter(new)
+    return new.requires_grad_(tensor.requires_grad)

@@ -38,7 +38,7 @@ from torch.nn.modules import batchnorm
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
 from wholestep.capture.patching.interrupts import Interrupts
-from wholestep.capture.scalars.scalars import ScalarNode, scalar_of
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     CapturedTensorError,
     ParameterDataError,

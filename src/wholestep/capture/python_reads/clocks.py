@@ -25,7 +25,7 @@ from datetime import timedelta as RealDelta
 from typing import Any, NoReturn
 
 from wholestep.capture.objects.callers import called_by_user, caller_location
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ClockError, Location
 
 _READS = (

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import numpy
 
-from wholestep.capture.objects.libraries import is_foreign
+from wholestep.capture.objects.callers import is_foreign
 from wholestep.errors import CapturedTensorError, SideEffectError
 from wholestep.ir.user_location import user_location
 from wholestep.ir.user_objects.container_contents import is_large

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.python_reads.clocks import refuse_clocks
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, OutputKind

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
-from wholestep.capture.python_reads.python_state import Attributes, holds_tensor
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
 from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, InputKind

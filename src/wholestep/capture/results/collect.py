@@ -1,29 +1,58 @@
-"""After the trace: what the step returned, wrote, created, rebound and removed, as a StepGraph with signature."""
+"""After the trace: what the step returned, wrote, created, rebound and removed, as a frozen record.
+
+Leaves of the result become outputs of the graph, or stay the objects they are; the signature says in the user's terms
+what every input, output and change is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
-from wholestep.capture.graph.signing import sign
-from wholestep.capture.graph.write_backs import add_write_backs
-from wholestep.capture.results.bindings import Bindings
+from wholestep.capture.graph.writes import add_write_backs
+from wholestep.capture.python_reads.attribute_reads import holds_tensor
+from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.python_reads.stand_ins import real_of
+from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
-from wholestep.capture.results.returned import describe_result, returned_leaves
-from wholestep.ir.captured_step import CapturedStep
+from wholestep.capture.scalars.symbolic_scalars import HostNumber, ScalarNode, scalar_of
+from wholestep.errors import ItemError, UnsupportedError
+from wholestep.ir.captured_step import CapturedStep, Change
 from wholestep.ir.dynamic_sizes import DynamicSizes
 from wholestep.ir.effects import is_needed
+from wholestep.ir.groups import group_table
 from wholestep.ir.guard_specs import ArgumentSpec, GuardSpecs, ParamGroupSpec, ScalarCondition
+from wholestep.ir.io.result_tree import describe, describe_leaf
+from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.known_values import ItemLeaf, Recipe
-from wholestep.ir.signature import InputKind
+from wholestep.ir.signature import (
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    Signature,
+    StateChange,
+    TensorSpec,
+    WriteBack,
+)
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.user_objects.call_tree import flatten
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, ModuleSlot, in_users_objects
+from wholestep.ir.user_objects.call_tree import Flat, flatten
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, LocalSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.torch_private.dtensor import describe_placement, is_dtensor, local_of, spec_of
+from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.fx_graphs import lazy_graph_module
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -189,3 +218,125 @@ class _Root(torch.nn.Module):
         super().__init__()
         for name, tensor in constants.items():
             self.register_buffer(name, tensor)
+
+
+def sign(
+    capture: Capture, gm: fx.GraphModule, bindings: Bindings, copies: list[tuple[fx.Node, fx.Node]], result: Any
+) -> Signature:
+    """Describe a graph that is complete. `result`: the tree that the step returns."""
+    guards = [g.describe() for g in capture.guards.values()] + [
+        text for text, _ in DynamicSizes(env=capture.shapes.env).assumed()
+    ]
+    return Signature(
+        inputs=tuple(_input(n, capture.inputs.slot_of[n]) for n in gm.graph.nodes if n.op == "placeholder"),
+        outputs=tuple(OutputSpec(kind, path, _spec_of(node)) for kind, path, node in bindings.outputs),
+        write_backs=tuple(WriteBack(target.name, value.name) for target, value in copies),
+        state_changes=tuple(_change(change) for change in bindings.changes),
+        result=result,
+        guards=tuple(guards),
+        rng=tuple(capture.recorder.random_devices),
+        host_calls=tuple(f"{call.path}.step()" for call in capture.host_calls),
+        dynamic={name: (dim.min, dim.max) for name, (dim, _) in capture.shapes.symbols.items()},
+        groups=group_table(gm, {} if capture.session is None else capture.session.axis_names()),
+    )
+
+
+def _input(node: fx.Node, slot: Slot) -> InputSpec:
+    placement = describe_placement(slot.spec) if isinstance(slot, LocalSlot) else ""
+    return InputSpec(node.name, slot.kind, slot.path, _spec_of(node), slot.of, placement)
+
+
+def _change(change: Change) -> StateChange:
+    slot = change.slot
+    constant = change.constant if isinstance(change.constant, PLAIN_CONSTANTS) else repr(change.constant)
+    return StateChange(change.kind, slot.kind, slot.path, change.output, constant, change.unless, slot.of)
+
+
+def _spec_of(node: Any) -> TensorSpec | None:
+    fake = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tensor_spec(fake) if isinstance(fake, Tensor) else None
+
+
+def returned_leaves(capture: Capture, bindings: Bindings, result: Flat) -> list[tuple[str, Any]]:
+    """How the runtime gets each leaf of the result: see `Captured.result_leaves`."""
+    return [_leaf(capture, bindings, leaf, path) for leaf, path in zip(result.leaves, result.paths, strict=True)]
+
+
+def describe_result(result: Flat, leaves: list[tuple[str, Any]]) -> Any:
+    """The tree of the result for the signature."""
+    return describe(result.rebuild([_Found(leaf) for leaf in leaves]), _output_of)
+
+
+def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[str, Any]:
+    def output(node: Any) -> int:
+        return bindings.output(OutputKind.RESULT, f"result{path}", node)
+
+    refuse_clocks(leaf, f"result{path}")
+    leaf = real_of(leaf)
+    if is_dtensor(leaf):
+        return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
+    if isinstance(leaf, Tensor):
+        node, fake = _tensor(capture, leaf)
+        if fake.is_floating_point() and not fake.requires_grad:
+            return "detached", output(node)
+        return "attached" if fake.requires_grad and not fake.is_leaf else "output", output(node)
+    scalar = scalar_of(leaf)
+    if scalar is not None:
+        return "output", output(_number(scalar, path))
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        node = capture.shape_arg(leaf)
+        return ("output", output(node)) if isinstance(node, fx.Node) else ("value", node)
+    if isinstance(leaf, HostNumber):
+        return "host", leaf
+    if isinstance(leaf, GeneratorType) or _hides_tensor(leaf):
+        raise UnsupportedError(
+            f"result{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
+            fix="return a dict, tuple or list; or register the class with torch.utils._pytree.register_dataclass.",
+        )
+    return "value", leaf
+
+
+def _tensor(capture: Capture, leaf: Tensor) -> tuple[fx.Node, Tensor]:
+    """The node that holds a returned tensor, and the fake that stands for it."""
+    tracked = capture.table.by_fake.get(id(leaf))
+    if not isinstance(leaf, FakeTensor):
+        tracked = capture.table.tracked.get(id(leaf))
+        leaf = capture.lift(leaf)
+    if tracked is None:
+        return capture.recorder.node_of(leaf), leaf
+    return next(node for node in capture.inputs.slot_of if node.meta.get("val") is tracked.input), leaf
+
+
+def _number(scalar: ScalarNode, path: str) -> Any:
+    for leaf in scalar.leaves():
+        if isinstance(leaf, ItemLeaf) and not leaf.known:
+            raise ItemError(
+                f"result{path} is a number taken out of a tensor.",
+                fix="return the tensor from the step and read its value outside.",
+            )
+    return scalar.fx_arg()
+
+
+def _hides_tensor(value: Any) -> bool:
+    """Whether an object that is no tree holds tensors of the trace in its attributes."""
+    if isinstance(value, torch.nn.Module | Optimizer | type):
+        return False
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        return holds_tensor(list(value))
+    return any(holds_tensor(v) for v in getattr(value, "__dict__", {}).values())
+
+
+class _Found:
+    """A leaf of the result on its way into the description."""
+
+    def __init__(self, found: tuple[str, Any]) -> None:
+        self.found = found
+
+
+def _output_of(value: Any) -> int | dict[str, Any] | None:
+    if not isinstance(value, _Found):
+        return None
+    kind, found = value.found
+    if kind == "sharded":
+        return int(found[0])
+    return int(found) if kind in ("output", "attached", "detached") else describe_leaf(found)

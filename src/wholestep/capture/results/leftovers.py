@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.results.global_state import GlobalState, Leftover, attributes_of
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import Location, SideEffectError
 from wholestep.ir.meta import node_meta
 from wholestep.ir.user_objects.plain_values import PLAIN

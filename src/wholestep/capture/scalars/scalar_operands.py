@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.scalars.scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.ir.effects import OperatorFacts
 from wholestep.torch_private.operators import OpOverload, schema_of
 

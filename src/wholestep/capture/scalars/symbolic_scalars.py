@@ -10,6 +10,10 @@ takes the number, the remembered operations become nodes of the graph:
 Why not torch's symbolic shapes: those normalise expressions (`a*b*c` may be reassociated), which changes the last bit
 of a float, and cost 100 us an operation. Branching on a number adds a guard; a number without a known value
 (`param.norm().item()` in an optimizer) cannot be branched on.
+
+Numbers that Python around the graph computes: a learning rate after `scheduler.step()` inside of the step.
+
+The graph does not know them. The step may return them; the runtime reads them after it repeated the scheduler's call.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import fx
+from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.errors import ControlFlowError, Location
+from wholestep.errors import ControlFlowError, Location, SideEffectError
+from wholestep.ir.user_location import user_location
+from wholestep.ir.user_objects.slots import ABSENT, Slot
 
 Number = int | float | bool
 
@@ -247,7 +254,7 @@ class ScalarNode:
 
     def as_python(self) -> Any:
         """The number that user code sees."""
-        from wholestep.capture.scalars.graph_numbers import wrap
+        from wholestep.capture.scalars.python_scalars import wrap
 
         return wrap(self)
 
@@ -440,3 +447,37 @@ def _render(method: str, args: tuple[ScalarNode, ...]) -> str:
     if method == "neg":
         return f"-{args[0].key}"
     return f"{method}({', '.join(a.key for a in args)})"
+
+
+@dataclass(frozen=True, eq=False)
+class LastRateSlot(Slot):
+    """`scheduler.get_last_lr()[index]`."""
+
+    scheduler: LRScheduler
+    index: int
+
+    def get(self) -> Any:
+        rates = getattr(self.scheduler, "_last_lr", ())
+        return rates[self.index] if self.index < len(rates) else ABSENT
+
+
+class HostNumber:
+    """A number that exists only after the step ran. It can be returned, and nothing else."""
+
+    def __init__(self, path: str, read: Callable[[], Any]) -> None:
+        self.path = path
+        self.read = read
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise SideEffectError(
+            f"the step computes with {self.path} after a scheduler changed it in the same step.",
+            fix="call scheduler.step() at the end of the step, or outside of it.",
+            location=user_location(),
+        )
+
+    __float__ = __int__ = __index__ = __bool__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __format__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<{self.path} after the step>"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.scalars.scalars import Number, ScalarNode
+from wholestep.capture.scalars.symbolic_scalars import Number, ScalarNode
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
