@@ -1,4 +1,4 @@
-"""Guards on places outside of instances: modes and settings of the process (`torch_private.modes`), the code of classes,
+"""Guards on places outside of instances: modes of the process (`torch_private.modes`), the code of classes,
 thread locals, environment variables and files.
 """
 

@@ -1,4 +1,4 @@
-"""Whose code something is: the user's, also where it calls through the standard library and NumPy, or that of a library."""
+"""Whose code something is: the user's, also through the standard library and NumPy, or that of a library."""
 
 from __future__ import annotations
 
