@@ -30,7 +30,7 @@ WITHIN_BASE = {
 IMPORTS: dict[str, set[str]] = {
     "options": {"lower", "parallel", "passes", "remat"},  # they read what the user wrote for them
     "remat": set(),
-    "parallel": {"capture"},  # it records the collectives of its placements while capture traces
+    "parallel": set(),
     "capture": {"parallel"},  # it traces under a plan
     "passes": set(),
     "partition": set(),
@@ -62,8 +62,8 @@ IMPORTS: dict[str, set[str]] = {
 LEAVES = {"inspect", "compilers", "debug", "integrations", "compat"}
 """Nothing imports these but each other; `step` reaches for them inside of functions only."""
 
-KNOWN_CYCLES = {("capture", "parallel"), ("step", "debug")}
-"""Capture traces under a plan, which records into the same graph; a check is a mode of a compiled step."""
+KNOWN_CYCLES = {("step", "debug")}
+"""A check is a mode of a compiled step."""
 
 
 def files() -> Iterator[tuple[str, Path]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.graph.recorder import Recorder
+from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.parallel.axes import Axis
 from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
 
@@ -52,7 +52,7 @@ def _outermost_first(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 class Collectives:
     """Writes collectives of one trace."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 
     def gather_rows(self, local: Tensor, axis: Axis, rows: int) -> Tensor:

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.graph.tensor_values import Value
 from wholestep.errors import ParameterDataError
 from wholestep.ir.meta import update_node_meta
+from wholestep.ir.trace_protocol import TracedValue, TraceRecorder
 from wholestep.ir.user_location import user_location
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import Form
@@ -67,7 +66,7 @@ class _Gathered(torch.autograd.Function):
 class Gathering:
     """Whole parameters of one trace."""
 
-    def __init__(self, plan: FullyShard, recorder: Recorder, reducer: TakesGradients) -> None:
+    def __init__(self, plan: FullyShard, recorder: TraceRecorder, reducer: TakesGradients) -> None:
         self.reducer = reducer
         self._plan = plan
         self._axis = plan.shard_axis
@@ -196,17 +195,17 @@ class _Again:
     spec: Any
 
 
-def _chain(value: Value, whole: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _chain(value: TracedValue, whole: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
     """The views that lead from a gathered parameter to one of its views."""
     steps: list[Callable[[Tensor], Tensor]] = []
-    step: Value | None = value
+    step: TracedValue | None = value
     while step is not None and step.fake is not whole and step.parent is not None:
         steps.append(_view(step))
         step = step.parent
     return tuple(reversed(steps))
 
 
-def _view(value: Value) -> Callable[[Tensor], Tensor]:
+def _view(value: TracedValue) -> Callable[[Tensor], Tensor]:
     op, args, kwargs, index = value.op, value.args, value.kwargs, value.index
 
     def apply(source: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 
 if TYPE_CHECKING:
-    from wholestep.capture.objects.discover import World
+    from wholestep.ir.trace_protocol import FoundObjects
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def placement_of(module: nn.Module) -> Placement | None:
     return _placements.get(module)
 
 
-def plan_hooks(world: World) -> frozenset[int]:
+def plan_hooks(world: FoundObjects) -> frozenset[int]:
     """Hooks that placing put on the modules of a step, by identity."""
     placements = [p for module in world.modules if (p := _placements.get(module)) is not None]
     found = {id(hook) for placement in placements for hook in placement.hooks}
     return frozenset(found | {id(registry[key]) for registry, key in sharding_hooks(world)})
 
 
-def sharding_hooks(world: World) -> list[tuple[dict[Any, Any], Any]]:
+def sharding_hooks(world: FoundObjects) -> list[tuple[dict[Any, Any], Any]]:
     """FSDP2's own hooks, which gather in eager: capture gathers by itself. Registry and key of each."""
     found = []
     for module in world.modules:
@@ -91,7 +91,7 @@ def sharding_hooks(world: World) -> list[tuple[dict[Any, Any], Any]]:
 class Placing:
     """The models of a step that are not yet in the form of a plan. All is checked; nothing is changed before `run`."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: FoundObjects) -> None:
         self._plan = plan
         self._world = world
         self._todo: list[tuple[nn.Module, str, dict[str, Any], list[str]]] = []
@@ -147,7 +147,7 @@ def _unknown(placement: Placement, model: nn.Module, path: str) -> list[tuple[Pl
     ]
 
 
-def _roots(world: World) -> list[tuple[nn.Module, str]]:
+def _roots(world: FoundObjects) -> list[tuple[nn.Module, str]]:
     """Models that have parameters and are no part of another."""
     children = {child for module in world.modules for child in module.children()}
     return [(m, p) for m, p in world.modules.items() if m not in children and next(m.parameters(), None) is not None]
@@ -291,7 +291,7 @@ def _stride_to_keep(param: Tensor) -> tuple[int, ...] | None:
     return stride
 
 
-def _repoint(world: World) -> None:
+def _repoint(world: FoundObjects) -> None:
     """Optimizers and variables that hold whole parameters get the placed ones; state is sharded alike."""
     for optimizer in world.optimizers:
         if any(p in _moved for group in optimizer.param_groups for p in group["params"]):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
-from wholestep.capture.graph.recorder import Recorder
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
+from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.norms import is_unreduced
@@ -40,7 +40,7 @@ class Whole:
 class Reducer:
     """Gradients of one trace that are not yet reduced."""
 
-    def __init__(self, plan: Plan, recorder: Recorder, wholes: list[Whole]) -> None:
+    def __init__(self, plan: Plan, recorder: TraceRecorder, wholes: list[Whole]) -> None:
         self._plan = plan
         self._recorder = recorder
         self._collectives = Collectives(recorder)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.graph.recorder import Recorder
 from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import update_node_meta
 from wholestep.ir.shards import own_chunk
 from wholestep.ir.signature import InputKind
+from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.ir.user_location import user_location
 from wholestep.parallel.axes import axes_of
 from wholestep.parallel.collectives import Collectives
@@ -28,14 +28,13 @@ from wholestep.torch_private.dtensor import is_dtensor
 from wholestep.torch_private.pytrees import pytree
 
 if TYPE_CHECKING:
-    from wholestep.capture.objects.discover import World
-    from wholestep.capture.objects.swapped_state import StateTable
+    from wholestep.ir.trace_protocol import FoundObjects, TracedState
 
 
 class Session:
     """One trace under a plan."""
 
-    def __init__(self, plan: Plan, world: World, table: StateTable, recorder: Recorder) -> None:
+    def __init__(self, plan: Plan, world: FoundObjects, table: TracedState, recorder: TraceRecorder) -> None:
         self._plan = plan
         self._depth = 0
         self.collectives = Collectives(recorder)
