@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.graph.recorder import Nodes
 from wholestep.capture.graph.refusals import opaque_view
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.errors import UnsupportedError
+from wholestep.ir.trace_protocol import TracedNodes
 from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
 
@@ -78,7 +78,7 @@ class Value:
 class Values:
     """The contents of every tensor of a trace, by identity of the fake."""
 
-    def __init__(self, nodes: Nodes, fake_mode: FakeTensorMode, shape_arg: Callable[[Any], Any]) -> None:
+    def __init__(self, nodes: TracedNodes, fake_mode: FakeTensorMode, shape_arg: Callable[[Any], Any]) -> None:
         self.paused = False
         """Operators that run now are our own arithmetic on metadata and are not recorded."""
         self._nodes = nodes

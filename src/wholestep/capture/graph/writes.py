@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
-from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import AliasError, OverlapError, UnsupportedError
 from wholestep.ir.effects import OperatorFacts, is_custom_operator
 from wholestep.ir.graphs import tensors_in
@@ -34,6 +33,7 @@ from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import bound_argument
 
 if TYPE_CHECKING:
+    from wholestep.capture.objects.swapped_state import Tracked
     from wholestep.capture.trace import Capture
 
 if TYPE_CHECKING:
