@@ -28,8 +28,8 @@ from wholestep.ir.dynamic_sizes import DynamicSizes
 from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
 from wholestep.ir.guard_specs import ArgumentSpec, GuardSpecs, ParamGroupSpec, ScalarCondition
+from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.io.result_tree import describe, describe_leaf
-from wholestep.ir.io.values import tensor_spec
 from wholestep.ir.known_values import ItemLeaf, Recipe
 from wholestep.ir.signature import (
     InputKind,
