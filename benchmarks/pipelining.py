@@ -26,14 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipelining"))
 from models import CASES, UNet, gpt2, numbers, t5, tokens
 
 from wholestep.pipelining import Balance, SplitPoint
-from wholestep.pipelining.build.assemble import assemble
-from wholestep.pipelining.build.calls import call_form
-from wholestep.pipelining.build.capture import Program, capture
-from wholestep.pipelining.build.cut import stages_by_marks
-from wholestep.pipelining.build.example_values import example_bytes
-from wholestep.pipelining.build.markers import annotate_split_points
-from wholestep.pipelining.build.modes import Modes
-from wholestep.pipelining.build.state import ModelState
+from wholestep.pipelining.build.call_form import call_form
+from wholestep.pipelining.build.capture import CapturedModel, capture
+from wholestep.pipelining.build.model_state import ModelState
+from wholestep.pipelining.build.pipeline import assemble
+from wholestep.pipelining.build.split_points import annotate_split_points, stages_by_marks
+from wholestep.pipelining.build.staged_graph import example_bytes
+from wholestep.pipelining.build.train_eval_modes import ModePrograms
 from wholestep.pipelining.planning.balance import choose_stages, node_costs
 
 
@@ -58,7 +57,9 @@ class Deep(nn.Module):
         return x
 
 
-def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: Any = None) -> tuple[Any, Program]:
+def captured(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: Any = None
+) -> tuple[Any, CapturedModel]:
     form = call_form(model, args, kwargs)
     with annotate_split_points(model, split or {}):
         return form, capture(model, form, args, kwargs, None)
@@ -76,14 +77,16 @@ def cutting(layers: int, stages: int) -> dict[str, Any]:
 
     nodes = len(program.graph.nodes)
     start, cpu = time.perf_counter(), time.process_time()
-    pipe = assemble(model, Modes("train", {"train": program}, {}), form, {}, "replicate", choose)
+    pipe = assemble(model, ModePrograms("train", {"train": program}, {}), form, {}, "replicate", choose)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     assert torch.equal(pipe(*args)[0], model(*args))
     times = {"cut_s": round(seconds, 2), "cut_cpu_s": round(cpu, 2), "export_s": round(exported, 1)}
     return {"nodes": nodes, "stages": pipe.num_stages, **times}
 
 
-def times(program: Program, model: nn.Module, args: Any, kwargs: Any, stage_of: dict[fx.Node, int]) -> list[float]:
+def times(
+    program: CapturedModel, model: nn.Module, args: Any, kwargs: Any, stage_of: dict[fx.Node, int]
+) -> list[float]:
     """Seconds of each stage, as the balance counts them."""
     balance = Balance(1)
     state = ModelState(model, [program.constants])

@@ -1,4 +1,4 @@
-"""Small models of the kinds that are hard to cut, each with inputs. Others import them: keep names and shapes."""
+"""Small models that are hard to cut, each with inputs. Other test files import them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class UNet(nn.Module):
 
 
 class InPlace(nn.Module):
-    """In-place operators right behind the cuts, on what was sent and on views of it."""
+    """In-place operators right after the cuts, on received values and views of them."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

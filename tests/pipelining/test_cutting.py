@@ -1,4 +1,4 @@
-"""Where a model is cut: marks, specs, policies and numbers of stages; and that the model itself is left alone."""
+"""Where a model is cut: markers, specs, policies and numbers of stages; the model itself is not changed."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_a_module_can_be_a_stage_of_its_own(both):
     assert layers_of(pipe) == [["0", "1"], ["2"], ["3", "4", "5"]]
 
 
-def test_marks_at_the_very_beginning_and_end_make_no_empty_stage():
+def test_markers_at_begin_and_end_create_no_empty_stage():
     spec = {"layers.0": SplitPoint.BEGINNING, "layers.3": SplitPoint.BEGINNING, "layers.5": SplitPoint.END}
     assert pipeline(Layers(), (X,), split_spec=spec).num_stages == 2
 
 
-def test_torchs_own_marks_and_split_points_are_understood():
+def test_markers_and_split_points_of_torch_are_accepted():
     from torch.distributed import pipelining as torchs
 
     class Marked(Layers):
@@ -82,7 +82,7 @@ def test_torchs_own_marks_and_split_points_are_understood():
     assert layers_of(pipeline(Layers(3), (X,), split_spec=spec)) == [["0", "1"], ["2"]]
 
 
-def test_a_policy_puts_marks_into_the_graph():
+def test_a_policy_inserts_markers_into_the_graph():
     def before_each_second_product(gm):
         products = [node for node in gm.graph.nodes if node.target is torch.ops.aten.linear.default]
         for node in products[2::2]:
@@ -98,14 +98,14 @@ def test_a_policy_puts_marks_into_the_graph():
     assert Pipe.from_tracing(model, (X,), split_policy=before_each_second_product).num_stages == 3
 
 
-def test_cuts_are_asked_for_in_one_way():
+def test_two_ways_to_cut_at_once_are_refused():
     with pytest.raises(PipelineError, match=r"both `split_spec` and `split_policy`"):
         pipeline(Layers(), (X,), split_spec={}, split_policy=lambda gm: gm)
     with pytest.raises(ValueError, match=r"both `split_spec` and `stages`"):
         pipeline(Layers(), (X,), split_spec={}, stages=2)
 
 
-def test_what_would_cut_nothing_and_arguments_of_other_kinds_are_named():
+def test_uncalled_modules_and_arguments_of_the_wrong_type_are_named():
     model = Layers()
     with pytest.raises(PipelineError, match=r"'layers', which the model does not call.*\n.*such as 'layers.5'"):
         pipeline(model, (X,), split_spec={"layers": SplitPoint.BEGINNING})
@@ -113,11 +113,11 @@ def test_what_would_cut_nothing_and_arguments_of_other_kinds_are_named():
     with pytest.raises(PipelineError, match=r"not a Tensor.\n.*write \(x,\)"):
         pipeline(model, X, stages=2)
     for stages in (0, "2"):
-        with pytest.raises(PipelineError, match="no number of stages"):
+        with pytest.raises(PipelineError, match="not a number of stages"):
             pipeline(model, (X,), stages=stages)
 
 
-def test_a_name_that_is_no_module_and_a_value_that_is_no_split_point_are_refused():
+def test_unknown_modules_and_split_points_are_refused():
     with pytest.raises(AttributeError, match=r"layers\.9.*nonexistent.*\n.*such as 'layers\.") as raised:
         annotate_split_points(Layers(), {"layers.9": SplitPoint.END})
     assert isinstance(raised.value, PipelineError)
@@ -137,7 +137,7 @@ def test_annotations_cut_and_can_be_undone():
     assert pipeline(model, (X,)).num_stages == 1
 
 
-def test_pipeline_leaves_the_model_and_the_inputs_as_they_were():
+def test_pipeline_does_not_change_the_model_or_the_inputs():
     model, (x,), _ = make("unet")
     model.down.eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -164,13 +164,13 @@ def test_stages_are_balanced_by_estimated_and_by_measured_times():
     assert halves == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
 
 
-def test_a_heavy_layer_gets_a_stage_of_its_own():
+def test_an_expensive_layer_gets_its_own_stage():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4096), nn.Linear(4096, 8))
     balance = Balance(3, costs=lambda node: float(node.args[1].meta["val"].numel()))
     assert [len(list(stage.parameters())) for stage in pipeline(model, (X,), stages=balance).stages] == [6, 2, 2]
 
 
-def test_no_stage_keeps_more_than_it_may():
+def test_no_stage_holds_more_than_max_bytes():
     model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     free = pipeline(model, (X,), stages=Balance(2, costs=lambda node: 1.0))
     assert [len(list(stage.parameters())) for stage in free.stages] == [4, 4]
@@ -180,7 +180,7 @@ def test_no_stage_keeps_more_than_it_may():
         pipeline(model, (X,), stages=Balance(2, max_bytes=1000))
 
 
-def test_the_balance_is_the_best_of_all_cuts():
+def test_the_balanced_cut_is_optimal():
     model = SkipMLP()
     costs = {"linear": 3.0, "tanh": 1.0, "linear_1": 5.0, "relu": 1.0, "linear_2": 2.0, "relu_1": 4.0, "linear_3": 1.0}
     order = [*costs, "mul", "add"]

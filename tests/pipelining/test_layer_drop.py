@@ -1,4 +1,4 @@
-"""Layer drop: a branch on a random number before each layer. Known where the probability is 0, refused above."""
+"""Layer drop: a branch on a random value before each layer. Captured for probability 0, refused above."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dropping(nn.Module):
         return x
 
 
-def test_a_probability_of_0_is_captured_and_draws_as_eager_does():
+def test_a_probability_of_0_is_captured_with_the_rng_calls_of_eager():
     model = Dropping(0.0)
     pipe = pipeline(model, (numbers(4, 8),), split_spec={"layers.2": SplitPoint.BEGINNING})
     for training in (True, False):
@@ -46,7 +46,7 @@ def test_a_probability_above_0_is_refused_with_the_line():
         pipeline(Dropping(0.1), (numbers(4, 8),), stages=2)
 
 
-def test_a_pipe_from_evaluation_says_which_line_stops_training():
+def test_a_pipe_captured_in_eval_names_the_line_that_prevents_training():
     pipe = pipeline(Dropping(0.1).eval(), (numbers(4, 8),), stages=2)
     pipe.train()
     with pytest.raises(PipelineModeError, match=r"no graph for training.*test_layer_drop\.py:\d+ in forward"):

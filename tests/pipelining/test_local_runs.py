@@ -1,4 +1,4 @@
-"""A pipe run in one process: outputs, gradients and buffers are those of the model, to the bit, in both modes."""
+"""A pipe in one process: outputs, gradients and buffers are bitwise equal to those of the model, in both modes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_like_eager(pipe: Pipe, model: nn.Module, args: Any, kwargs: Any) -> N
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipe_gives_the_outputs_gradients_and_buffers_of_the_model_in_both_modes(name):
+def test_outputs_gradients_and_buffers_equal_those_of_the_model_in_both_modes(name):
     model, args, kwargs = make(name)
     before = copy.deepcopy(model.state_dict())
     pipe = pipeline(model, args, kwargs, split_spec=CASES[name].split)
@@ -57,7 +57,7 @@ def test_a_pipe_gives_the_outputs_gradients_and_buffers_of_the_model_in_both_mod
 
 
 @pytest.mark.parametrize("name", ["skip", "two_tower", "unet", "moe"])
-def test_the_same_graph_takes_a_smaller_batch(name):
+def test_the_same_graph_runs_a_smaller_batch(name):
     model, args, kwargs = make(name)
     pipe = pipeline(model, args, kwargs, split_spec=CASES[name].split)
     smaller = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:-1], (args, kwargs))
@@ -79,7 +79,7 @@ def assert_together_the_models(pipe: Pipe, model: nn.Module) -> None:
     assert all(together[key].data_ptr() == wanted[key].data_ptr() for key in wanted)
 
 
-def test_the_routing_table_has_neighbours_that_agree_and_inputs_in_signature_order():
+def test_neighbours_agree_on_values_and_inputs_are_in_signature_order():
     model, args, kwargs = make("two_tower")
     routing = pipeline(model, args, kwargs).routing
     assert routing.inputs[0] == ("query", "item", "weight")

@@ -23,12 +23,12 @@ from wholestep.pipelining import (
     pipeline,
     stage_backward,
 )
-from wholestep.pipelining.build.backward import stage_backward_input, stage_backward_weight
+from wholestep.pipelining.run.microbatch_backward import stage_backward_input, stage_backward_weight
 from wholestep.torch_private.pytrees import pytree
 
 
 class WithLoss(LossWrapper):
-    """Any model; what it returns is in the result beside the loss."""
+    """Any model; its result is returned together with the loss."""
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The loss and the results."""
@@ -52,7 +52,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "sharing"), [*((name, "replicate") for name in CASES), ("skip", "transmit"), ("gpt2", "transmit")]
 )
-def test_a_call_leaves_the_gradients_of_autograd(name, sharing):
+def test_a_call_accumulates_the_gradients_of_autograd(name, sharing):
     inner, args, kwargs = make(name)
     model = WithLoss(inner, mean_of_squares)
     before = copy.deepcopy(model.state_dict())
@@ -91,7 +91,7 @@ class Skips(nn.Module):
 
 
 @pytest.mark.parametrize("sharing", ["replicate", "transmit"])
-def test_arguments_that_want_gradients_get_them(sharing):
+def test_arguments_that_require_gradients_get_them(sharing):
     model, targets = Skips(), torch.randn(2, 4)
     x = torch.randn(2, 4, requires_grad=True)
     pipe = pipeline(model, (x, targets), multi_use_params=sharing, loss=(True, False))
@@ -104,7 +104,7 @@ def test_arguments_that_want_gradients_get_them(sharing):
     assert_same(found_x, x.grad)
 
 
-def test_gradients_go_on_into_what_made_an_argument():
+def test_gradients_flow_into_the_graph_of_an_argument():
     model, before, targets = Skips(), nn.Linear(4, 4), torch.randn(2, 4)
     x = torch.randn(2, 4)
     pipe = pipeline(model, (x.requires_grad_(), targets), loss=(True, False))
@@ -115,7 +115,7 @@ def test_gradients_go_on_into_what_made_an_argument():
     assert_same(found, gradients(before))
 
 
-def test_calls_add_up_gradients_as_backward_does():
+def test_calls_accumulate_gradients_as_backward_does():
     model, x, targets = Skips(), torch.randn(2, 4), torch.randn(2, 4)
     pipe = pipeline(model, (x, targets), loss=[True, False])
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_calls_add_up_gradients_as_backward_does():
     assert_same(found, gradients(model))
 
 
-def test_without_gradients_nothing_runs_backward():
+def test_no_backward_runs_under_no_grad():
     model, x, targets = Skips(), torch.randn(2, 4), torch.randn(2, 4)
     pipe = pipeline(model, (x, targets), loss=(True, False))
     with torch.no_grad():
@@ -325,27 +325,27 @@ MISFITS = [
 
 @pytest.mark.parametrize(("form", "spec", "shown"), MISFITS)
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_a_spec_that_does_not_fit_is_answered_with_one_that_does(form, spec, shown, symbolic):
+def test_an_invalid_spec_raises_with_a_valid_one(form, spec, shown, symbolic):
     with pytest.raises(PipelineLossError) as caught:
         cut(Returns(form), spec, symbolic)
     assert shown in caught.value.fix
     assert isinstance(caught.value, RuntimeError)  # PiPPy's
 
 
-def test_a_loss_is_one_number_with_a_gradient():
+def test_a_loss_is_a_scalar_that_requires_a_gradient():
     with pytest.raises(PipelineLossError, match=r"shape \[2, 4\]"):
         pipeline(Returns(as_dict), (torch.randn(2, 4),), loss={"loss": False, "out": True})
     frozen = Returns(only_loss).requires_grad_(False)
-    with pytest.raises(PipelineLossError, match="no parameter has a gradient"):
+    with pytest.raises(PipelineLossError, match="does not depend on a parameter"):
         pipeline(frozen, (torch.randn(2, 4),), loss=True)
 
 
-def test_a_loss_wrapper_says_what_to_write():
+def test_a_loss_wrapper_without_forward_says_what_to_implement():
     with pytest.raises(NotImplementedError, match="implement forward"):
         LossWrapper(nn.Linear(2, 2), nn.MSELoss())(1)
 
 
-def test_stage_backward_leaves_out_what_has_no_gradient_and_takes_nested_values():
+def test_stage_backward_ignores_outputs_without_gradient_and_accepts_pytrees():
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     output = {"a": (x * y), "b": [x.exp(), torch.tensor(2)]}
     given = stage_backward(output, {"a": torch.ones(3), "b": [None, None]}, [(x, 1), y])
@@ -355,14 +355,14 @@ def test_stage_backward_leaves_out_what_has_no_gradient_and_takes_nested_values(
     assert x.grad is None
 
 
-def test_stage_backward_begins_at_edges_of_autograd_too():
+def test_stage_backward_starts_at_gradient_edges_too():
     x = torch.randn(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x * 3)
     (found,) = stage_backward((edge, None), (torch.ones(3), None), (x,))
     assert_same(found, torch.full((3,), 3.0))
 
 
-def test_a_backward_in_two_halves_adds_up_to_one():
+def test_input_and_weight_backward_add_up_to_a_whole_backward():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
     gradient = torch.randn(2, 4)
     of_inputs, rest = stage_backward_input([model(x)], [gradient], ["no tensor", x], model.parameters())

@@ -11,8 +11,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 import wholestep as ws
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs
-from wholestep.pipelining.planning.stage_measures import measure_costs
+from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs, measure_costs
 from wholestep.simulate.cost_model import Machine
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
 from wholestep.torch_private import pipelining as compat
@@ -48,7 +47,7 @@ def plan(pipes) -> ws.pipelining.Plan:
     return ws.pipelining.plan(Blocks(), 4, cut=pipes.__getitem__, stages_per_rank=(1, 2), microbatches=(4, 8, 16))
 
 
-def test_costs_are_the_arithmetic_of_products_and_what_autograd_keeps(pipes):
+def test_costs_are_matmul_flops_and_the_bytes_that_autograd_saves(pipes):
     machine = Machine(flops=1e9, memory=1e30, launch=0.0)
     costs = estimate_costs(pipes[4], machine)
     rows, width, blocks = 16, 32, 2
@@ -57,10 +56,10 @@ def test_costs_are_the_arithmetic_of_products_and_what_autograd_keeps(pipes):
     assert inner.forward == pytest.approx(blocks * 2 * product)
     assert inner.backward_input == pytest.approx(blocks * 2 * product)
     assert inner.backward_weight == pytest.approx(blocks * 2 * product)
-    assert costs[0].backward_input == 0  # nobody wants the gradient of the model's input: all of it is W
+    assert costs[0].backward_input == 0  # the model's input requires no gradient: the whole backward is W
     assert inner.parameter_bytes == blocks * 4 * (2 * 4 * width * width + 5 * width)
-    kept = 4 * rows * (width + 4 * width + 4 * width)  # input, before and after GELU
-    assert inner.activation_bytes == blocks * kept
+    saved = 4 * rows * (width + 4 * width + 4 * width)  # input, before and after GELU
+    assert inner.activation_bytes == blocks * saved
     assert inner.arriving_bytes == inner.arriving_back_bytes == 4 * rows * width
     assert (costs[0].arriving_bytes, costs[-1].arriving_back_bytes) == (0, 0)
 
@@ -106,10 +105,10 @@ def test_more_microbatches_than_rows_are_left_out(pipes):
     assert plan.left_out == {"GPipe, 4 stages, 16 microbatches": "the batch has 8 rows."}
 
 
-def test_a_plan_in_which_nothing_can_be_made_says_why(pipes):
+def test_a_plan_without_a_possible_schedule_says_why(pipes):
     plan = ws.pipelining.plan(pipes[4], 4, batch=8, schedules=["GPipe"], microbatches=(16,))
-    assert str(plan) == "no schedule can be made\n  GPipe, 4 stages, 16 microbatches: the batch has 8 rows."
-    with pytest.raises(ScheduleError, match=r"no schedule can be made\. GPipe, .*: the batch has 8 rows\."):
+    assert str(plan) == "no schedule is possible\n  GPipe, 4 stages, 16 microbatches: the batch has 8 rows."
+    with pytest.raises(ScheduleError, match=r"no schedule is possible\. GPipe, .*: the batch has 8 rows\."):
         _ = plan.best
 
 
@@ -125,7 +124,7 @@ def test_a_model_is_cut_by_the_plan_itself():
     assert {(each.schedule, each.stages) for each in plan.choices} == {("1F1B", 2), ("LoopedBFS", 4)}
 
 
-def test_costs_of_ones_own_are_taken(pipes):
+def test_custom_costs_are_used(pipes):
     own = [StageCosts(1.0, 1.0, 1.0, 10, 0, 100, 0, 0)] * 4
     fast = Machine(launch=0.0, link=float("1e30"))
     plan = ws.pipelining.plan(pipes[4], 4, costs=lambda pipe: own, machine=fast, schedules=["1F1B"], microbatches=(8,))
@@ -133,7 +132,7 @@ def test_costs_of_ones_own_are_taken(pipes):
     assert plan.best.peak_bytes == 10 * 4 + 4 * 100
 
 
-def test_measured_costs_leave_the_model_as_it_was():
+def test_measuring_costs_does_not_change_the_model():
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +157,7 @@ def test_measured_costs_leave_the_model_as_it_was():
         ws.pipelining.plan(pipe, 2, costs="guessed")
 
 
-def test_the_table_has_a_row_per_choice_plain_and_for_rich(plan):
+def test_the_table_has_a_row_per_choice_as_text_and_for_rich(plan):
     import rich.console
 
     lines = str(plan).splitlines()
@@ -169,13 +168,13 @@ def test_the_table_has_a_row_per_choice_plain_and_for_rich(plan):
     assert out.getvalue().count("ZBVZeroBubble") == str(plan).count("ZBVZeroBubble") > 0
 
 
-def test_stages_that_ranks_cannot_share_are_refused(pipes):
-    with pytest.raises(OptionError, match="4 stages cannot be shared by 3 ranks"):
+def test_stages_that_cannot_be_divided_among_ranks_are_refused(pipes):
+    with pytest.raises(OptionError, match="4 stages cannot be divided evenly among 3 ranks"):
         ws.pipelining.plan(pipes[4], 3)
     with pytest.raises(OptionError, match="ranks=0"):
         ws.pipelining.plan(pipes[4], 0)
     for model, how in ((Blocks(), "estimated"), (pipes[4], "measured")):
-        with pytest.raises(OptionError, match="with a microbatch"):
+        with pytest.raises(OptionError, match="requires a microbatch"):
             ws.pipelining.plan(model, 4, costs=how)
 
 
@@ -190,17 +189,17 @@ def test_a_check_returns_the_timeline_of_names_lists_and_torchs_objects(pipes):
     assert len(pipes[8].check("Interleaved1F1B", ranks=2, microbatches=4).schedule.ranks) == 2
 
 
-def test_a_check_does_not_guess_how_many_ranks_there_are(pipes):
+def test_a_check_does_not_guess_the_number_of_ranks(pipes):
     with pytest.raises(OptionError, match=r"8 stages on different numbers of ranks.\n.*one of 1, 2, 4, 8"):
         pipes[8].check("Interleaved1F1B")
-    with pytest.raises(ScheduleError, match="8 stages cannot be shared by 3 ranks"):
+    with pytest.raises(ScheduleError, match="8 stages cannot be divided evenly among 3 ranks"):
         pipes[8].check("interleaved1f1b", ranks=3)
     with pytest.raises(OptionError, match="no schedule '2F2B'"):
         pipes[8].check("2F2B")
     assert len(pipes[4].check("1f1b").schedule.ranks) == 4
 
 
-def test_memory_may_be_a_text(pipes):
+def test_memory_may_be_a_string(pipes):
     assert pipes[4].check("1F1B", memory="16GB").deadlock is None
     with pytest.raises(ScheduleError, match="MiB on rank 0"):
         pipes[4].check("1F1B", memory="1KiB")
@@ -210,7 +209,7 @@ def test_memory_may_be_a_text(pipes):
     assert [choice.fits for choice in found.choices] == [True]
 
 
-def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
+def test_a_check_refuses_a_deadlock_and_names_the_blocked_ranks(pipes):
     by_hand = with_communication(named_schedule("1F1B", 4, 8).compute_only(), "late")
     assert pipes[4].check(by_hand).deadlock is None
     with pytest.raises(ScheduleError, match="rank 0 is blocked at 0SEND_F3, waiting for 1RECV_F3 of rank 1") as caught:
@@ -218,13 +217,13 @@ def test_a_check_refuses_a_deadlock_and_says_who_waits_for_whom(pipes):
     assert caught.value.timeline.deadlock is not None
 
 
-def test_a_check_refuses_what_does_not_fit(pipes):
+def test_a_check_refuses_a_schedule_that_does_not_fit(pipes):
     needed = max(pipes[4].check("1F1B", microbatches=8).peak_bytes)
     assert pipes[4].check("1F1B", microbatches=8, memory=needed)
     with pytest.raises(ScheduleError, match=r"1F1B needs .* MiB on rank 0, .* 4 activations are alive"):
         pipes[4].check("1F1B", microbatches=8, memory=needed - 1)
 
 
-def test_a_check_refuses_a_schedule_for_other_stages(pipes):
+def test_a_check_refuses_a_schedule_for_another_number_of_stages(pipes):
     with pytest.raises(ScheduleError, match="GPipe has 3 stages, the pipe has 4"):
         pipes[4].check("GPipe", ranks=3, microbatches=4)

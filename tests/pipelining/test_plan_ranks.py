@@ -1,4 +1,4 @@
-"""A check and a recording where schedules really run: on ranks, over stages of a pipe."""
+"""A check and a recording on ranks, over stages of a pipe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_a_rank(rank: int, pipes: dict[str, ws.pipelining.Pipe]) -> dict[str, tupl
     return found
 
 
-def test_every_rank_checks_the_schedule_that_it_then_runs():
+def test_every_rank_checks_the_schedule_that_it_runs():
     pipes = {name: cut(2 if name == "1F1B" else 4) for name in NAMES}
     found = run_ranks(on_a_rank, 2, pipes)
     for name in NAMES:
@@ -62,7 +62,7 @@ def test_every_rank_checks_the_schedule_that_it_then_runs():
 
 
 class Kept:
-    """What autograd keeps alive, each memory once: now, and at most."""
+    """The bytes that autograd saves, each storage once: current and peak."""
 
     def __init__(self, there: set[int]) -> None:
         self.there, self.alive = there, Counter()
@@ -97,13 +97,13 @@ def most_kept(rank: int, pipe: ws.pipelining.Pipe, microbatches: int) -> tuple[i
     return kept.most, kept.now
 
 
-def test_a_rank_keeps_as_many_bytes_as_predicted_and_beside_them_what_the_loss_keeps():
+def test_a_rank_saves_the_predicted_bytes_plus_those_of_the_loss():
     pipe, microbatches = cut(2), 3
     (first, first_left), (last, last_left) = run_ranks(most_kept, 2, pipe, microbatches)
     activations = [each.activation_bytes for each in estimate_costs(pipe)]
     size = pipeline.Bytes(activation=activations)
     predicted = pipeline.simulate("GPipe", bytes=size, ranks=2, microbatches=microbatches).peak_bytes
-    target, heads = microbatches * 2 * 4 * 4, microbatches * 128  # what arrives lies behind the head of its message
+    target, heads = microbatches * 2 * 4 * 4, microbatches * 128  # received values are in buffers with a header
     assert first == predicted[0]
     assert predicted[1] <= last <= predicted[1] + target + heads
     assert first_left == last_left == 0

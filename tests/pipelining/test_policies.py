@@ -12,7 +12,7 @@ from torch import nn
 
 from wholestep.errors import OptionError
 from wholestep.pipelining import Pipe, pipeline, split_into_equal_size, split_on_size_threshold
-from wholestep.pipelining.build.policies import places_by_threshold, places_of_equal_size
+from wholestep.pipelining.build.split_points import places_by_threshold, places_of_equal_size
 
 
 class Shared(nn.Module):
@@ -46,7 +46,7 @@ def test_each_large_operator_becomes_a_stage(policy, with_example):
     assert pipe.num_stages == 5
 
 
-def test_one_stage_is_no_cut_and_too_many_are_refused():
+def test_one_stage_has_no_cut_and_too_many_stages_are_refused():
     x = torch.randn(4, 8)
     assert pipeline(Shared(), (x,), split_policy=split_into_equal_size(1)).num_stages == 1
     with pytest.raises(OptionError, match="5 operators have parameters"):
@@ -57,7 +57,7 @@ def test_one_stage_is_no_cut_and_too_many_are_refused():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
-def test_the_largest_stage_is_the_smallest_that_can_be(sizes, stages):
+def test_the_largest_stage_is_as_small_as_possible(sizes, stages):
     assume(sum(size > 0 for size in sizes) >= stages)
     places = places_of_equal_size(sizes, stages)
     assert len(places) == stages - 1

@@ -82,5 +82,5 @@ def round_trip(rank: int, folder: Path, four: Pipe, two: Pipe) -> None:
         torch.testing.assert_close(result, model.eval()(ids))
 
 
-def test_pipeline_to_plain_model_to_another_number_of_stages(tmp_path):
+def test_a_checkpoint_loads_into_the_model_and_another_number_of_stages(tmp_path):
     run_ranks(round_trip, 2, tmp_path, cut("layers.0", "layers.2", "head"), cut("layers.1"))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import wholestep as ws
-from pipelining.hand_made import HandMade
+from pipelining.manual_pipes import HandMade
 from ranks import run_ranks
 from wholestep.errors import PlanError, StageError
 from wholestep.pipelining import MultiUseParameterConfig, SharedParameter, build_stage, clip_grad_norm_, schedule
@@ -131,7 +131,7 @@ def tied_stay_equal(stages: list[Any], group: Any) -> None:
     assert torch.equal(first, last)
 
 
-def test_tied_weights_are_summed_once_and_stay_equal_and_clipping_is_over_all_stages():
+def test_tied_gradients_are_summed_once_and_clipping_is_over_all_stages():
     run_ranks(train, 2, [("Interleaved1F1B", False, ""), ("InterleavedZeroBubble", True, ""), ("DualPipeV", False, "")])
 
 
@@ -141,7 +141,7 @@ def test_data_parallelism_inside_stages_is_reduced_once_a_step():
 
 
 def without_a_schedule(rank: int) -> None:
-    """Norms of other orders, norms that are not finite, and what is refused."""
+    """Norms of other orders, non-finite norms, and invalid options."""
     pipe = HandMade([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     stage = build_stage(pipe, rank, "cpu")
     for order in (1.0, 3.0, float("inf")):
@@ -163,5 +163,5 @@ def without_a_schedule(rank: int) -> None:
         build_stage(pipe, rank, "cpu", data_parallel=ws.FullyShard(mesh, modules=["linear"]))
 
 
-def test_norms_of_other_orders_and_what_is_refused():
+def test_norms_of_other_orders_and_invalid_options():
     run_ranks(without_a_schedule, 2)

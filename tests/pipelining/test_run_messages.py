@@ -1,4 +1,4 @@
-"""Values come out of a message as they went in: dtypes, shapes, strides, and which of them are absent."""
+"""Values round-trip through messages: dtypes, shapes, strides, and absent values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from wholestep.errors import StageError
 from wholestep.pipelining.run import messages
-from wholestep.pipelining.run.messages import Layout, Packet, Size, check_values, is_dense, layout_of, unpack
+from wholestep.pipelining.run.messages import (
+    MessageLayout,
+    MicrobatchSize,
+    Packet,
+    check_values,
+    is_dense,
+    layout_of,
+    unpack,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
@@ -36,13 +44,13 @@ def same(ours: torch.Tensor, given: torch.Tensor) -> None:
 
 
 @given(st.lists(tensors(), max_size=4), st.booleans(), st.data())
-def test_what_goes_in_comes_out(values, large, data):
+def test_a_message_round_trips(values, large, data):
     limit = messages._LARGE
     messages._LARGE = -1 if large else limit
     try:
-        layout = layout_of(values, Size(0.5, 3), gradients=False)
-        assert layout.fits(values, Size(0.5, 3), False)
-        assert Layout.read(layout.write()) == layout
+        layout = layout_of(values, MicrobatchSize(0.5, 3), gradients=False)
+        assert layout.fits(values, MicrobatchSize(0.5, 3), False)
+        assert MessageLayout.read(layout.write()) == layout
         sent, came = Packet(layout, CPU, receives=False), Packet(layout, CPU, receives=True)
         absent = [data.draw(st.booleans()) for _ in values]
         for missing in (absent, [False] * len(values)):  # the memory is used again, and nothing of before is left
@@ -59,35 +67,35 @@ def test_what_goes_in_comes_out(values, large, data):
 
 
 @given(st.lists(tensors(), max_size=4))
-def test_a_message_that_was_not_expected_brings_its_description(values):
-    layout = layout_of(values, Size(), gradients=True)
+def test_an_unexpected_message_carries_its_description(values):
+    layout = layout_of(values, MicrobatchSize(), gradients=True)
     described = layout.write()
     packet = Packet(layout.together, CPU, front=len(described), receives=False)
     packet.describe(described)
     (extra,) = packet.fill(values)
-    usual, came = Packet(Layout(), CPU, receives=False), Packet(Layout(), CPU, receives=True)
+    usual, came = Packet(MessageLayout(), CPU, receives=False), Packet(MessageLayout(), CPU, receives=True)
     for target, source in zip(came.received(), usual.announce(len(described), extra.numel()), strict=True):
         target.copy_(source)
     front, length = came.read_lengths()
     assert length == extra.numel()
-    read = Layout.read(bytes(extra[:front].tolist()))
+    read = MessageLayout.read(bytes(extra[:front].tolist()))
     assert read == layout
     for found, value in zip(unpack(extra, read.together, front), values, strict=True):
         same(found, value)
 
 
-def test_another_shape_dtype_stride_gradient_or_weight_does_not_fit():
+def test_another_shape_dtype_stride_gradient_or_weight_does_not_match():
     value = torch.randn(2, 3)
-    layout = layout_of([value], Size(), gradients=True)
-    assert layout.fits([torch.randn(2, 3)], Size(), True)
+    layout = layout_of([value], MicrobatchSize(), gradients=True)
+    assert layout.fits([torch.randn(2, 3)], MicrobatchSize(), True)
     others = [torch.randn(2, 2), value.double(), torch.randn(3, 2).t(), torch.randn(2, 3, requires_grad=True)]
-    assert not any(layout.fits([other], Size(), True) for other in others)
-    assert not layout.fits([value], Size(0.5), True)
-    assert not layout.fits([value], Size(rows=2), True)
-    assert not layout.fits([value, value], Size(), True)
+    assert not any(layout.fits([other], MicrobatchSize(), True) for other in others)
+    assert not layout.fits([value], MicrobatchSize(0.5), True)
+    assert not layout.fits([value], MicrobatchSize(rows=2), True)
+    assert not layout.fits([value, value], MicrobatchSize(), True)
 
 
 @pytest.mark.parametrize("value", [3, None, torch.eye(2).to_sparse()])
-def test_only_dense_tensors_travel(value):
+def test_only_dense_tensors_can_be_sent(value):
     with pytest.raises(StageError, match="only dense tensors"):
         check_values([torch.ones(1), value], 1)

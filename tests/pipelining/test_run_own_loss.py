@@ -1,4 +1,4 @@
-"""A model that returns its loss, on ranks: the schedule takes the loss that `pipeline` was told of."""
+"""A model that returns its loss, on ranks: the schedule uses the loss that `pipeline` was given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(rank: int, pipe: Pipe, model: nn.Module, x: torch.Tensor, y: torch.Ten
             torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-def test_a_schedule_without_a_loss_function_takes_the_loss_of_the_pipe():
+def test_a_schedule_without_loss_fn_uses_the_loss_of_the_pipe():
     torch.manual_seed(0)
     model, x, y = Training(), torch.randn(8, 6), torch.randn(8, 6)
     pipe = pipeline(model, (x[:2], y[:2]), loss="total")

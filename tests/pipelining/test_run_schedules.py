@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _ScheduleForwardOnly, get_schedule_class
 
 import wholestep as ws
-from pipelining.hand_made import HandMade
+from pipelining.manual_pipes import HandMade
 from ranks import run_ranks
 from wholestep.errors import OptionError, PipelineInputError, ScheduleError, StageError
 from wholestep.pipelining import Stage, TensorChunkSpec, build_stage
@@ -161,7 +161,7 @@ class Ranked(nn.Module):
 
 
 def without_gradients(rank: int) -> None:
-    """A value that no gradient comes back along: parameters behind it have none, as in eager. Then frozen stages."""
+    """A value without a gradient: parameters before it get none, as in eager. Then frozen stages."""
     for large in (messages._LARGE, 0):
         with mock.patch.object(messages, "_LARGE", large):
             pipe = HandMade([Loses(), Ranked()])
@@ -304,11 +304,13 @@ def with_whole_arguments(rank: int) -> None:
         if rank == 1:
             torch.testing.assert_close(result, pipe(x, scale, shift))
     if rank == 0:
-        with pytest.raises(PipelineInputError, match=r"argument 1 has 1 rows.*\n.*None for one that every"):
+        with pytest.raises(
+            PipelineInputError, match=r"argument 1 has 1 rows.*\n.*None for an argument that is passed whole"
+        ):
             ws.pipelining.schedule("GPipe", stage, 4).step(x, scale, shift=shift)
 
 
-def test_arguments_that_every_microbatch_gets_whole():
+def test_arguments_that_are_passed_whole_to_every_microbatch():
     run_ranks(with_whole_arguments, 2)
 
 

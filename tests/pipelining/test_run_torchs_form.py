@@ -1,4 +1,4 @@
-"""Stages built in torch's form, with a module of the user's own for the stage, and torch's names beside ours."""
+"""Stages built in torch's form with the user's own module, and torch's public names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tied(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """What a wrapper such as DistributedDataParallel does: parameters have other names."""
+    """A wrapper that renames parameters, as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ def test_torchs_form_of_build_stage_trains_and_sums_tied_gradients(wrapped):
     assert torch.equal(first, second)
 
 
-def test_information_that_no_pipe_made_is_refused():
+def test_a_pipe_info_without_its_pipe_is_refused():
     info = ours.PipeInfo(torch.fx.Graph(), 2, False)
-    with pytest.raises(StageError, match=r"give pipe\.info"):
+    with pytest.raises(StageError, match=r"pass pipe\.info"):
         ours.build_stage(nn.Linear(2, 2), 0, info, torch.device("cpu"))
 
 
-def test_the_public_names_of_torch_are_here_too():
+def test_the_public_names_of_torch_are_exported():
     assert set(torchs.__all__) <= set(ours.__all__)
     assert all(hasattr(ours, name) for name in ours.__all__)

@@ -1,4 +1,4 @@
-"""A tied weight that is copied or sent, checkpointed and autocast blocks, a late input, a value returned twice."""
+"""A replicated or transmitted tied weight, checkpoint and autocast regions, a late input, a value returned twice."""
 
 from __future__ import annotations
 
@@ -93,6 +93,6 @@ def train(rank: int, cases: list[tuple[str, bool, Pipe]]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["replicate", "transmit"])
-def test_weights_of_several_stages_train_like_eager(mode):
+def test_parameters_shared_by_stages_train_like_eager(mode):
     cases = [("Interleaved1F1B", False), ("InterleavedZeroBubble", False), ("ZBVZeroBubble", True)]
     run_ranks(train, 2, [(kind, autocast, cut(mode, autocast)) for kind, autocast in cases])

@@ -1,4 +1,4 @@
-"""`Pipe.from_tracing` without an example call, `PipeSequential` and chunk specs: what code for PiPPy relies on."""
+"""`Pipe.from_tracing` without an example call, `PipeSequential` and chunk specs, as code for PiPPy uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wholestep.pipelining import (
     pipeline,
     split_args_kwargs_into_chunks,
 )
-from wholestep.pipelining.build.backward import null_coalesce_accumulate
+from wholestep.pipelining.build.loss_and_backward import null_coalesce_accumulate
 
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
 
@@ -64,7 +64,7 @@ def assert_gradients_of_autograd(model: nn.Module, pipe: Pipe, *args: Any) -> No
 
 
 @pytest.mark.parametrize("spec", [None, TRANSMIT, REPLICATE, {"weight": REPLICATE}])
-def test_a_traced_pipe_gives_what_the_model_gives_and_its_gradients(spec):
+def test_results_and_gradients_of_a_traced_pipe_equal_those_of_the_model(spec):
     model, x = Model(), torch.randn(3, 6)
     before = set(vars(model))
     assert torch.equal(Pipe.from_tracing(model, spec)(x), model(x))
@@ -73,7 +73,7 @@ def test_a_traced_pipe_gives_what_the_model_gives_and_its_gradients(spec):
     assert set(vars(model)) == before
 
 
-def test_names_inside_are_those_of_pippy_and_the_state_has_those_of_the_model():
+def test_a_traced_pipe_has_names_of_pippy_and_a_state_dict_of_the_model():
     model = Model()
     pipe = Pipe.from_tracing(model, REPLICATE)
     assert pipe.replicated_params == [
@@ -87,11 +87,11 @@ def test_names_inside_are_those_of_pippy_and_the_state_has_those_of_the_model():
     other = Model()
     Pipe.from_tracing(other).load_state_dict(pipe.state_dict())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
-    with pytest.raises(PipelineError, match="nothing with the name"):
+    with pytest.raises(PipelineError, match="no module or tensor named"):
         pipe.remap_qualname("split_gm.submod_0.other")
 
 
-def test_what_no_stage_uses_stays_in_the_state():
+def test_unused_state_stays_in_the_state_dict():
     model = Model()
     model.spare = nn.BatchNorm1d(3)
     pipe = Pipe.from_tracing(model)
@@ -100,7 +100,7 @@ def test_what_no_stage_uses_stays_in_the_state():
     assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
 
 
-def test_without_a_loss_autograd_goes_through_the_whole_pipe():
+def test_without_a_loss_autograd_spans_the_whole_pipe():
     model, x = Model(), torch.randn(3, 6)
     Pipe.from_tracing(model)(x).sum().backward()
     found = gradients(model)
@@ -109,7 +109,7 @@ def test_without_a_loss_autograd_goes_through_the_whole_pipe():
     torch.testing.assert_close(found, gradients(model))
 
 
-def test_values_of_several_tensors_cross_cuts_and_their_gradients_come_back():
+def test_nested_values_cross_cuts_with_their_gradients():
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +129,7 @@ def test_values_of_several_tensors_cross_cuts_and_their_gradients_come_back():
     assert_gradients_of_autograd(model, pipe, x)
 
 
-def test_a_value_that_later_stages_use_without_gradient_and_a_parameter_that_is_returned():
+def test_a_value_used_without_gradient_and_a_returned_parameter():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +154,7 @@ def test_a_value_that_later_stages_use_without_gradient_and_a_parameter_that_is_
     assert torch.equal(pipe(x)[1], model.weight)
 
 
-def test_a_stage_that_writes_its_input_is_told_where_that_works():
+def test_a_stage_that_writes_its_input_raises_with_a_hint():
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +192,7 @@ def test_a_sequential_is_cut_between_its_modules_and_a_repeated_one_is_shared():
     assert_gradients_of_autograd(with_loss, Pipe.from_tracing(with_loss), x, torch.randn(2, 4))
 
 
-def test_marks_around_modules_that_are_single_nodes_cut():
+def test_markers_around_leaf_modules_cut():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(2, 4)
     with annotate_split_points(model, {"1": SplitPoint.BEGINNING | SplitPoint.END}):
         pipe = Pipe.from_tracing(model)
@@ -218,7 +218,7 @@ def test_a_policy_a_tracer_and_a_copy():
     assert pipe.split_gm.submod_1.moved_2_weight is not model[2].weight
 
 
-def test_arguments_are_bound_as_the_model_binds_them():
+def test_arguments_are_bound_to_the_signature_of_the_model():
     class Add(nn.Module):
         def forward(self, x, y=2):
             return operator.add(x, y)
@@ -238,7 +238,7 @@ def test_an_example_call_gives_a_pipe_for_ranks():
         Pipe.from_tracing(model).build_stage(0, "cpu")
 
 
-def test_the_last_form_of_pippy_cuts_a_whole_batch_into_chunks():
+def test_num_chunks_of_pippy_splits_a_whole_batch():
     model, x = Model(), torch.randn(6, 6)
     for pipe in (
         Pipe.from_tracing(model, 3, example_args=(x,)),
@@ -271,12 +271,12 @@ def test_a_module_in_a_split_wrapper_begins_or_ends_a_stage(capture):
         ({"return_to_0": True}, "results stay in the last stage"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, said):
+def test_invalid_tracing_options_are_refused(options, said):
     with pytest.raises(PipelineError, match=said):
         Pipe.from_tracing(Model(), **options)
 
 
-def test_the_graph_of_stages_is_not_called_and_copies_are_apart():
+def test_split_gm_cannot_be_called_and_copies_are_independent():
     model, x = Model(), torch.randn(3, 6)
     pipe = Pipe.from_tracing(model)
     with pytest.raises(RuntimeError, match="invoke the Pipe object directly"):
@@ -295,7 +295,7 @@ class Batch(NamedTuple):
     number: Any
 
 
-def test_none_in_a_chunk_spec_gives_the_whole_value_and_specs_go_by_name():
+def test_none_in_a_chunk_spec_passes_the_whole_value_and_specs_match_by_name():
     x, y, batch = torch.randn(4, 3), torch.randn(3, 4), Batch(torch.randn(4, 2), 42)
     args, kwargs = split_args_kwargs_into_chunks(
         (x,),
@@ -314,7 +314,7 @@ def test_none_in_a_chunk_spec_gives_the_whole_value_and_specs_go_by_name():
 
 
 @pytest.mark.parametrize("spec", [{"x": TensorChunkSpec(0)}, {"batch": (TensorChunkSpec(0),), "x": None}, {"batch": 3}])
-def test_a_chunk_spec_of_another_structure_is_answered_with_one_that_fits(spec):
+def test_an_invalid_chunk_spec_raises_with_a_valid_one(spec):
     given = {"batch": Batch(torch.randn(4, 2), 42), "x": torch.randn(4)}
     with pytest.raises(PipelineInputError, match=r"TensorChunkSpec\(0\)"):
         split_args_kwargs_into_chunks((), given, 2, None, spec)

@@ -1,4 +1,4 @@
-"""Models that export cannot capture: which line it is, and the split between submodules that still works."""
+"""Models that export cannot capture: the line in the error, and the split between submodules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_error_names_the_line_and_offers_the_submodules(capfd):
     assert "def forward" not in capfd.readouterr().err  # export's own dump of the graph
 
 
-def test_a_model_that_is_no_chain_is_told_to_write_stages():
+def test_the_error_of_a_model_that_is_not_a_chain_suggests_stages():
     class Skip(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,7 +73,7 @@ def test_a_model_that_is_no_chain_is_told_to_write_stages():
         split_modules(Skip(), 2, (X,))
 
 
-def test_a_chain_is_cut_between_its_submodules_and_shares_the_models_state():
+def test_a_chain_is_cut_between_submodules_and_shares_the_state():
     model = Chain()
     for stages in (split_modules(model, 3, (X,)), split_modules(model, [["enter", "layers"], ["leave"]])):
         value = X
@@ -85,7 +85,7 @@ def test_a_chain_is_cut_between_its_submodules_and_shares_the_models_state():
         assert {id(p) for stage in stages for p in stage.parameters()} == {id(p) for p in model.parameters()}
 
 
-def test_stages_that_are_not_the_chain_are_refused():
+def test_stages_that_do_not_cover_the_chain_are_refused():
     with pytest.raises(PipelineError, match="in this order"):
         split_modules(Chain(), [["leave"], ["enter", "layers"]], (X,))
     with pytest.raises(PipelineError, match="7 submodules cannot be cut into 9 stages"):

@@ -1,4 +1,4 @@
-"""Values between stages, and their state: inputs, outputs, buffers and shared parameters are where they belong."""
+"""Values between stages, and state of stages: inputs, outputs, buffers and shared parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMES = ("embed.weight", "head.weight")
     ("asked", "mode"),
     [("replicate", REPLICATE), ("transmit", TRANSMIT), (TRANSMIT, TRANSMIT), ({"head.weight": "transmit"}, TRANSMIT)],
 )
-def test_a_tied_weight_is_copied_or_sent_as_asked(asked, mode):
+def test_a_tied_weight_is_replicated_or_transmitted_as_requested(asked, mode):
     model = Tied()
     pipe = pipeline(model, (IDS,), multi_use_params=asked)
     for _ in range(2):
@@ -65,14 +65,14 @@ def test_a_tied_weight_is_copied_or_sent_as_asked(asked, mode):
     assert pipe.replicated_params == ([{"submod_pp_0": NAMES[0], "submod_pp_2": NAMES[0]}] if pipe.shared else [])
 
 
-def test_what_multi_use_params_says_must_have_a_meaning():
+def test_invalid_multi_use_params_are_refused():
     with pytest.raises(PipelineError, match="does not have"):
         pipeline(Tied(), (IDS,), multi_use_params={"tail.weight": "transmit"})
-    with pytest.raises(PipelineError, match="'sent' does not say"):
+    with pytest.raises(PipelineError, match="'sent' is not a mode"):
         pipeline(Tied(), (IDS,), multi_use_params="sent")
 
 
-def test_names_are_the_models_and_buffers_are_as_persistent_as_they_were():
+def test_state_dicts_have_the_names_and_persistence_of_the_model():
     model = Tied()
     pipe = pipeline(model, (IDS,))
     names = set().union(*(stage.state_dict() for stage in pipe.stages))
@@ -111,7 +111,7 @@ def test_a_buffer_that_a_later_stage_writes_and_an_earlier_one_reads_is_refused(
     assert caught.value.location.text == "self.seen.add_(1)"
 
 
-def test_a_frozen_parameter_and_an_input_with_a_gradient_say_so_in_the_table():
+def test_the_routing_table_tells_frozen_parameters_and_differentiable_inputs():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     cut = {"1": "BEGINNING", "2": "BEGINNING"}
@@ -124,7 +124,7 @@ def test_a_frozen_parameter_and_an_input_with_a_gradient_say_so_in_the_table():
     assert all(value.differentiable for value in values.values())
 
 
-def test_values_without_a_gradient_are_told_from_those_with_one():
+def test_values_without_a_gradient_are_distinguished():
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,7 +196,7 @@ def test_nested_arguments_and_results_early_outputs_and_sizes():
     assert isinstance(found["state"], list)
 
 
-def test_a_pipe_is_called_in_every_form_that_the_model_is():
+def test_a_pipe_accepts_every_form_of_the_call():
     model, (query, item), kwargs = make("two_tower")
     pipe = pipeline(model, (query,), {"weight": kwargs["weight"], "item": item})
     wanted = model(query, item, **kwargs)["scores"]
@@ -214,7 +214,7 @@ def test_a_pipe_is_called_in_every_form_that_the_model_is():
     assert torch.equal(found["y"], nested(*args, **kwargs)["y"])
 
 
-def test_a_call_that_was_not_captured_is_refused():
+def test_a_call_that_does_not_match_the_captured_one_is_refused():
     model = Nested()
     args, kwargs = nested_call()
     pipe = pipeline(model, args, kwargs)
@@ -222,9 +222,11 @@ def test_a_call_that_was_not_captured_is_refused():
         pipe(*args, **{**kwargs, "scale": 0.25})
     with pytest.raises(PipelineInputError, match="mask was a tensor in the captured call and is None"):
         pipe(*args, scale=0.5)
-    with pytest.raises(PipelineInputError, match=r"x has the shape \[3, 2, 7\]; the graph is for \[any, 2, 8\]"):
+    with pytest.raises(
+        PipelineInputError, match=r"x has the shape \[3, 2, 7\]; the graph was captured for \[any, 2, 8\]"
+    ):
         pipe(numbers(3, 2, 7), *args[1:], **kwargs)
-    with pytest.raises(PipelineInputError, match="nested otherwise"):
+    with pytest.raises(PipelineInputError, match="structure of the arguments differs"):
         pipe(args[0], {"z": args[1]["z"]}, args[2], **kwargs)
     without = pipeline(model, args)
     with pytest.raises(PipelineInputError, match="mask was not given"):
@@ -234,14 +236,14 @@ def test_a_call_that_was_not_captured_is_refused():
         pipe(*args, **kwargs, wrong=1)
 
 
-def test_a_skip_is_passed_on_by_the_stages_between():
+def test_a_skip_is_relayed_by_the_stages_between():
     model, args, _ = make("skip")
     routing = pipeline(model, args).routing
     assert [routing.relayed(name) for name in ("shift", "tanh")] == [(0, 1, 2), (1, 2)]
     assert routing.values["tanh"].consumers == (1, 3)
 
 
-def test_the_table_can_be_read():
+def test_the_routing_table_is_printed():
     model, args, _ = make("skip")
     pipe = pipeline(model, args)
     text = pipe.print_readable()

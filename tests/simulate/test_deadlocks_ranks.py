@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ranks import RanksFailed, run_ranks
 from wholestep.simulate.pipeline import Network, Schedule, named_schedule, simulate, with_communication
-from wholestep.simulate.schedule import RECEIVES, SENDS, Kind, counterpart
+from wholestep.simulate.schedule import RECEIVES, SENDS, ActionKind, counterpart
 
 PLAIN = named_schedule("1F1B", 2, 3).compute_only()
 
@@ -20,13 +20,13 @@ def do_the_list(rank: int, schedule: Schedule) -> int:
     for action in schedule.ranks[rank]:
         if action.kind in SENDS or action.kind in RECEIVES:
             other = schedule.rank_of[counterpart(action).stage]
-            tag = 2 * action.microbatch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
+            tag = 2 * action.microbatch + (action.kind in (ActionKind.SEND_B, ActionKind.RECV_B))
             if action.kind in SENDS:
                 dist.send(torch.ones(1000), other, tag=tag)
             else:
                 pending[action] = dist.irecv(torch.zeros(1000), other, tag=tag)
-        elif action.kind is not Kind.REDUCE_GRAD:
-            receive = action._replace(kind=Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B)
+        elif action.kind is not ActionKind.REDUCE_GRAD:
+            receive = action._replace(kind=ActionKind.RECV_F if action.kind is ActionKind.F else ActionKind.RECV_B)
             if receive in pending:
                 pending.pop(receive).wait()
             done += 1

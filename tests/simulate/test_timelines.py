@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from wholestep.errors import OptionError
 from wholestep.simulate import pipeline
 from wholestep.simulate.pipeline import Network, Times, named_schedule, simulate
-from wholestep.simulate.schedule import Action, Kind
+from wholestep.simulate.schedule import Action, ActionKind
 
 ONE_WAY = [["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]]
 
@@ -28,11 +28,11 @@ def ends_of_longest_paths(schedule: pipeline.Schedule, length, travel) -> dict[A
     for actions in lists:
         for before, action in pairwise([None, *actions]):
             edges[action] = {} if before is None else {before: 0}
-            forward = action.kind is Kind.F
+            forward = action.kind is ActionKind.F
             stage = action.stage + (-1 if forward else 1)
-            if action.kind is not Kind.W and 0 <= stage < schedule.stages:
+            if action.kind is not ActionKind.W and 0 <= stage < schedule.stages:
                 far = schedule.rank_of[stage] != schedule.rank_of[action.stage]
-                kinds = (Kind.F,) if forward else (Kind.B, Kind.I)
+                kinds = (ActionKind.F,) if forward else (ActionKind.B, ActionKind.I)
                 made = next(each for kind in kinds if (each := Action(stage, kind, action.microbatch)) in there)
                 edges[action][made] = travel(stage, action.microbatch) if far else 0
     end: dict[Action, int] = {}
@@ -50,12 +50,14 @@ def test_without_contention_every_action_ends_when_the_longest_path_to_it_does(n
     times = Times(F=table["F"], I=table["I"], W=table["W"], send=table["s"])
 
     def length(action: Action) -> int:
-        kinds = "IW" if action.kind is Kind.B else action.kind.value
+        kinds = "IW" if action.kind is ActionKind.B else action.kind.value
         return sum(table[kind][action.stage][action.microbatch] for kind in kinds)
 
     expected = ends_of_longest_paths(schedule, length, lambda stage, microbatch: table["s"][stage][microbatch])
     timeline = simulate(schedule, times, network=Network("buffered", "nothing"))
-    assert {span.action: span.end for span in timeline.spans if span.action.kind is not Kind.REDUCE_GRAD} == expected
+    assert {
+        span.action: span.end for span in timeline.spans if span.action.kind is not ActionKind.REDUCE_GRAD
+    } == expected
 
 
 def shown(lists, times: Times, network: Network) -> dict[str, tuple[int, int]]:

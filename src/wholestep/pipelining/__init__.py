@@ -1,4 +1,4 @@
-"""Any model cut into stages, every value routed. Stages and schedules of torch that run them are here too."""
+"""Pipeline parallelism: cut any model into stages and route every value, with torch's schedules to run them."""
 
 from torch.distributed.pipelining import PipelineStage as PipelineStage
 from torch.distributed.pipelining import Schedule1F1B as Schedule1F1B
@@ -14,39 +14,42 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti as Pipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle as PipelineScheduleSingle
 from torch.distributed.pipelining.schedules import get_schedule_class as get_schedule_class
 
-from wholestep.pipelining.build.backward import stage_backward as stage_backward
-from wholestep.pipelining.build.backward import stage_backward_input as stage_backward_input
-from wholestep.pipelining.build.backward import stage_backward_weight as stage_backward_weight
-from wholestep.pipelining.build.detach import DetachExecutor as DetachExecutor
-from wholestep.pipelining.build.frontend import pipeline as pipeline
-from wholestep.pipelining.build.loss import LossWrapper as LossWrapper
-from wholestep.pipelining.build.loss import TrivialLossWrapper as TrivialLossWrapper
-from wholestep.pipelining.build.markers import PipeSplitWrapper as PipeSplitWrapper
-from wholestep.pipelining.build.markers import SplitPoint as SplitPoint
-from wholestep.pipelining.build.markers import annotate_split_points as annotate_split_points
-from wholestep.pipelining.build.markers import pipe_split as pipe_split
-from wholestep.pipelining.build.modulewise import split_modules as split_modules
-from wholestep.pipelining.build.policies import split_into_equal_size as split_into_equal_size
-from wholestep.pipelining.build.policies import split_on_size_threshold as split_on_size_threshold
+from wholestep.pipelining.build.loss_and_backward import DetachExecutor as DetachExecutor
+from wholestep.pipelining.build.loss_and_backward import LossWrapper as LossWrapper
+from wholestep.pipelining.build.loss_and_backward import TrivialLossWrapper as TrivialLossWrapper
+from wholestep.pipelining.build.loss_and_backward import stage_backward as stage_backward
+from wholestep.pipelining.build.model_state import MultiUseParameterConfig as MultiUseParameterConfig
+from wholestep.pipelining.build.model_state import SharedParameter as SharedParameter
+from wholestep.pipelining.build.pipeline import pipeline as pipeline
+from wholestep.pipelining.build.routing import RoutedValue as RoutedValue
 from wholestep.pipelining.build.routing import Routing as Routing
-from wholestep.pipelining.build.routing import Value as Value
-from wholestep.pipelining.build.sequential import PipeSequential as PipeSequential
-from wholestep.pipelining.build.shared import MultiUseParameterConfig as MultiUseParameterConfig
-from wholestep.pipelining.build.shared import SharedParameter as SharedParameter
-from wholestep.pipelining.info import PipeInfo as PipeInfo
+from wholestep.pipelining.build.split_modules import split_modules as split_modules
+from wholestep.pipelining.build.split_points import PipeSequential as PipeSequential
+from wholestep.pipelining.build.split_points import PipeSplitWrapper as PipeSplitWrapper
+from wholestep.pipelining.build.split_points import SplitPoint as SplitPoint
+from wholestep.pipelining.build.split_points import annotate_split_points as annotate_split_points
+from wholestep.pipelining.build.split_points import pipe_split as pipe_split
+from wholestep.pipelining.build.split_points import split_into_equal_size as split_into_equal_size
+from wholestep.pipelining.build.split_points import split_on_size_threshold as split_on_size_threshold
 from wholestep.pipelining.pipe import Pipe as Pipe
 from wholestep.pipelining.planning.balance import Balance as Balance
 from wholestep.pipelining.planning.plan import Choice as Choice
-from wholestep.pipelining.planning.plan import Plan as Plan
+from wholestep.pipelining.planning.plan import PipelinePlan as PipelinePlan
 from wholestep.pipelining.planning.plan import plan as plan
-from wholestep.pipelining.run.chunks import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
-from wholestep.pipelining.run.clip import clip_grad_norm_ as clip_grad_norm_
-from wholestep.pipelining.run.saving import load_stage as load_stage
-from wholestep.pipelining.run.saving import save_stage as save_stage
+from wholestep.pipelining.run.build_stage import PipeInfo as PipeInfo
+from wholestep.pipelining.run.build_stage import build_stage as build_stage
+from wholestep.pipelining.run.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+from wholestep.pipelining.run.microbatch_backward import stage_backward_input as stage_backward_input
+from wholestep.pipelining.run.microbatch_backward import stage_backward_weight as stage_backward_weight
+from wholestep.pipelining.run.save_stage import load_stage as load_stage
+from wholestep.pipelining.run.save_stage import save_stage as save_stage
 from wholestep.pipelining.run.schedules import schedule as schedule
+from wholestep.pipelining.run.schedules import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 from wholestep.pipelining.run.stage import Stage as Stage
-from wholestep.pipelining.run.stage_building import build_stage as build_stage
 from wholestep.simulate.cost_model import Machine as Machine
+
+Plan, Value = PipelinePlan, RoutedValue
+"""Short names of these classes, which are exported here only."""
 
 __all__ = [
     "Balance",
@@ -59,10 +62,12 @@ __all__ = [
     "PipeInfo",
     "PipeSequential",
     "PipeSplitWrapper",
+    "PipelinePlan",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
     "Plan",
+    "RoutedValue",
     "Routing",
     "Schedule1F1B",
     "ScheduleDualPipeV",

@@ -15,7 +15,7 @@ from numbers import Rational, Real
 from typing import Any
 
 from wholestep.errors import OptionError
-from wholestep.simulate.schedule import Kind
+from wholestep.simulate.schedule import ActionKind
 
 Number = int | float | Fraction
 Time = Number | Sequence[Number] | Sequence[Sequence[Number]] | Callable[[int, int], Number]
@@ -47,25 +47,25 @@ class Times:
             if hasattr(value := getattr(self, each.name), "tolist"):
                 object.__setattr__(self, each.name, value.tolist())
 
-    def lengths(self, kind: Kind, stage: int, microbatch: int) -> tuple[Number, ...]:
+    def lengths(self, kind: ActionKind, stage: int, microbatch: int) -> tuple[Number, ...]:
         """The duration of an action, as numbers to be added."""
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             return (at(self.F, stage, microbatch),)
-        if kind is Kind.I:
+        if kind is ActionKind.I:
             return (self._one_backward(self.I, self.W, stage, microbatch),)
-        if kind is Kind.W:
+        if kind is ActionKind.W:
             return (self._one_backward(self.W, self.I, stage, microbatch),)
-        if kind is Kind.B:
+        if kind is ActionKind.B:
             if self.B is not None:
                 return (at(self.B, stage, microbatch),)
-            return self.lengths(Kind.I, stage, microbatch) + self.lengths(Kind.W, stage, microbatch)
-        if kind is Kind.SEND_F:
+            return self.lengths(ActionKind.I, stage, microbatch) + self.lengths(ActionKind.W, stage, microbatch)
+        if kind is ActionKind.SEND_F:
             return (at(self.send, stage, microbatch),)
-        if kind is Kind.SEND_B:
+        if kind is ActionKind.SEND_B:
             return (at(self.send if self.send_back is None else self.send_back, stage, microbatch),)
-        if kind is Kind.UNSHARD:
+        if kind is ActionKind.UNSHARD:
             return (at(self.unshard, stage, microbatch),)
-        return (at(self.reduce, stage, microbatch),) if kind is Kind.REDUCE_GRAD else ()
+        return (at(self.reduce, stage, microbatch),) if kind is ActionKind.REDUCE_GRAD else ()
 
     def _one_backward(self, given: Time | None, other: Time | None, stage: int, microbatch: int) -> Number:
         if given is not None:

@@ -1,6 +1,6 @@
 """Record when the stages of a run compute, for comparison with the prediction.
 
-    recorder = Recorder(stage)                  # or all stages of this rank
+    recorder = Recorder(stage)                       # or all stages of this rank
     with recorder:
         schedule.step(x, target=y)
     Path(f"rank{rank}.json").write_text(recorder.to_json())
@@ -26,7 +26,7 @@ import torch
 
 from wholestep.errors import ScheduleError
 from wholestep.simulate.durations import Times
-from wholestep.simulate.schedule import Action, Kind, Schedule
+from wholestep.simulate.schedule import Action, ActionKind, Schedule
 from wholestep.simulate.timeline import Span, Timeline, peak_activations
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -44,7 +44,7 @@ class Record(NamedTuple):
     end: float
 
 
-class Recorder:
+class StageRecorder:
     """Records the computations of the given stages while it is open (`with`). A recurring action begins a new step."""
 
     def __init__(self, *stages: Any) -> None:
@@ -56,7 +56,7 @@ class Recorder:
         self._seen: dict[tuple[int, str, int], int] = {}
         self.records: list[Record] = []
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StageRecorder:
         if self._device is not None:
             torch.cuda.synchronize(self._device)
             self._origin = (time.perf_counter(), self._now())
@@ -107,7 +107,7 @@ class Recorder:
 
 
 def read_json(text: str) -> list[Record]:
-    """Records from the JSON of `Recorder.to_json`."""
+    """Records from the JSON of `StageRecorder.to_json`."""
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise ScheduleError("not a pipeline recording, or one of another version.", fix="record it again.")
@@ -123,7 +123,7 @@ def timeline_of(records: Iterable[Record], schedule: Schedule, step: int = 0) ->
     spans = tuple(
         Span(
             schedule.rank_of[each.stage],
-            Action(each.stage, Kind(each.kind), each.microbatch),
+            Action(each.stage, ActionKind(each.kind), each.microbatch),
             each.start - begin,
             each.end - begin,
         )

@@ -19,16 +19,19 @@ from wholestep.errors import OptionError
 from wholestep.simulate.deadlock import Blocked, Deadlock, find_deadlock
 from wholestep.simulate.durations import Number, Time, Times
 from wholestep.simulate.engine import UNSET, Engine, Run
-from wholestep.simulate.measured_timeline import Record, Recorder, read_json, timeline_of, times_of
+from wholestep.simulate.measured_timeline import Record, StageRecorder, read_json, timeline_of, times_of
 from wholestep.simulate.program import Network, ScheduleProgram, build_program
-from wholestep.simulate.schedule import Action, Kind, Receives, Schedule, parse, with_communication
+from wholestep.simulate.schedule import Action, ActionKind, Receives, Schedule, parse, with_communication
 from wholestep.simulate.timeline import Bytes, Span, Timeline, peak_activations, peak_bytes
 from wholestep.simulate.timeline_export import perfetto, svg, write_perfetto, write_svg
 from wholestep.simulate.torch_schedules import NAMES, named_schedule, schedule_of
 
+Kind, Recorder = ActionKind, StageRecorder
+
 __all__ = [
     "NAMES",
     "Action",
+    "ActionKind",
     "Blocked",
     "Bytes",
     "Deadlock",
@@ -40,6 +43,7 @@ __all__ = [
     "Recorder",
     "Schedule",
     "Span",
+    "StageRecorder",
     "Time",
     "Timeline",
     "Times",

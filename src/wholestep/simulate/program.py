@@ -20,7 +20,16 @@ from typing import Literal, get_args
 
 from wholestep.errors import OptionError
 from wholestep.simulate.durations import Clock, Number, Times, at
-from wholestep.simulate.schedule import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, counterpart, value_needed
+from wholestep.simulate.schedule import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    counterpart,
+    value_needed,
+)
 
 COMPUTING, SENDING, RECEIVING, AWAITING, UNSHARDING = range(5)
 
@@ -89,8 +98,8 @@ class _ProgramBuilder:
         lengths = [self._numbers(block) for _, block in blocks]
         sends = dict.fromkeys(self._send_of(leaf) for _, leaf in schedule.leaves() if leaf.kind in SENDS | RECEIVES)
         travel = {send: times.lengths(send.kind, send.stage, send.microbatch or 0) for send in sends}
-        shards = [(rank, leaf) for rank, leaf in schedule.leaves() if leaf.kind is Kind.UNSHARD]
-        opening = [times.lengths(Kind.UNSHARD, leaf.stage, 0) for _, leaf in shards]
+        shards = [(rank, leaf) for rank, leaf in schedule.leaves() if leaf.kind is ActionKind.UNSHARD]
+        opening = [times.lengths(ActionKind.UNSHARD, leaf.stage, 0) for _, leaf in shards]
         clock = Clock(number for numbers in (*lengths, *travel.values(), *opening) for number in numbers)
 
         ticks = [clock.ticks(each) for each in lengths]
@@ -110,15 +119,15 @@ class _ProgramBuilder:
     def _blocks(self, actions: tuple[Action, ...]) -> Iterator[Action]:
         """The actions that take time on a rank; the parts of an overlap one by one unless `times.overlap` is given."""
         for action in actions:
-            if action.kind in COMPUTE or action.kind is Kind.REDUCE_GRAD:
+            if action.kind in COMPUTE or action.kind is ActionKind.REDUCE_GRAD:
                 yield action
-            elif action.kind is Kind.OVERLAP_F_B:
+            elif action.kind is ActionKind.OVERLAP_F_B:
                 yield from (action,) if self.times.overlap is not None else action.parts
 
     def _numbers(self, block: Action) -> tuple[Number, ...]:
-        if block.kind is Kind.OVERLAP_F_B:
+        if block.kind is ActionKind.OVERLAP_F_B:
             assert self.times.overlap is not None
-            first = next((part for part in block.parts if part.kind is Kind.F), block.parts[0])
+            first = next((part for part in block.parts if part.kind is ActionKind.F), block.parts[0])
             return (at(self.times.overlap, first.stage, first.microbatch or 0),)
         return self.times.lengths(block.kind, block.stage, block.microbatch or 0)
 
@@ -132,7 +141,7 @@ class _ProgramBuilder:
 
     def _result(self, send: Action) -> int:
         """The computation whose result is sent."""
-        kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.I)
+        kinds = (ActionKind.F,) if send.kind is ActionKind.SEND_F else (ActionKind.B, ActionKind.I)
         return self._block(*(send._replace(kind=kind) for kind in kinds))
 
     def _block(self, *leaves: Action) -> int:
@@ -163,20 +172,20 @@ class _ProgramBuilder:
             if self.network.blocking_sends and action.kind in SENDS:
                 self.ops.append((AWAITING, (transfer,), -1))
             self.groups += 1
-        elif action.kind is Kind.EXCHANGE:
+        elif action.kind is ActionKind.EXCHANGE:
             begun = tuple(self._travel(part) for part in action.parts)
             self.groups += 1
             self.ops.append((AWAITING, begun, -1))
-        elif action.kind is Kind.AWAIT:
+        elif action.kind is ActionKind.AWAIT:
             waited = tuple(self.transfer_of[self._send_of(part)] for part in action.parts)
             self.ops.append((AWAITING, waited, -1))
-        elif action.kind is Kind.UNSHARD:
+        elif action.kind is ActionKind.UNSHARD:
             index = self.program.first_unshard + self.next_unshard
             self.unshard_of[action.stage] = index
             self.ops.append((UNSHARDING, index, -1))
             self.next_unshard += 1
-        elif action.kind is not Kind.RESHARD:
-            for block in (action,) if action.kind is not Kind.OVERLAP_F_B else self._blocks((action,)):
+        elif action.kind is not ActionKind.RESHARD:
+            for block in (action,) if action.kind is not ActionKind.OVERLAP_F_B else self._blocks((action,)):
                 self.program.needs[self.next_block] = tuple(self._needs(block))
                 self.ops.append((COMPUTING, self.next_block, -1))
                 self.next_block += 1
@@ -196,7 +205,7 @@ class _ProgramBuilder:
         """Conditions of a computation, local ones first, so that a rank that waits for itself is reported as such."""
         parts = set(block.leaves())
         for leaf in block.leaves():
-            if leaf.stage in self.unshard_of and leaf.kind is not Kind.REDUCE_GRAD:
+            if leaf.stage in self.unshard_of and leaf.kind is not ActionKind.REDUCE_GRAD:
                 yield self.unshard_of[leaf.stage]
             yield from (self._block(*options) for options in self._local_needs(leaf) if not parts & set(options))
         for leaf in block.leaves():
@@ -211,15 +220,15 @@ class _ProgramBuilder:
     def _local_needs(self, leaf: Action) -> Iterator[tuple[Action, ...]]:
         """Computations of the same rank that must have ended, each as the alternatives that satisfy it."""
         rank_of = self.schedule.rank_of
-        if leaf.kind is Kind.W:
-            yield (leaf._replace(kind=Kind.I),)
-        elif leaf.kind in (Kind.B, Kind.I):
-            yield (leaf._replace(kind=Kind.F),)
-        if leaf.kind is Kind.F and rank_of.get(leaf.stage - 1) == rank_of[leaf.stage]:
+        if leaf.kind is ActionKind.W:
+            yield (leaf._replace(kind=ActionKind.I),)
+        elif leaf.kind in (ActionKind.B, ActionKind.I):
+            yield (leaf._replace(kind=ActionKind.F),)
+        if leaf.kind is ActionKind.F and rank_of.get(leaf.stage - 1) == rank_of[leaf.stage]:
             yield (leaf._replace(stage=leaf.stage - 1),)
-        if leaf.kind in (Kind.B, Kind.I) and rank_of.get(leaf.stage + 1) == rank_of[leaf.stage]:
+        if leaf.kind in (ActionKind.B, ActionKind.I) and rank_of.get(leaf.stage + 1) == rank_of[leaf.stage]:
             after = leaf._replace(stage=leaf.stage + 1)
-            yield after._replace(kind=Kind.B), after._replace(kind=Kind.I)
+            yield after._replace(kind=ActionKind.B), after._replace(kind=ActionKind.I)
 
 
 Matching = Literal["buffered", "rendezvous", "ordered"]

@@ -38,7 +38,7 @@ from wholestep.errors import ScheduleError
 from wholestep.torch_private.pipelining import torchs_action, with_torchs_communication
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The kind of an action; the values are torch's."""
 
     F = "F"
@@ -57,13 +57,13 @@ class Kind(StrEnum):
     AWAIT = "AWAIT"
 
 
-COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-STAGE_WIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-COMPOUND = frozenset({Kind.OVERLAP_F_B, Kind.EXCHANGE, Kind.AWAIT})
+COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
+SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
+RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+STAGE_WIDE = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
+COMPOUND = frozenset({ActionKind.OVERLAP_F_B, ActionKind.EXCHANGE, ActionKind.AWAIT})
 
-_BY_TEXT = {kind.value: kind for kind in Kind}
+_BY_TEXT = {kind.value: kind for kind in ActionKind}
 _ONE = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
 _MANY = re.compile(r"\((.*)\)(OVERLAP_F_B|EXCHANGE|AWAIT)")
 
@@ -72,7 +72,7 @@ class Action(NamedTuple):
     """One action. `microbatch` is None for actions of a whole stage; `parts` are the actions of a compound action."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
 
@@ -114,13 +114,13 @@ def action_of(given: Any) -> Action | None:
     return Action(given.stage_index, kind, given.microbatch_index)
 
 
-def compound_action(kind: Kind, parts: Sequence[Action]) -> Action:
+def compound_action(kind: ActionKind, parts: Sequence[Action]) -> Action:
     """A compound action."""
     return Action(-1, kind, None, tuple(parts))
 
 
-def _compound(kind: Kind, parts: tuple[Action, ...], text: str) -> Action:
-    allowed = COMPUTE if kind is Kind.OVERLAP_F_B else SENDS | RECEIVES
+def _compound(kind: ActionKind, parts: tuple[Action, ...], text: str) -> Action:
+    allowed = COMPUTE if kind is ActionKind.OVERLAP_F_B else SENDS | RECEIVES
     if not parts or any(part.kind not in allowed for part in parts):
         raise _not_an_action(text)
     return compound_action(kind, parts)
@@ -131,7 +131,7 @@ def _not_an_action(text: str) -> ScheduleError:
     return ScheduleError(f"{text!r} is not an action of a pipeline schedule.", fix=fix)
 
 
-_NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_NEIGHBOUR = {ActionKind.SEND_F: 1, ActionKind.RECV_F: -1, ActionKind.SEND_B: -1, ActionKind.RECV_B: 1}
 
 Lists = Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]]
 
@@ -182,7 +182,7 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        return 1 + max((leaf.microbatch or 0 for _, leaf in self.leaves() if leaf.kind is Kind.F), default=-1)
+        return 1 + max((leaf.microbatch or 0 for _, leaf in self.leaves() if leaf.kind is ActionKind.F), default=-1)
 
     @cached_property
     def communicates(self) -> bool:
@@ -191,7 +191,7 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        return any(leaf.kind in COMPUTE and leaf.kind is not Kind.F for _, leaf in self.leaves())
+        return any(leaf.kind in COMPUTE and leaf.kind is not ActionKind.F for _, leaf in self.leaves())
 
     def leaves(self) -> Iterable[tuple[int, Action]]:
         """Each simple action and each part of a compound one, with its rank, in the order of the lists."""
@@ -205,7 +205,9 @@ class Schedule:
 
     def compute_only(self) -> Schedule:
         """The same schedule without communication, sharding and reductions."""
-        computing = (tuple(a for a in rank if a.kind in COMPUTE or a.kind is Kind.OVERLAP_F_B) for rank in self.ranks)
+        computing = (
+            tuple(a for a in rank if a.kind in COMPUTE or a.kind is ActionKind.OVERLAP_F_B) for rank in self.ranks
+        )
         return Schedule(tuple(computing), self.name)
 
     def __str__(self) -> str:
@@ -232,8 +234,8 @@ def _check(schedule: Schedule) -> None:
                 raise ScheduleError(f"stage {leaf.stage} is on {where}.", fix="a stage lives on one rank.")
             seen.add(leaf)
     for action in seen:
-        full = action._replace(kind=Kind.B)
-        if action.kind in (Kind.I, Kind.W) and full in seen:
+        full = action._replace(kind=ActionKind.B)
+        if action.kind in (ActionKind.I, ActionKind.W) and full in seen:
             raise ScheduleError(f"both {action} and {full} are scheduled.", fix="B is I and W: list B, or I and W.")
     for rank, leaf in schedule.leaves():
         if leaf.kind in _NEIGHBOUR:
@@ -251,20 +253,28 @@ def _check_transfers(schedule: Schedule) -> None:
     seen: set[Action] = set()
     for actions in schedule.ranks:
         for action in actions:
-            for leaf in action.leaves() if action.kind is not Kind.AWAIT else ():
+            for leaf in action.leaves() if action.kind is not ActionKind.AWAIT else ():
                 if leaf.kind in _NEIGHBOUR and leaf in seen:
                     raise ScheduleError(f"{leaf} is in {schedule.name} twice.", fix="send and receive a value once.")
                 seen.add(leaf)
 
 
 _OTHER_END = {
-    Kind.SEND_F: (Kind.RECV_F, 1),
-    Kind.RECV_F: (Kind.SEND_F, -1),
-    Kind.SEND_B: (Kind.RECV_B, -1),
-    Kind.RECV_B: (Kind.SEND_B, 1),
+    ActionKind.SEND_F: (ActionKind.RECV_F, 1),
+    ActionKind.RECV_F: (ActionKind.SEND_F, -1),
+    ActionKind.SEND_B: (ActionKind.RECV_B, -1),
+    ActionKind.RECV_B: (ActionKind.SEND_B, 1),
 }
-_NEEDS_FROM = {Kind.F: (-1, Kind.RECV_F), Kind.B: (1, Kind.RECV_B), Kind.I: (1, Kind.RECV_B)}
-_SENDS_TO = {Kind.F: (1, Kind.SEND_F), Kind.B: (-1, Kind.SEND_B), Kind.I: (-1, Kind.SEND_B)}
+_NEEDS_FROM = {
+    ActionKind.F: (-1, ActionKind.RECV_F),
+    ActionKind.B: (1, ActionKind.RECV_B),
+    ActionKind.I: (1, ActionKind.RECV_B),
+}
+_SENDS_TO = {
+    ActionKind.F: (1, ActionKind.SEND_F),
+    ActionKind.B: (-1, ActionKind.SEND_B),
+    ActionKind.I: (-1, ActionKind.SEND_B),
+}
 
 Receives = Literal["torch", "late"]
 
@@ -306,7 +316,7 @@ def counterpart(action: Action) -> Action:
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def _transfer_of(action: Action, schedule: Schedule, table: dict[Kind, tuple[int, Kind]]) -> Action | None:
+def _transfer_of(action: Action, schedule: Schedule, table: dict[ActionKind, tuple[int, ActionKind]]) -> Action | None:
     if action.kind not in table:
         return None
     step, kind = table[action.kind]

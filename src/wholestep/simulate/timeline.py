@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from wholestep.simulate.deadlock import Deadlock
 from wholestep.simulate.durations import Number, Time, at
-from wholestep.simulate.schedule import COMPUTE, RECEIVES, Action, Kind, Schedule
+from wholestep.simulate.schedule import COMPUTE, RECEIVES, Action, ActionKind, Schedule
 
 
 class Span(NamedTuple):
@@ -153,10 +153,10 @@ def _peak(start: Number, changes: Iterator[Number]) -> Number:
 def _activations(actions: Sequence[Action]) -> Iterator[Number]:
     for action in actions:
         for leaf in action.parts or (action,):
-            if leaf.kind is Kind.F:
+            if leaf.kind is ActionKind.F:
                 yield 1
         for leaf in action.parts or (action,):
-            if leaf.kind is Kind.B or leaf.kind is Kind.W:
+            if leaf.kind is ActionKind.B or leaf.kind is ActionKind.W:
                 yield -1
 
 
@@ -165,17 +165,17 @@ def _bytes(actions: Sequence[Action], size: Bytes) -> Iterator[Number]:
     waiting: set[Action] = set()
     for action in actions:
         leaves = action.leaves()
-        if leaves[0].kind in RECEIVES or action.kind is Kind.EXCHANGE:
+        if leaves[0].kind in RECEIVES or action.kind is ActionKind.EXCHANGE:
             for leaf in leaves:
                 if leaf.kind in RECEIVES:
                     waiting.add(leaf)
                     yield _arriving(leaf, size)
         elif leaves[0].kind in COMPUTE:
-            yield from (_saved(leaf, size) for leaf in leaves if leaf.kind is Kind.F)
+            yield from (_saved(leaf, size) for leaf in leaves if leaf.kind is ActionKind.F)
             for leaf in leaves:
                 yield -_released(leaf, size)
-                receive = leaf._replace(kind=Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B)
-                if leaf.kind is not Kind.W and receive in waiting:
+                receive = leaf._replace(kind=ActionKind.RECV_F if leaf.kind is ActionKind.F else ActionKind.RECV_B)
+                if leaf.kind is not ActionKind.W and receive in waiting:
                     waiting.remove(receive)
                     yield -_arriving(receive, size)
 
@@ -189,13 +189,13 @@ def _for_weights(leaf: Action, size: Bytes) -> Number:
 
 
 def _released(leaf: Action, size: Bytes) -> Number:
-    if leaf.kind is Kind.B:
+    if leaf.kind is ActionKind.B:
         return _saved(leaf, size)
-    if leaf.kind is Kind.I:
+    if leaf.kind is ActionKind.I:
         return _saved(leaf, size) - _for_weights(leaf, size)
-    return _for_weights(leaf, size) if leaf.kind is Kind.W else 0
+    return _for_weights(leaf, size) if leaf.kind is ActionKind.W else 0
 
 
 def _arriving(receive: Action, size: Bytes) -> Number:
-    table = size.arriving if receive.kind is Kind.RECV_F else size.arriving_back
+    table = size.arriving if receive.kind is ActionKind.RECV_F else size.arriving_back
     return at(table, receive.stage, receive.microbatch or 0)

@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.simulate.durations import Number
-from wholestep.simulate.schedule import Kind, counterpart
+from wholestep.simulate.schedule import ActionKind, counterpart
 from wholestep.simulate.timeline import Span, Timeline, short
 
 _COLOURS = {
-    Kind.F: "#7fb2e5",
-    Kind.B: "#f2a65a",
-    Kind.I: "#5fb8b0",
-    Kind.W: "#8cc77b",
-    Kind.OVERLAP_F_B: "#b79ad8",
-    Kind.REDUCE_GRAD: "#b5b5b5",
+    ActionKind.F: "#7fb2e5",
+    ActionKind.B: "#f2a65a",
+    ActionKind.I: "#5fb8b0",
+    ActionKind.W: "#8cc77b",
+    ActionKind.OVERLAP_F_B: "#b79ad8",
+    ActionKind.REDUCE_GRAD: "#b5b5b5",
 }
 _MEANINGS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward for the input",
-    Kind.W: "backward for the weights",
-    Kind.OVERLAP_F_B: "forward and backward together",
-    Kind.REDUCE_GRAD: "gradients reduced",
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "backward for the input",
+    ActionKind.W: "backward for the weights",
+    ActionKind.OVERLAP_F_B: "forward and backward together",
+    ActionKind.REDUCE_GRAD: "gradients reduced",
 }
 _LEFT, _RIGHT, _LANE, _GAP, _HEAD, _AXIS = 64, 24, 26, 6, 30, 26
 _LETTER = 5.4  # width of a letter of the blocks
@@ -79,7 +79,7 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float, width: int, t
         yield f'<rect x="{_LEFT}" y="{lane}" width="{width - _LEFT - _RIGHT}" height="{_LANE}" fill="#f3f3f3"/>'
     pale = {stage for stages in _stages(timeline) for stage in stages[1::2]}
     for span in timeline.spans:
-        if span.length or span.action.kind is not Kind.REDUCE_GRAD:
+        if span.length or span.action.kind is not ActionKind.REDUCE_GRAD:
             yield _block(span, top, scale, span.action.stage in pale)
     for span in timeline.transfers if transfers else ():
         yield _line(span, top, scale)
@@ -188,7 +188,7 @@ def _events(timeline: Timeline, process: int, title: str, per_unit: float) -> It
         row = row_of[span.rank, span.to]
         yield _complete(span, process, row, when)
         receive = counterpart(span.action)
-        kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+        kinds = (ActionKind.F,) if receive.kind is ActionKind.RECV_F else (ActionKind.B, ActionKind.I)
         user = next((used[at] for kind in kinds if (at := receive._replace(kind=kind)) in used), None)
         if user is not None:
             flow = {"cat": "value", "name": "arrives", "id": process * 10_000_000 + number, "pid": process}
@@ -218,7 +218,7 @@ def _live_activations(timeline: Timeline, process: int, when: Any) -> Iterator[E
         alive = 0
         for span in spans:
             for leaf in span.action.leaves():
-                change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(leaf.kind, 0)
+                change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}.get(leaf.kind, 0)
                 if change:
                     alive += change
                     at = when(span.start if change > 0 else span.end)

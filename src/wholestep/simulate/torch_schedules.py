@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.simulate.schedule import Action, Kind, Schedule, compound_action, with_communication
+from wholestep.simulate.schedule import Action, ActionKind, Schedule, compound_action, with_communication
 from wholestep.torch_private import pipelining as torchs
 
 NAMES = (
@@ -147,19 +147,19 @@ def _loop(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def _around(rank: int, ranks: int, microbatch: int, back: bool) -> tuple[list[Action], Action, list[Action]]:
     """The receive before a computation, the computation, and the send after it."""
-    receive = [Action(rank, Kind.RECV_B if back else Kind.RECV_F, microbatch)]
-    send = [Action(rank, Kind.SEND_B if back else Kind.SEND_F, microbatch)]
+    receive = [Action(rank, ActionKind.RECV_B if back else ActionKind.RECV_F, microbatch)]
+    send = [Action(rank, ActionKind.SEND_B if back else ActionKind.SEND_F, microbatch)]
     first, last = rank == 0, rank == ranks - 1
-    compute = Action(rank, Kind.B if back else Kind.F, microbatch)
+    compute = Action(rank, ActionKind.B if back else ActionKind.F, microbatch)
     return ([] if (last if back else first) else receive), compute, ([] if (first if back else last) else send)
 
 
 def _exchange(actions: list[Action]) -> list[Action]:
-    return [compound_action(Kind.EXCHANGE, actions)] if actions else []
+    return [compound_action(ActionKind.EXCHANGE, actions)] if actions else []
 
 
 def _await(actions: list[Action]) -> list[Action]:
-    return [compound_action(Kind.AWAIT, actions)] if actions else []
+    return [compound_action(ActionKind.AWAIT, actions)] if actions else []
 
 
 def _short(cls: type[Any]) -> str:

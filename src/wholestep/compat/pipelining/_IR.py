@@ -13,8 +13,8 @@ from wholestep.pipelining import annotate_split_points as annotate_split_points
 from wholestep.pipelining import pipe_split as pipe_split
 from wholestep.pipelining import pipeline as pipeline
 from wholestep.pipelining import stage_backward as stage_backward
-from wholestep.pipelining.build.backward import null_coalesce_accumulate as _null_coalesce_accumulate  # noqa: F401
-from wholestep.pipelining.build.shared import MultiUseParamSpec as MultiUseParamSpec
+from wholestep.pipelining.build.loss_and_backward import null_coalesce_accumulate as _null_coalesce_accumulate  # noqa: F401
+from wholestep.pipelining.build.model_state import MultiUseParamSpec as MultiUseParamSpec
 from wholestep.pipelining.pipe import get_submod_name as get_submod_name
 from wholestep.torch_private.other_names import other_names
 

@@ -1,1 +1,1 @@
-"""From a model to stages: capture, cut, route, build."""
+"""From a model to stages: capture, cut, route, build modules."""

@@ -1,12 +1,21 @@
-"""A model becomes a program: `torch.export`, then one flat graph with state under the names that the user gave it.
+"""Capture a model for pipelining: `torch.export`, then one flat graph with state under the user's names.
 
-Export traces on fake tensors: no memory is taken, and a model on the meta device or under a fake mode can be cut. The
-module is not changed. Sizes of the batch (dimension 0) stay open where the model allows it, so that a smaller last
-microbatch runs through the same graph.
+    exported                                             flat
+    p_fc_weight, x                                       x
+    body = get_attr submod_1                             linear(x, get_attr fc.weight)      regions: (autocast,)
+    y = wrap_with_autocast("cpu", .., body, x, ..)[0]
+
+Export traces on fake tensors: it allocates no memory, and a model on the meta device or under a fake mode can be cut.
+The module is not changed. The batch dimension (dim 0) is dynamic if the model allows it, so that a smaller last
+microbatch runs through the same graph. The result of an in-place operator is the tensor that it wrote, so its users
+read that tensor. If export fails, the error has the user's line, the reason, and the split by modules that still works.
 """
 
 from __future__ import annotations
 
+import linecache
+import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,63 +23,77 @@ from typing import Any
 import torch
 from torch import fx
 
+import wholestep
+from wholestep.errors import Location, PipelineCaptureError
+from wholestep.ir.effects import returned_position
 from wholestep.ir.known_draws import KnownDraws
-from wholestep.pipelining.build.calls import Call, CallForm, export_call
-from wholestep.pipelining.build.failures import capture_error
-from wholestep.pipelining.build.flatten import Flattener
-from wholestep.pipelining.build.regions import RegionMarks
-from wholestep.torch_private.pipelining import quiet_torch
+from wholestep.pipelining.build.call_form import Call, CallForm, export_call
+from wholestep.pipelining.build.context_regions import (
+    FUNCTION_BEGIN,
+    FUNCTION_END,
+    REGION_BEGIN,
+    REGION_END,
+    REGIONS_KEY,
+    ContextRegion,
+    RegionMarks,
+    is_function_mark,
+)
+from wholestep.pipelining.build.split_modules import find_chain
+from wholestep.torch_private.operators import OpOverload
+from wholestep.torch_private.pipelining import checks_of_export, quiet_torch, region_operators
 from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)
-class Program:
-    """A model in one mode as a flat graph."""
+class CapturedModel:
+    """A model, in one mode, as a flat graph."""
 
     graph: fx.Graph
-    """Placeholders are the tensors of the call; a get_attr node names a parameter, buffer, constant or submodule."""
+    """Placeholders are the tensors of the call; get_attr nodes refer to parameters, buffers, constants, submodules."""
     out_spec: Any
     constants: Mapping[str, Any]
-    """Tensors and submodules that the graph reads and that the module does not have under that name."""
+    """Tensors and submodules that the graph reads and that are not attributes of the module."""
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What the model returns, flat: nodes and constants."""
+        """The flat results of the model: nodes and constants."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def capture(
     module: torch.nn.Module, form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None
-) -> Program:
-    """Export a module, in the mode it is in, on an example call."""
+) -> CapturedModel:
+    """Export a module in its current mode on an example call."""
     marks = RegionMarks()
     call = export_call(form, args, kwargs)
     try:
         if dynamic_shapes is not None:
             exported = _export(module, call, dynamic_shapes, marks)
         else:
-            exported = _export_open(module, call, _open_batch(form, args, kwargs), marks)
+            exported = _export_dynamic(module, call, _dynamic_batch(form, args, kwargs), marks)
     except Exception as error:
         raise capture_error(module, call, error) from error
     flattener = Flattener(exported, marks.regions)
     graph = flattener.flatten()
-    return Program(graph, exported.call_spec.out_spec, {**exported.constants, **flattener.submodules})
+    return CapturedModel(graph, exported.call_spec.out_spec, {**exported.constants, **flattener.submodules})
 
 
 def _export(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
     marks.regions.clear()
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _marked_apart, call)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, call)
     with quiet_torch(), marks.recording(), KnownDraws():
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
-def _marked_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in another object: export marks open dimensions on the tensors it is given."""
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in another object: export marks dynamic dimensions on the tensors it is given."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _export_open(module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks) -> torch.export.ExportedProgram:
-    """Export with the batch open; where that fails, as the example is."""
+def _export_dynamic(
+    module: torch.nn.Module, call: Call, shapes: Any, marks: RegionMarks
+) -> torch.export.ExportedProgram:
+    """Export with a dynamic batch dimension; if that fails, with the static shapes of the example."""
     if shapes is None:
         return _export(module, call, None, marks)
     try:
@@ -82,8 +105,8 @@ def _export_open(module: torch.nn.Module, call: Call, shapes: Any, marks: Region
             raise error from about_symbols
 
 
-def _open_batch(form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Dimension 0 of every tensor open, if the model takes it; None if no tensor has a batch."""
+def _dynamic_batch(form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Dynamic shapes with dim 0 of every tensor AUTO; None if no tensor has a batch dimension."""
     found = []
 
     def leaf(value: Any) -> Any:
@@ -94,3 +117,175 @@ def _open_batch(form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     shapes = pytree.tree_map(leaf, dict(form.signature.bind(*args, **kwargs).arguments))
     return shapes if found else None
+
+
+class Flattener:
+    """Copies an exported program into one graph."""
+
+    def __init__(self, exported: torch.export.ExportedProgram, checkpoints: Mapping[int, ContextRegion]) -> None:
+        self.graph = fx.Graph()
+        self.submodules: dict[str, torch.nn.Module] = {}
+        """Bodies of higher-order operators that stay in the graph (`torch.cond`), by get_attr target."""
+        self._exported = exported
+        self._checkpoints = checkpoints
+        self._checks = checks_of_export()
+        self._autocast, self._grad = region_operators()
+        self._stack: list[ContextRegion] = []
+        self._blocks = len(checkpoints)
+        self._state = {
+            spec.arg.name: str(spec.target)
+            for spec in exported.graph_signature.input_specs
+            if spec.target is not None and hasattr(spec.arg, "name")
+        }
+
+    def flatten(self) -> fx.Graph:
+        """The flat graph."""
+        results = self._body(self._exported.graph_module, None)
+        self.graph.output(results)
+        drop_unused(self.graph)
+        return self.graph
+
+    def _body(self, gm: fx.GraphModule, operands: list[Any] | None) -> Any:
+        """Copy the nodes of a graph; `operands` are its inputs, None for the top level."""
+        new: dict[fx.Node, Any] = {}
+        given = iter(operands or ())
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                new[node] = self._input(node) if operands is None else next(given)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], new.__getitem__)
+            elif node.op == "get_attr":
+                new[node] = (gm, node)  # resolved by its user
+            elif node.target in (REGION_BEGIN, REGION_END):
+                self._mark(node)
+            elif is_function_mark(node):
+                self._function_mark(node, new)
+            elif node.target in (self._autocast, self._grad):
+                new[node] = self._block(node, new)
+            elif node.target is operator.getitem and isinstance(new[node.args[0]], tuple):
+                new[node] = new[node.args[0]][node.args[1]]
+            elif node.target not in self._checks:
+                new[node] = self._copy(node, new)
+        raise AssertionError("the graph has no output")
+
+    def _input(self, node: fx.Node) -> fx.Node | None:
+        if node.name in self._state:
+            new = self.graph.create_node("get_attr", self._state[node.name], name=node.name)
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            new = self.graph.placeholder(node.name)
+        else:
+            return None  # a non-tensor leaf of the call
+        new.meta = dict(node.meta)
+        return new
+
+    def _mark(self, node: fx.Node) -> None:
+        region = self._checkpoints[node.args[0]]  # type: ignore[index]
+        if node.target is REGION_BEGIN:
+            self._stack.append(region)
+        else:
+            assert self._stack.pop() is region, "regions overlap"
+
+    def _function_mark(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> None:
+        """Markers of functions stay in the graph: the tensors they refer to count as used."""
+        region = self._checkpoints[node.args[0]]  # type: ignore[index]
+        if node.target is FUNCTION_BEGIN:
+            self._stack.append(region)
+        self._copy(node, new)
+        if node.target is FUNCTION_END:
+            assert self._stack.pop() is region, "regions overlap"
+
+    def _block(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
+        settings = 4 if node.target is self._autocast else 1
+        gm, body = new[node.args[settings]]  # type: ignore[index]
+        operands = [fx.map_arg(arg, new.__getitem__) for arg in node.args[settings + 1 :]]
+        kind: Any = "autocast" if settings == 4 else "grad"
+        self._stack.append(ContextRegion(kind, tuple(node.args[:settings]), self._blocks))
+        self._blocks += 1
+        results = self._body(getattr(gm, str(body.target)), operands)
+        self._stack.pop()
+        return tuple(results)
+
+    def _copy(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> Any:
+        copied = self.graph.node_copy(node, lambda arg: self._lookup(arg, new))
+        if self._stack:
+            copied.meta[REGIONS_KEY] = tuple(self._stack)
+        return written_argument(copied) or copied
+
+    def _lookup(self, arg: fx.Node, new: Mapping[fx.Node, Any]) -> Any:
+        found = new[arg]
+        if not isinstance(found, tuple):
+            return found
+        gm, node = found
+        name = f"{node.target}"
+        while self.submodules.get(name, getattr(gm, str(node.target))) is not getattr(gm, str(node.target)):
+            name += "_"
+        self.submodules[name] = getattr(gm, str(node.target))
+        return self.graph.get_attr(name)
+
+
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operator writes and returns, if that is all it returns."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    written = returned_position(node.target)
+    argument = node.args[written] if written is not None and written < len(node.args) else None
+    same = isinstance(argument, fx.Node) and _same_layout(node.meta.get("val"), argument.meta.get("val"))
+    return argument if same else None  # type: ignore[return-value]
+
+
+def _same_layout(a: Any, b: Any) -> bool:
+    """True if two fake tensors have the same layout: `t_()` and `resize_()` change that of their argument."""
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return both and a.dtype == b.dtype and str((a.shape, a.stride())) == str((b.shape, b.stride()))
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase state without users, and arithmetic on sizes that only the asserts of export used."""
+    for node in reversed(graph.nodes):
+        value = node.meta.get("val")
+        is_number = isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat | int | bool | float)
+        unused = node.op == "get_attr" or (node.op == "call_function" and is_number)
+        if unused and not node.users:
+            graph.erase_node(node)
+
+
+_FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
+
+
+def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> PipelineCaptureError:
+    """The error for a model that export cannot capture."""
+    chain = find_chain(module, call)
+    location = location_of_error(error)
+    fix = "write the line with tensor operators (torch.where, torch.cond)"
+    if "not a known type" in str(error) or "pytree" in str(error):
+        fix = "return and take tensors in tuples, lists and dictionaries (transformers: config.use_cache = False)"
+    if "data-dependent" in str(error) and location is not None and "drop" in location.text:
+        fix += "; a branch on torch.rand is captured where its probability is 0 (layerdrop=0.0)"
+    if chain is None:
+        fix += ", or write the stages as modules: torch.distributed.pipelining.PipelineStage runs them"
+    else:
+        shown = ", ".join(map(repr, chain if len(chain) <= 6 else (*chain[:3], "...", *chain[-2:])))
+        fix += f". Without capturing, the model can be cut between its submodules: split_modules(model, ...) of {shown}"
+    return PipelineCaptureError(
+        f"torch.export cannot turn {type(module).__name__} into one graph: {_first_lines(error)}",
+        fix=fix,
+        location=location,
+    )
+
+
+def location_of_error(error: BaseException) -> Location | None:
+    """The innermost line of the user's code in a traceback."""
+    found: Location | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((*_FOREIGN, "<")):  # "<": code that torch or dataclasses generated
+            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            found = Location(code.co_filename, trace.tb_lineno, code.co_name, text)
+        trace = trace.tb_next
+    return found
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}" if lines else type(error).__name__

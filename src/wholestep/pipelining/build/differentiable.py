@@ -1,7 +1,7 @@
-"""Along which values a gradient comes back: operators run on fake tensors, with autograd watching.
+"""Which values require a gradient: operators run once on fake tensors under autograd.
 
-Rules about operators would have to know that `zeros_like(h)` needs no gradient, and that `h.add_(w)` makes one of `h`.
-Layers repeat: an operator runs once for all nodes with the same shapes and with inputs that require the same gradients.
+Rules about operators would have to know that `zeros_like(h)` requires no gradient, and that `h.add_(w)` makes `h`
+require one. Layers repeat: an operator runs once for all nodes with the same shapes and requires_grad flags.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import torch
 from torch import fx
 
 from wholestep.ir.effects import written_inputs
-from wholestep.pipelining.build.example_values import example_value
-from wholestep.pipelining.build.functions import BEGIN, is_mark, marked
-from wholestep.pipelining.build.regions import Region, regions_of
-from wholestep.pipelining.build.staged import storage_of
+from wholestep.pipelining.build.context_regions import (
+    FUNCTION_BEGIN,
+    ContextRegion,
+    is_function_mark,
+    marked_tensors,
+    regions_of,
+)
+from wholestep.pipelining.build.staged_graph import example_value, storage_of
 from wholestep.torch_private.fake_tensors import new_fake_mode
 from wholestep.torch_private.pytrees import pytree
 
@@ -27,19 +31,19 @@ def find_differentiable(
     graph: fx.Graph, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]
 ) -> set[fx.Node]:
     """The nodes whose tensors require a gradient at the end of the graph."""
-    return _Watch(requires_grad, submodules).run(graph)
+    return _GradPropagation(requires_grad, submodules).run(graph)
 
 
-class _Answer(NamedTuple):
-    """What requires a gradient after an operator."""
+class _GradFlags(NamedTuple):
+    """The requires_grad flags after an operator."""
 
     results: Any
-    """Like the results: True or False for each tensor."""
+    """The structure of the results, with a flag for each tensor."""
     written: tuple[bool, ...]
-    """For each argument that it writes."""
+    """A flag for each argument that it writes."""
 
 
-class _Watch:
+class _GradPropagation:
     def __init__(self, requires_grad: Callable[[fx.Node], bool], submodules: Mapping[str, Any]) -> None:
         self._requires_grad = requires_grad
         self._submodules = submodules
@@ -47,7 +51,7 @@ class _Watch:
         self._flags: dict[fx.Node, Any] = {}
         self._geometry: dict[fx.Node, Any] = {}
         self._sharing: dict[Any, list[fx.Node]] = {}
-        self._known: dict[Any, _Answer] = {}
+        self._known: dict[Any, _GradFlags] = {}
         self._functions: dict[Any, bool] = {}
 
     def run(self, graph: fx.Graph) -> set[fx.Node]:
@@ -58,21 +62,21 @@ class _Watch:
                 self._flags[node] = can and self._requires_grad(node)
             elif node.target is operator.getitem and isinstance(self._flags[node.args[0]], list | tuple):
                 self._flags[node] = self._flags[node.args[0]][node.args[1]]
-            elif is_mark(node):
+            elif is_function_mark(node):
                 self._function(node)
             elif node.op == "call_function":
                 self._call(node)
         return {node for node, flag in self._flags.items() if flag is True}
 
     def _function(self, node: fx.Node) -> None:
-        """A function with a backward of its own: its results require a gradient if an input does."""
+        """The results of a `torch.autograd.Function` require a gradient if an input does."""
         self._flags[node] = False
         number = node.args[0]
-        if node.target is BEGIN:
+        if node.target is FUNCTION_BEGIN:
             enabled = next((r.settings[0] for r in reversed(regions_of(node)) if r.kind == "grad"), True)
-            self._functions[number] = enabled and any(self._flags[arg] is True for arg in marked(node))
+            self._functions[number] = enabled and any(self._flags[arg] is True for arg in marked_tensors(node))
             return
-        for result in marked(node):
+        for result in marked_tensors(node):
             value = result.meta.get("val")
             can = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
             self._flags[result] = can and self._functions[number]
@@ -92,7 +96,7 @@ class _Watch:
                         self._flags[other] = True
 
     def _sharing_with(self, node: fx.Node) -> list[fx.Node]:
-        """All tensors through which a write to this one is seen."""
+        """All tensors that share storage with this one."""
         if not self._sharing:
             for each in node.graph.nodes:
                 self._sharing.setdefault(storage_of(each.meta.get("val")), []).append(each)
@@ -101,7 +105,7 @@ class _Watch:
 
     def _key(self, node: fx.Node) -> Any:
         def described(arg: fx.Node) -> Any:
-            return _Text(f"{self._describe(arg)}{self._flags.get(arg)}")
+            return _Unquoted(f"{self._describe(arg)}{self._flags.get(arg)}")
 
         args = fx.map_arg((node.args, node.kwargs), described)
         modes = [str(region) for region in regions_of(node) if region.kind in ("autocast", "grad")]
@@ -113,7 +117,7 @@ class _Watch:
             found = self._geometry[node] = _geometry(node)
         return str(found)
 
-    def _ask(self, node: fx.Node, written: list[fx.Node]) -> _Answer:
+    def _ask(self, node: fx.Node, written: list[fx.Node]) -> _GradFlags:
         made: dict[fx.Node, Any] = {}
 
         def operand(arg: fx.Node) -> Any:
@@ -123,7 +127,7 @@ class _Watch:
                     value = self._submodules.get(str(arg.target))
                 made[arg] = pytree.tree_map(_require, value, self._flags[arg]) if self._any(arg) else value
                 if arg in written:
-                    made[arg] = made[arg].clone()  # a leaf cannot be written
+                    made[arg] = made[arg].clone()  # a leaf cannot be written in place
             return made[arg]
 
         with torch.enable_grad(), self._mode:
@@ -132,17 +136,17 @@ class _Watch:
                 try:
                     results = node.target(*args, **kwargs)  # type: ignore[operator]
                 except Exception:
-                    # An operator that only export can trace. Its results follow its inputs: at most too much.
+                    # An operator that only export can trace: assume that its results depend on all inputs.
                     given = any(self._any(arg) for arg in node.all_input_nodes) and torch.is_grad_enabled()
                     results = pytree.tree_map(lambda v: _require(v, given), example_value(node.meta["val"], self._mode))
-        return _Answer(pytree.tree_map(_flag, results), tuple(_flag(made[argument]) for argument in written))
+        return _GradFlags(pytree.tree_map(_flag, results), tuple(_flag(made[argument]) for argument in written))
 
     def _any(self, node: fx.Node) -> bool:
         return any(flag is True for flag in pytree.tree_leaves(self._flags.get(node)))
 
 
-class _Text(str):
-    """Prints as it is within a tuple."""
+class _Unquoted(str):
+    """A string whose repr has no quotes."""
 
     __slots__ = ()
 
@@ -169,7 +173,7 @@ def _flag(value: Any) -> bool:
 
 
 @contextmanager
-def _inside(regions: tuple[Region, ...]) -> Iterator[None]:
+def _inside(regions: tuple[ContextRegion, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for region in regions:
             if region.kind in ("autocast", "grad"):

@@ -1,1 +1,1 @@
-"""Where to cut, which schedule to use, and whether it can work."""
+"""Where to cut and which schedule to use, by estimated or measured costs."""

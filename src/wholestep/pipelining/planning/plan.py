@@ -1,4 +1,4 @@
-"""Which schedule, how many stages, how many microbatches: simulate them all and rank them.
+"""`plan`: choose schedule, number of stages and number of microbatches by simulating all combinations.
 
 plan = ws.pipelining.plan(model, ranks=4, memory=40 * 2**30, mb_args=(tokens,), batch=64)
 print(plan)          a row per choice, the fastest that fits first
@@ -16,10 +16,16 @@ from torch import nn
 from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.memory_report import as_bytes
-from wholestep.pipelining.build.frontend import pipeline
+from wholestep.pipelining.build.pipeline import pipeline
 from wholestep.pipelining.pipe import Pipe
-from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
-from wholestep.pipelining.planning.stage_measures import measure_costs
+from wholestep.pipelining.planning.stage_costs import (
+    HasStages,
+    StageCosts,
+    bytes_from,
+    estimate_costs,
+    measure_costs,
+    times_from,
+)
 from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
 from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED
@@ -30,19 +36,19 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Choice:
-    """One row: a schedule, how many stages in all, how many microbatches, and what comes of it."""
+    """One combination of schedule, number of stages and number of microbatches, and its simulation."""
 
     schedule: str
     stages: int
     microbatches: int
     seconds: float
-    """One step."""
+    """The time of one step."""
     seconds_per_microbatch: float
-    """Of the size with which the model was captured: what rows are ranked by, since steps may differ in size."""
+    """Per microbatch of the captured size: choices are ranked by it, because steps may differ in size."""
     bubble: float
-    """The part of all ranks' time in which they wait."""
+    """The fraction of all ranks' time that is idle."""
     peak_bytes: int
-    """Of the rank that needs most."""
+    """The peak memory of the rank that needs most."""
     fits: bool
     timeline: Timeline
 
@@ -51,28 +57,28 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All choices, best first: those that fit by time, then those that do not by memory."""
+class PipelinePlan:
+    """All choices, best first: those that fit by time, then those that do not fit by memory."""
 
     choices: tuple[Choice, ...]
     left_out: Mapping[str, str]
-    """What could not be made, and why."""
+    """Combinations that are not possible, and why."""
 
     @property
     def best(self) -> Choice:
         if not self.choices:
             reasons = "; ".join(f"{what}: {why}" for what, why in self.left_out.items())
-            raise ScheduleError(f"no schedule can be made. {reasons}", fix="fewer ranks, or more microbatches.")
+            raise ScheduleError(f"no schedule is possible. {reasons}", fix="use fewer ranks, or more microbatches.")
         if not self.choices[0].fits:
             least = min(choice.peak_bytes for choice in self.choices)
-            fix = "more ranks, more microbatches, activation checkpointing, or sharding inside a stage."
-            what = f"the least that any choice needs is {least / _MIB:.3g} MiB on a rank"
+            fix = "use more ranks, more microbatches, activation checkpointing, or sharding inside a stage."
+            what = f"the smallest peak of all choices is {least / _MIB:.3g} MiB on a rank"
             raise ScheduleError(f"no schedule fits: {what}.", fix=fix)
         return self.choices[0]
 
     def __str__(self) -> str:
         if not self.choices:
-            return "\n".join(["no schedule can be made", *(f"  {what}: {why}" for what, why in self.left_out.items())])
+            return "\n".join(["no schedule is possible", *(f"  {what}: {why}" for what, why in self.left_out.items())])
         table = [_HEAD, *_rows(self.choices)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
@@ -125,22 +131,22 @@ def plan(
     network: Network | None = None,
     cut: Callable[[int], HasStages] | None = None,
     costs: Literal["estimated", "measured"] | Callable[[HasStages], Sequence[StageCosts]] = "estimated",
-) -> Plan:
-    """Try all schedules, numbers of stages and numbers of microbatches on `ranks` ranks with `memory` each: bytes, or
-    a text such as "16GB".
+) -> PipelinePlan:
+    """Simulate all schedules, numbers of stages and numbers of microbatches on `ranks` ranks with `memory` each: bytes,
+    or a string such as "16GB".
 
-    `model` is a model, which is cut into each number of stages with `mb_args` as its microbatch (`cut` does it another
-    way), or a pipe, whose stages are taken as they are. `batch`: rows of a whole step, divided among the microbatches;
-    without it a microbatch keeps its size and a step grows with their number. `costs`: what stages cost, estimated for
-    `machine`, measured here on `mb_args`, or by a function of your own. `state_copies` is how many bytes are beside
-    each byte of a parameter (3: a gradient and Adam's two moments).
+    `model` is a model, which is cut into each number of stages with `mb_args` as its microbatch (or by `cut`), or a
+    pipe, whose stages are used unchanged. `batch`: rows of a whole step, divided among the microbatches; without it the
+    size of a microbatch is fixed and a step grows with their number. `costs`: costs of stages, estimated for `machine`,
+    measured here on `mb_args`, or computed by a function. `state_copies`: extra bytes per byte of a parameter (3: a
+    gradient and Adam's two moments).
     """
     if ranks < 1:
         raise OptionError(f"ranks={ranks} is not a number of ranks.", fix="at least 1.")
     most = as_bytes(memory, "memory")
     is_pipe, is_given = hasattr(model, "get_stage_module"), bool(mb_args or mb_kwargs)
     if not is_given and (costs == "measured" or not (is_pipe or cut is not None)):
-        raise OptionError("a model is cut, and stages are measured, with a microbatch.", fix="give mb_args=(x,).")
+        raise OptionError("cutting a model or measuring stages requires a microbatch.", fix="pass mb_args=(x,).")
     pipes = _pipes(model, ranks, stages_per_rank, mb_args, mb_kwargs, cut)
     choices: list[Choice] = []
     left_out: dict[str, str] = {}
@@ -165,7 +171,7 @@ def plan(
                 else:
                     choices.append(found)
     choices.sort(key=lambda c: (not c.fits, c.seconds_per_microbatch if c.fits else c.peak_bytes, c.peak_bytes, str(c)))
-    return Plan(tuple(choices), left_out)
+    return PipelinePlan(tuple(choices), left_out)
 
 
 def _choice(
@@ -211,7 +217,7 @@ def _costs(
 
 
 def _allowed(schedules: Sequence[str], each: int) -> list[str]:
-    """The schedules that can have so many stages on a rank."""
+    """The schedules that support `each` stages per rank."""
     if each == 1:
         return [name for name in schedules if name in ONE_STAGE_PER_RANK or name in _MAY_HAVE_ONE]
     several = [name for name in schedules if name not in ONE_STAGE_PER_RANK]
@@ -226,11 +232,11 @@ def _pipes(
     mb_kwargs: Mapping[str, Any] | None,
     cut: Callable[[int], HasStages] | None,
 ) -> dict[int, HasStages | str]:
-    """A pipe for each number of stages per rank, or why there is none."""
+    """A pipe for each number of stages per rank, or the reason why there is none."""
     if hasattr(model, "get_stage_module"):
         if model.num_stages % ranks:
             fix = "cut it into a multiple of the ranks."
-            raise OptionError(f"{model.num_stages} stages cannot be shared by {ranks} ranks evenly.", fix=fix)
+            raise OptionError(f"{model.num_stages} stages cannot be divided evenly among {ranks} ranks.", fix=fix)
         return {model.num_stages // ranks: model}
     found: dict[int, HasStages | str] = {}
     for each in dict.fromkeys(stages_per_rank):
@@ -248,7 +254,7 @@ def _cut_into(
 
 
 def _rows_of(pipe: HasStages) -> int:
-    """The size of a microbatch: the first dimension of the first input that has one."""
+    """The rows of a microbatch: dim 0 of the first input that has one."""
     for name in pipe.routing.inputs[0]:
         value = pipe.routing.values[name].meta
         if value is not None and value.dim():

@@ -1,24 +1,28 @@
-"""What each stage of a pipe costs per microbatch: seconds and bytes, estimated without running anything.
+"""The cost of each stage of a pipe per microbatch: seconds and bytes, estimated on fake tensors or measured.
 
-Each stage runs once, forward and backward, on tensors without data. Every operator counts as the longer of its
-arithmetic and its memory traffic on a machine of the given speeds; what autograd keeps is what a microbatch keeps. The
-numbers are for the microbatch with which the pipe was made.
+For an estimate each stage runs once, forward and backward, on fake tensors. The time of an operator is the longer of
+its arithmetic and its memory traffic on a machine of the given speeds; the activations of a microbatch are what
+autograd saves. The numbers hold for the size of the microbatch that the pipe was captured with.
+
+For a measurement the stages run here one after the other, on the given microbatch, several times; the fastest counts.
+Parameters, buffers and random state are unchanged: gradients are not accumulated, and buffers that a forward writes
+(running statistics) are copied first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholestep.pipelining.build.example_values import example_value
 from wholestep.pipelining.build.routing import Routing
-from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, work_of_call
+from wholestep.pipelining.build.staged_graph import example_value
+from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, timed, work_of_call
 from wholestep.simulate.pipeline import Bytes, Times
 from wholestep.torch_private.fake_tensors import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 
@@ -26,7 +30,7 @@ _PHASES = ("forward", "backward_input", "backward_weight")
 
 
 class HasStages(Protocol):
-    """What is read of a pipe."""
+    """The part of a pipe that is read here."""
 
     num_stages: int
     routing: Routing
@@ -36,10 +40,10 @@ class HasStages(Protocol):
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One stage: seconds of one microbatch, bytes of its state, and bytes of one microbatch.
+    """The costs of one stage: seconds and bytes of one microbatch, and bytes of its state.
 
-    `operators` are the times of which `forward` and so on are the sums, by these names, where they are known: an
-    operator takes at least the machine's `launch`, however small a microbatch is.
+    `operators` are the times of single operators by phase ("forward", ...), if known: an operator takes at least the
+    machine's `launch`, however small the microbatch is.
     """
 
     forward: float
@@ -60,12 +64,12 @@ class StageCosts:
 
 
 def estimate_costs(pipe: HasStages, machine: Machine = DEFAULT_MACHINE) -> tuple[StageCosts, ...]:
-    """The costs of all stages."""
+    """The estimated costs of all stages."""
     return tuple(_estimate(pipe, index, machine) for index in range(pipe.num_stages))
 
 
 def times_from(costs: Sequence[StageCosts], machine: Machine = DEFAULT_MACHINE, scale: float = 1.0) -> Times:
-    """Times for the simulator; `scale` is the size of a microbatch in those of the estimate."""
+    """Times for the simulator; `scale` is the size of a microbatch relative to that of the estimate."""
     lengths = {what: [each.seconds(what, scale, machine) for each in costs] for what in _PHASES}
 
     def travel(sizes: Sequence[int]) -> list[float]:
@@ -81,7 +85,7 @@ def times_from(costs: Sequence[StageCosts], machine: Machine = DEFAULT_MACHINE, 
 
 
 def bytes_from(costs: Sequence[StageCosts], state_copies: float, scale: float = 1.0) -> Bytes:
-    """Bytes for the simulator. `state_copies`: bytes beside each byte of a parameter (gradient, Adam's moments: 3)."""
+    """Bytes for the simulator. `state_copies`: extra bytes per byte of a parameter (3: gradient, Adam's moments)."""
     return Bytes(
         static=[round(each.parameter_bytes * (1 + state_copies)) + each.buffer_bytes for each in costs],
         activation=[round(each.activation_bytes * scale) for each in costs],
@@ -97,8 +101,8 @@ def _estimate(pipe: HasStages, index: int, machine: Machine) -> StageCosts:
     buffers = {name: _fake(each, mode, False) for name, each in stage.named_buffers()}
     values = [routing.values[name] for name in routing.inputs[index]]
     inputs = [_fake(each.meta, mode, each.differentiable and index > 0) for each in values]
-    counter, kept = _Meter(machine), _Kept([*parameters.values(), *buffers.values()])
-    with mode, counter, kept, torch.enable_grad():
+    counter, saved = _OperatorTimes(machine), _SavedBytes([*parameters.values(), *buffers.values()])
+    with mode, counter, saved, torch.enable_grad():
         result = torch.func.functional_call(stage, parameters | buffers, tuple(inputs))
         outputs = [each for each in (result if isinstance(result, tuple) else (result,)) if has_gradient(each)]
         forward = counter.take()
@@ -118,7 +122,7 @@ def _estimate(pipe: HasStages, index: int, machine: Machine) -> StageCosts:
         sums[2],
         sum(map(_bytes, parameters.values())),
         sum(map(_bytes, buffers.values())),
-        kept.bytes,
+        saved.bytes,
         sum(map(_bytes, inputs)) if index else 0,
         0 if leaves else sum(_bytes(example_value(each.meta, mode)) for each in crossing),
         operators,
@@ -126,28 +130,28 @@ def _estimate(pipe: HasStages, index: int, machine: Machine) -> StageCosts:
 
 
 def _without(all_of_them: tuple[float, ...], some: tuple[float, ...]) -> tuple[float, ...]:
-    """What a whole backward does beyond the backward for the input."""
+    """The operators of a whole backward that are not part of the input backward."""
     left = Counter(all_of_them) - Counter(some)
     return tuple(each for each, count in left.items() for _ in range(count))
 
 
 def gradients(outputs: list[Tensor], wanted: list[Tensor], again: bool) -> None:
-    """Run the backward from all outputs to what is wanted; `again` keeps the graph for a second one."""
+    """Run the backward from all outputs to the wanted tensors; `again` retains the graph."""
     if outputs and wanted:
         grads = [torch.empty_like(each) for each in outputs]
         torch.autograd.grad(outputs, wanted, grads, retain_graph=again, allow_unused=True)
 
 
 def _fake(tensor: Tensor | None, mode: FakeTensorMode, requires_grad: bool) -> Tensor:
-    assert tensor is not None, "a value without a shape"
+    assert tensor is not None, "a value without metadata"
     made: Tensor = example_value(tensor.detach(), mode)
-    if made.is_meta:  # a model without memory: its tensors count as if they were on the device of the others
+    if made.is_meta:  # a meta model: operators need one device for all tensors
         made = fake_tensor(mode, made.shape, made.stride(), made.dtype, torch.device("cpu"))
     return made.requires_grad_(requires_grad and made.is_floating_point())
 
 
 def has_gradient(value: Any) -> bool:
-    """Whether a backward can begin at a value."""
+    """True if a backward can start at a value."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -155,8 +159,8 @@ def _bytes(tensor: Tensor) -> int:
     return int(tensor.numel()) * tensor.element_size()
 
 
-class _Meter(DispatchMode):
-    """Adds up what operators cost."""
+class _OperatorTimes(DispatchMode):
+    """Records the estimated time of each operator."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -164,7 +168,7 @@ class _Meter(DispatchMode):
         self._seconds: list[float] = []
 
     def take(self) -> tuple[float, ...]:
-        """What came since the last time, each operator by itself."""
+        """The times of the operators since the last call."""
         seconds, self._seconds = tuple(self._seconds), []
         return seconds
 
@@ -178,17 +182,70 @@ class _Meter(DispatchMode):
         return result
 
 
-class _Kept(saved_tensors_hooks):
-    """Counts what autograd keeps, each memory once, and not what is there anyway."""
+class _SavedBytes(saved_tensors_hooks):
+    """Counts the bytes that autograd saves, each storage once, without parameters and buffers."""
 
-    def __init__(self, there: Sequence[Tensor]) -> None:
-        self._seen: dict[int, Tensor] = {storage_key(each): each for each in there}  # alive, so that no key comes again
+    def __init__(self, state: Sequence[Tensor]) -> None:
+        self._seen: dict[int, Tensor] = {storage_key(each): each for each in state}  # held, so that keys stay unique
         self.bytes = 0
-        super().__init__(self._keep, lambda kept: kept)
+        super().__init__(self._save, lambda saved: saved)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _save(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
         if key not in self._seen:
             self._seen[key] = tensor.detach()
             self.bytes += int(tensor.untyped_storage().nbytes())
         return tensor
+
+
+_TIMES = 3
+
+
+class Runnable(HasStages, Protocol):
+    """A pipe that can be run on example arguments."""
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Any = None) -> list[Tensor]: ...
+
+
+def measure_costs(
+    pipe: Runnable, args: Sequence[Any], kwargs: Any = None, machine: Machine = DEFAULT_MACHINE
+) -> tuple[StageCosts, ...]:
+    """The costs of all stages, with times measured on the devices of their parameters."""
+    values: list[Any] = [each.detach() for each in pipe.flatten_inputs(args, kwargs or {})]
+    found = []
+    with torch.random.fork_rng(), torch.enable_grad():
+        for index, estimated in enumerate(estimate_costs(pipe, machine)):
+            times, values = _run(pipe, index, values)
+            forward, for_input, for_weights = times
+            timed = replace(estimated, forward=forward, backward_input=for_input, backward_weight=for_weights)
+            found.append(replace(timed, operators={}))
+    return tuple(found)
+
+
+def _run(pipe: HasStages, index: int, values: list[Any]) -> tuple[tuple[float, float, float], list[Any]]:
+    """The fastest forward, input backward and weight backward of a stage, and its outputs."""
+    stage, routing = pipe.get_stage_module(index), pipe.routing
+    wanted = [routing.values[name].differentiable and index > 0 for name in routing.inputs[index]]
+    outputs: list[Any] = []
+    runs = []
+    for _ in range(_TIMES):
+        inputs = [each.detach().requires_grad_(wants) for each, wants in zip(values, wanted, strict=True)]
+        times, outputs = _once(stage, inputs)
+        runs.append(times)
+    forward, for_input, both = (min(each) for each in zip(*runs, strict=True))
+    return (forward, for_input, max(both - for_input, 0.0)), outputs
+
+
+def _once(stage: nn.Module, inputs: list[Tensor]) -> tuple[tuple[float, float, float], list[Any]]:
+    """Seconds of a forward, of an input backward and of a whole backward, and the outputs of the stage."""
+    buffers = {name: each.clone() for name, each in stage.named_buffers()}
+    device = next((each.device for each in (*stage.parameters(), *inputs)), None)
+    to_inputs = [each for each in inputs if each.requires_grad]
+    to_all = to_inputs + [each for each in stage.parameters() if each.requires_grad]
+    forward, result = timed(lambda: torch.func.functional_call(stage, buffers, tuple(inputs)), device)
+    outputs = result if isinstance(result, tuple) else (result,)
+    roots = [each for each in outputs if has_gradient(each)]
+    for_input, _ = timed(lambda: gradients(roots, to_inputs, True), device)
+    both, _ = timed(lambda: gradients(roots, to_all, False), device)
+    values = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
+    return (forward, for_input, both), values

@@ -1,1 +1,1 @@
-"""Stages on ranks: what they send, receive, compute and reduce."""
+"""Stages on ranks: communication, computation, gradient reduction, schedules."""

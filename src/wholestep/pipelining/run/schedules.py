@@ -1,42 +1,46 @@
-"""Schedules of torch, with what a stage alone cannot do for them.
+"""Schedules of torch over the stages of a pipe, with what a stage alone cannot do for them.
 
-    schedule = ws.pipelining.schedule("1F1B", stage, 8, loss_fn)      what Schedule1F1B(stage, 8, loss_fn) is, and also:
+    schedule = ws.pipelining.schedule("1F1B", stage, 8, loss_fn)      Schedule1F1B(stage, 8, loss_fn), and also:
 
     loss          no loss_fn is needed if `pipeline` was told which result is the loss
-    targets       a dict, tuple or list of tensors, not only a tensor: torch's `step` splits the target itself. None,
-                  if the model computes its loss from its inputs: loss_fn gets the result and None
-    results       numbers and None among what the model returns: torch's `step` joins microbatches itself
-    errors        a rank that raises or dies is named, also where the schedule waits: the wait is in torch's `step`
-    arguments     None in a chunk spec gives every microbatch the whole value; specs of keywords go by name
+    targets       a dict, tuple or list of tensors, not only a tensor; or None if the model computes its loss from its
+                  inputs: loss_fn then gets the result and None
+    results       non-tensor leaves among the results of the model: torch's `step` only merges tensors
+    errors        a rank that raises or dies is named, also while the schedule waits
+    arguments     None in a chunk spec passes the whole value to every microbatch; specs of keywords match by name
     rows          an argument or a target with fewer rows than the batch is refused, where torch would broadcast it
-    ranks         before the first step they compare schedules; one that has another, or does not come, is named
-    stages        one that the schedule runs on another rank is refused, where torch would wait for ever
-    actions       a list that never reduces gradients is refused: a stage cannot know that nothing more will come
+    ranks         before the first step ranks compare their schedules; a rank with another one, or a missing rank, is
+                  named
+    stages        a stage that the schedule runs on another rank is refused, where torch would wait for ever
+    actions       a list that never reduces gradients is refused
 
-Everything else is torch's: the order of the actions, and the loop that runs them.
+Everything else is torch's: the order of the actions, and the loop that runs them. Arguments are split into microbatches
+by torch's own function.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks as _split
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from wholestep.errors import OptionError, ScheduleError, StageError, invalid_value
-from wholestep.pipelining.run.chunks import split_args_kwargs_into_chunks
-from wholestep.pipelining.run.given import check_target, rows_of
+from wholestep.errors import OptionError, PipelineInputError, ScheduleError, StageError, invalid_value
+from wholestep.pipelining.run.build_stage import own_stages
 from wholestep.pipelining.run.stage import Stage
-from wholestep.pipelining.run.stage_building import own_stages
 from wholestep.torch_private.pipelining import (
+    WholeValue,
     actions_that_run,
     chunk_specs,
     has_loss,
     has_merge_spec,
     is_single,
+    quiet_masks,
     reduced_stages,
     stages_and_ranks,
     stages_of,
@@ -44,7 +48,7 @@ from wholestep.torch_private.pipelining import (
 from wholestep.torch_private.pytrees import pytree
 
 _OPTIONS = ("losses", "return_outputs", "loss_kwargs")
-"""Arguments of `step` that are not the model's."""
+"""Keyword arguments of `step` that are not passed to the model."""
 
 
 def schedule(
@@ -58,16 +62,16 @@ def schedule(
 ) -> Any:
     """A schedule of torch over stages of `pipe.build_stage`. `kind`: "1F1B", "ZBVZeroBubble", ... or torch's class.
 
-    `deadline`: seconds that ranks wait for each other before the first step: they may still capture or load data.
-    `options` are those of torch's class. The result is an instance of it.
+    `deadline`: seconds that ranks wait for each other before the first step, while some may still capture or load data.
+    `options` are those of torch's class. Returns an instance of a subclass of it.
     """
     cls = _class_of(kind)
     if not deadline > 0:
         raise invalid_value("deadline", deadline, "use a number of seconds above 0.")
     given = own_stages(stages, "a schedule")
     loss_fn = loss_fn or given[0].own_loss
-    whole = type(cls.__name__, (_Whole, cls), {})
-    made: _Whole
+    whole = type(cls.__name__, (_ScheduleMixin, cls), {})
+    made: _ScheduleMixin
     if not issubclass(cls, PipelineScheduleSingle):
         made = whole(given, n_microbatches, loss_fn, **options)
     elif len(given) == 1:
@@ -93,18 +97,18 @@ def _class_of(kind: str | type[Any]) -> type[Any]:
     return kind
 
 
-class _Whole:
-    """What is put before a class of torch."""
+class _ScheduleMixin:
+    """Methods that take precedence over those of torch's schedule class."""
 
     deadline: float
     _targets: list[Any] | None = None
     _met: frozenset[bool] = frozenset()
-    """What the ranks have compared: with and without a backward."""
+    """Whether the ranks have agreed on steps with (True) and without (False) a backward."""
     _n_microbatches: int
     _loss_fn: Callable[..., torch.Tensor] | None
 
     def step(self, *args: Any, target: Any = None, **named: Any) -> Any:
-        """One step; see torch's class."""
+        """Run one step; see torch's class."""
         rank_step = stages_of(self)[0].rank_step
         trains = has_loss(self)
         first = trains not in self._met
@@ -123,19 +127,19 @@ class _Whole:
             raise
 
     def _lines(self) -> list[str]:
-        """What all ranks of the pipeline have in common."""
+        """The properties that all ranks of the pipeline must share."""
         stages, _ = stages_and_ranks(self)
         lists = "" if is_single(self) else repr(actions_that_run(self))  # type: ignore[arg-type]
         return [
             type(self).__name__,
             f"{self._n_microbatches} microbatches",
             f"{stages} stages",
-            "forward and backward" if has_loss(self) else "only forward",
+            "forward and backward" if has_loss(self) else "forward only",
             f"actions {hashlib.sha256(lists.encode()).hexdigest()[:16]}",
         ]
 
     def _check_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
-        """Of the whole batch, what this rank can see."""
+        """Check the arguments and the target of the whole batch, as far as this rank has them."""
         first = next((stage for stage in stages_of(self) if stage.is_first), None)
         if first is None:
             return
@@ -158,7 +162,7 @@ class _Whole:
                 raise
             raise StageError(
                 f"loss_fn got no target and raised {type(error).__name__}: {error}.",
-                fix="give the rank of the last stage the target: step(target=...).",
+                fix="pass the target on the rank of the last stage: step(target=...).",
             ) from error
 
     def _split_target(self, target: Any) -> list[Any] | None:
@@ -194,7 +198,7 @@ class _Whole:
                 raise StageError(
                     f"{type(self).__name__} runs stage {stage.stage_index} on rank {wanted}; this is rank "
                     f"{stage.group_rank}.",
-                    fix="build on each rank the stages that the schedule has there: "
+                    fix="build on each rank the stages that the schedule runs there: "
                     f"here {[i for i, rank in stage.stage_index_to_group_rank.items() if rank == stage.group_rank]}.",
                 )
 
@@ -209,7 +213,7 @@ class _Whole:
 
 
 def split(batch: Any, chunks: int) -> list[Any]:
-    """Microbatches of a structure of tensors, along their first dim, as torch splits a tensor. Others go to all."""
+    """Split a pytree into microbatches: tensors along dim 0, as torch splits them; other leaves are passed to all."""
     leaves, spec = pytree.tree_flatten(batch)
     columns = []
     for leaf in leaves:
@@ -226,8 +230,111 @@ def split(batch: Any, chunks: int) -> list[Any]:
 
 
 def join(chunks: Sequence[Any]) -> Any:
-    """One result from those of microbatches: tensors along their first dim; anything else as the first has it."""
+    """Merge the results of microbatches: tensors along dim 0; other leaves are those of the first microbatch."""
     flat = [pytree.tree_flatten(chunk) for chunk in chunks]
     columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
     joined = [torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns]
     return pytree.tree_unflatten(joined, flat[0][1])
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: Mapping[str, Any] | None = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The positional and the keyword arguments of each microbatch.
+
+    Specs have the structure of the arguments, with a `TensorChunkSpec(dim)`, or None or `Replicate` to pass the whole
+    value to every microbatch, as in PiPPy. A spec belongs to the argument of its name, in any order of keywords and
+    dictionary keys (torch matches by position). Without a spec, tensors are split along dim 0 and other values are
+    passed whole.
+    """
+    named = dict(kwargs or {})
+    positional = None if args_chunk_spec is None else _fitted(args_chunk_spec, args, "args_chunk_spec")
+    by_name = None if kwargs_chunk_spec is None else _fitted(dict(kwargs_chunk_spec), named, "kwargs_chunk_spec")
+    with quiet_masks():
+        return _split(args, named, chunks, positional, by_name)
+
+
+def _fitted(spec: Any, values: Any, name: str) -> Any:
+    """A spec in the order of the values, with torch's marker for a whole value in place of None."""
+    if _is_whole(spec):
+        return pytree.tree_map(lambda leaf: WholeValue, values)
+    if isinstance(values, Mapping):
+        if not isinstance(spec, Mapping) or set(spec) != set(values):
+            raise _misfit(spec, values, name)
+        return type(values)({key: _fitted(spec[key], value, f"{name}[{key!r}]") for key, value in values.items()})  # type: ignore[call-arg]
+    if isinstance(values, tuple | list):
+        if not isinstance(spec, tuple | list) or len(spec) != len(values):
+            raise _misfit(spec, values, name)
+        fitted = [
+            _fitted(each, value, f"{name}[{i}]") for i, (each, value) in enumerate(zip(spec, values, strict=True))
+        ]
+        return type(values)(*fitted) if hasattr(values, "_fields") else type(values)(fitted)
+    if isinstance(spec, Mapping | tuple | list):
+        raise _misfit(spec, values, name)
+    return spec
+
+
+def _is_whole(spec: Any) -> bool:
+    """True if every microbatch gets the whole value: None, or `Replicate`, the class or an instance."""
+    return spec is None or spec is WholeValue or isinstance(spec, WholeValue)
+
+
+def _misfit(spec: Any, values: Any, name: str) -> PipelineInputError:
+    wanted = pytree.tree_map(lambda leaf: _ShownChunkSpec(0) if hasattr(leaf, "shape") else None, values)
+    return PipelineInputError(
+        f"{name} is {_shown(spec)}, which is not the structure of the arguments.",
+        fix=f"write for example {_shown(wanted)}",
+    )
+
+
+def _shown(spec: Any) -> str:
+    return repr(pytree.tree_map_only(TensorChunkSpec, lambda each: _ShownChunkSpec(each.split_dim), spec))
+
+
+class _ShownChunkSpec:
+    """A chunk spec whose repr is the code that creates it."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self._dim})"
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The rows of a batch whose tensors are all split along dim 0; 0 without tensors.
+
+    Raises if they differ: a tensor with fewer rows would be split into smaller microbatches, and broadcast silently.
+    """
+    named = {f"argument {place}": value for place, value in enumerate(args)}
+    named |= {f"{name}=": value for name, value in kwargs.items()}
+    rows: dict[str, int] = {}
+    for name, value in named.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                rows.setdefault(name, leaf.shape[0])
+                rows[name] = min(rows[name], leaf.shape[0])
+    if not rows:
+        return 0
+    most, fewest = max(rows, key=rows.__getitem__), min(rows, key=rows.__getitem__)
+    if rows[most] != rows[fewest]:
+        raise PipelineInputError(
+            f"{fewest} has {rows[fewest]} rows and {most} has {rows[most]}: their microbatches would not match.",
+            fix="give both the rows of the batch; or set args_chunk_spec and kwargs_chunk_spec of the schedule, with "
+            "None for an argument that is passed whole to every microbatch.",
+        )
+    return rows[most]
+
+
+def check_target(target: Any, rows: int) -> None:
+    """Raise if a target has fewer rows than its batch or microbatch: it would be broadcast silently."""
+    for leaf in [target] if isinstance(target, torch.Tensor) else pytree.tree_leaves(target):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] < rows:
+            raise PipelineInputError(
+                f"the target has {leaf.shape[0]} rows for {rows} rows of input: it would be broadcast.",
+                fix="pass a target with one row for each row of the batch.",
+            )

@@ -1,47 +1,247 @@
-"""A stage on a rank: torch's `PipelineStage`, with everything that its schedules ask of a stage made right.
+"""A stage on a rank: a subclass of torch's `PipelineStage` for any of its schedules.
 
     stage = pipe.build_stage(i, device, group)
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
     schedule.step(x, target=y)
 
-Torch's stage is subclassed here and in linked_stage.py, which has its messages, and nowhere else. The schedules call:
-`clear_runtime_states` (a step begins), `forward_one_chunk`, `backward_one_chunk` (all of it, or only as far as inputs
-need), `backward_weight_one_chunk`, `perform_reduce_grad` (gradients.py).
+`LinkedStage` implements the communication that schedules request:
+
+    get_fwd_recv_ops .. get_bwd_send_ops        operations for the schedule to post (messages.py)
+    set_local_*, get_local_bwd_output           the neighbour is on the same rank: values need no message
+    _prepare_*, _get_init_p2p_neighbors_ops     once per schedule. torch runs the whole model there to learn shapes;
+                                                here messages carry them
+
+`Stage` implements the computation: `clear_runtime_states` (a step begins), `forward_one_chunk`, `backward_one_chunk`
+(whole, or only for the inputs), `backward_weight_one_chunk`, `perform_reduce_grad` (gradient_reduction.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.errors import StageError
 from wholestep.ir.effects import aliased_inputs, written_roots
 from wholestep.parallel.plan import Plan
-from wholestep.pipelining.run.chunk_backward import Beginning, accumulate, add_passed, begin
-from wholestep.pipelining.run.data_parallel import apply_plan
-from wholestep.pipelining.run.gradients import Earlier, divide
-from wholestep.pipelining.run.halves import Group, first_half, second_half
-from wholestep.pipelining.run.linked_stage import Forwarded, LinkedStage
-from wholestep.pipelining.run.messages import check_values
+from wholestep.pipelining.build.model_state import SharedParameter
+from wholestep.pipelining.run.gradient_reduction import PreviousGradients, apply_plan, divide
+from wholestep.pipelining.run.messages import MicrobatchSize, Receiver, Sender, Wire, check_values
+from wholestep.pipelining.run.microbatch_backward import (
+    BackwardStart,
+    WeightGroup,
+    accumulate,
+    add_passed,
+    backward_start,
+    input_backward,
+    weight_backward,
+)
 from wholestep.pipelining.run.rank_step import RankStep
-from wholestep.pipelining.run.stage_source import Source
 from wholestep.torch_private.pipelining import let_graph_go
+
+
+class StageSource(Protocol):
+    """The part of a pipe that a stage uses."""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+
+    @property
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Parameters that several stages use."""
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of a stage."""
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+        """The tensors of a call."""
+
+    def unflatten_outputs(self, flat: Sequence[torch.Tensor]) -> Any:
+        """The results of the model."""
+
+
+class Forwarded(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    outputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
+
+
+class LinkedStage(PipelineStage):
+    """A stage and its communication with neighbouring stages."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        rank_step: RankStep,
+    ) -> None:
+        super().__init__(module, index, stages, device, group=group)
+        self.rank_step = rank_step
+        self._wire = Wire(group, device)
+        self._sender = Sender(self._wire)
+        self._receiver = Receiver(self._wire)
+        self._forwarded: dict[int, Forwarded] = {}
+        self._local_inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._local_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
+
+    @property
+    def local_stages(self) -> int:
+        """The number of stages on this rank."""
+        return sum(rank == self.group_rank for rank in self.stage_index_to_group_rank.values())
+
+    def global_rank(self, group_rank: int) -> int:
+        """The global rank of a rank of the pipeline's group."""
+        return group_rank if self.group is None else dist.get_global_rank(self.group, group_rank)
+
+    def _forget_messages(self) -> None:
+        """Reset the communication state when a step begins."""
+        self._wire.finish()
+        self._forwarded.clear()
+        self.bwd_cache.clear()
+        self._sender.clear()
+        self._receiver.clear()
+        self._local_inputs.clear()
+        self._local_gradients.clear()
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        """Runs nothing: messages carry shapes."""
+        self.chunks = num_microbatches
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        self.act_send_info = {}
+        self._make_side_group()
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """One message each way to neighbours on other ranks, because backends connect lazily."""
+        operations = []
+        for stage in (self.stage_index - 1, self.stage_index + 1):
+            rank = self.stage_index_to_group_rank.get(stage, self.group_rank)
+            if rank != self.group_rank:
+                here, there = torch.zeros(2, 1, device=self.device)
+                operations += self._wire.receives([here], self.global_rank(rank))
+                operations += self._wire.sends([there], self.global_rank(rank))
+        return operations
+
+    def _make_side_group(self) -> None:
+        """Backends without tags need a second group for unexpected messages. All ranks call this once."""
+        rank_step = self.rank_step
+        if not rank_step.prepared:
+            rank_step.prepared = True
+            if self._needs_side_group():
+                ranks = [self.global_rank(rank) for rank in range(self.group_size)]
+                rank_step.side = dist.new_group(ranks, use_local_synchronization=True)
+                for group in (self.group, rank_step.side):
+                    self._connect(group)
+        self._wire.side = rank_step.side
+
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
+        """Exchange a message with all neighbours of this rank. NCCL connects two ranks at their first message, which
+        blocks until both send or receive: an unexpected message would be waited for before it is announced."""
+        mine = [stage for stage, rank in self.stage_index_to_group_rank.items() if rank == self.group_rank]
+        near = {self.stage_index_to_group_rank.get(stage + way, self.group_rank) for stage in mine for way in (-1, 1)}
+        peers = [self.global_rank(rank) for rank in sorted(near - {self.group_rank})]
+        here, there = torch.zeros(2, max(len(peers), 1), device=self.device)
+        operations = [dist.P2POp(dist.isend, there[i : i + 1], peer, group) for i, peer in enumerate(peers)]
+        operations += [dist.P2POp(dist.irecv, here[i : i + 1], peer, group) for i, peer in enumerate(peers)]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+    def _needs_side_group(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _peer(self, stage: int) -> int:
+        return self.global_rank(self.stage_index_to_group_rank[stage])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that receive the values of a microbatch."""
+        if self.is_first:
+            return []
+        return self._receiver.receive(fwd_chunk_id, self.has_backward, self._peer(self.stage_index - 1))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that send the values of a microbatch."""
+        forwarded = self._forwarded[fwd_chunk_id]
+        if not self.has_backward:
+            del self._forwarded[fwd_chunk_id]
+        if self.is_last:
+            return []
+        size = MicrobatchSize(self.rank_step.weights.get(fwd_chunk_id, 1.0), self.rank_step.rows.get(fwd_chunk_id, 0))
+        peer = self._peer(self.stage_index + 1)
+        return self._sender.send(fwd_chunk_id, forwarded.outputs, size, self.has_backward, peer)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that receive the gradients of a microbatch."""
+        if not self.has_backward or self.is_last:
+            return []
+        return self._sender.receive_gradients(bwd_chunk_id, self._peer(self.stage_index + 1))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that send the gradients of a microbatch."""
+        if not self.has_backward or self.is_first:
+            return []
+        gradients = self.bwd_cache.pop(bwd_chunk_id)
+        return self._receiver.send_gradients(bwd_chunk_id, gradients, self._peer(self.stage_index - 1))
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """The previous stage is on this rank: its values are passed without a message."""
+        values = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else tuple(prev_stage_outputs)
+        grad = self.has_backward
+        self._local_inputs[mb_index] = tuple([_leaf(value, grad and value.requires_grad) for value in values])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """The next stage is on this rank: its gradients are passed without a message."""
+        self._local_gradients[mb_index] = tuple(next_stage_bwd_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        """The gradients for the previous stage on this rank; empty in an evaluation, which runs the same actions."""
+        return self.bwd_cache.pop(mb_index, ())
+
+    def _received(self, chunk: int) -> tuple[torch.Tensor, ...]:
+        """The values of a microbatch from the previous stage, as leaves of autograd."""
+        if chunk in self._local_inputs:
+            return self._local_inputs.pop(chunk)
+        values, layout = self._receiver.take(chunk, self._peer(self.stage_index - 1))
+        self.rank_step.weights[chunk], self.rank_step.rows[chunk] = layout.size
+        grad = torch.is_grad_enabled()
+        return tuple(
+            [_leaf(value, grad and form.requires_grad) for value, form in zip(values, layout.forms, strict=True)]
+        )
+
+    def _gradients(self, chunk: int) -> Sequence[torch.Tensor | None]:
+        """The gradients of a microbatch from the next stage."""
+        local = self._local_gradients.pop(chunk, None)
+        return self._sender.take_gradients(chunk) if local is None else local
+
+
+def _leaf(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A value of another stage, detached."""
+    return value.detach().requires_grad_(requires_grad)
+
 
 Weights = Literal["rows", "equal"]
 
 
 class Stage(LinkedStage):
-    """A stage of a pipe on this rank. Made by `pipe.build_stage`."""
+    """A stage of a pipe on this rank. Created by `pipe.build_stage`."""
 
     def __init__(
         self,
-        source: Source,
+        source: StageSource,
         index: int,
         module: nn.Module,
         device: torch.device,
@@ -56,30 +256,30 @@ class Stage(LinkedStage):
         self._source = source
         self._weighted = weights == "rows"
         self._written = _written_inputs(source.get_stage_module(index))
-        self._halfway: dict[int, list[Group] | Beginning] = {}
-        """Between the two halves of a backward; a Beginning: nothing was done yet, the second half is all of it."""
+        self._weight_backwards: dict[int, list[WeightGroup] | BackwardStart] = {}
+        """Between input and weight backward; a BackwardStart if the input backward had nothing to do."""
         self._first_sizes: list[int] = []
         self._averaging = apply_plan(module, data_parallel)
-        self.earlier = Earlier()
+        self.earlier = PreviousGradients()
         self.copies = rank_step.copies_in(self)
         rank_step.join(self)
 
     @property
     def own_loss(self) -> Any:
-        """The loss function of a pipe that was told which result is its loss; else None."""
+        """The loss function of a pipe with a loss spec; else None."""
         return self._source.own_loss if getattr(self._source, "call_runs_backward", False) else None  # type: ignore[attr-defined]
 
     def named(self) -> dict[str, nn.Parameter]:
-        """The parameters under the model's names, also where a wrapper gives them others."""
+        """The parameters by their names in the model, also if a wrapper renames them."""
         own = dict(self.submod.named_parameters(remove_duplicate=False))
         ids = {id(parameter) for parameter in own.values()}
         original = self._source.get_stage_module(self.stage_index).named_parameters(remove_duplicate=False)
         return {**{name: parameter for name, parameter in original if id(parameter) in ids}, **own}
 
     def remap_qualname(self, qualname: str) -> str:
-        """The name in the model of a parameter, buffer or submodule of this stage, also where a wrapper renames it.
+        """The name in the model of a parameter, buffer or submodule of this stage, also if a wrapper renames it.
 
-        As PiPPy's stages have it, for saving a stage under the names of the model.
+        As in PiPPy, for saving a stage under the names of the model.
         """
         name = qualname.removeprefix("submod.")
         tensors = {**dict(self.submod.named_parameters()), **dict(self.submod.named_buffers())}
@@ -91,26 +291,24 @@ class Stage(LinkedStage):
         found = next((old for old, each in original if each is wanted and old), None)
         if wanted is None or found is None:
             raise StageError(
-                f"stage {self.stage_index} has nothing with the name {qualname}.",
+                f"stage {self.stage_index} has no module or tensor named {qualname}.",
                 fix="use a name of stage.submod.named_parameters(), named_buffers() or named_modules().",
             )
         return found
 
     def counted_parameters(self) -> list[nn.Parameter]:
-        """The parameters of this stage that are counted here: of copies, the one of the first stage."""
+        """The parameters that count in this stage's part of a norm: a replicated one only in its first stage."""
         elsewhere = {id(copy.parameter) for copy in self.copies if copy.stage != copy.stages[0]}
         return [parameter for parameter in self.submod.parameters() if id(parameter) not in elsewhere]
 
     def check_call(self, args: Sequence[Any], kwargs: Any) -> None:
-        """Raise if the model cannot be called so."""
+        """Raise if the arguments do not match those of the captured call."""
         self._source.flatten_inputs(args, kwargs)
 
-    # A step begins and ends.
-
     def clear_runtime_states(self) -> None:
-        """A schedule begins a step."""
+        """Called by the schedule when a step begins."""
         self._forget_messages()
-        self._halfway.clear()
+        self._weight_backwards.clear()
         self.output_chunks.clear()
         self._first_sizes.clear()
         self.rank_step.begin(self)
@@ -118,13 +316,13 @@ class Stage(LinkedStage):
             self._reshard()
             self.earlier.put_aside(self.submod.parameters())
             if self._averaging is not None:
-                self._averaging.take_buffers(self.submod)
+                self._averaging.broadcast_buffers(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All microbatches of this stage are done: scale its gradients and reduce them."""
+        """Called when all microbatches of this stage are done: scale its gradients and reduce them."""
         try:
             if self.has_backward:
-                super().perform_reduce_grad(1)  # the reduction of fully_shard
+                super().perform_reduce_grad(1)  # reduce-scatter of fully_shard
                 parameters = list(self.submod.parameters())
                 divide(parameters, self._divisor(grad_scale_factor))
                 if self._averaging is not None:
@@ -135,7 +333,7 @@ class Stage(LinkedStage):
             raise
 
     def _divisor(self, factor: int) -> float:
-        """The number of microbatches, or what they weigh together. 1: losses are sums, and nothing is divided."""
+        """The number of microbatches, or the sum of their weights. 1 if losses are sums."""
         weights = self.rank_step.weights.values()
         if not self._weighted or all(weight == 1.0 for weight in weights):
             return factor
@@ -157,8 +355,6 @@ class Stage(LinkedStage):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # Forward.
-
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,
@@ -166,7 +362,7 @@ class Stage(LinkedStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run one microbatch. The last stage returns what the model returns, the others the tuple of their values."""
+        """Run the forward of one microbatch. The last stage returns the results of the model, others their outputs."""
         try:
             inputs = self._inputs(fwd_chunk_id, args, kwargs)
             given = [value.clone() if i in self._written else value for i, value in enumerate(inputs)]
@@ -181,7 +377,7 @@ class Stage(LinkedStage):
                 return outputs
             self._forwarded[fwd_chunk_id] = Forwarded((), inputs)
             if save_forward_output:
-                self.output_chunks.append(self._kept_result(outputs))
+                self.output_chunks.append(self._detached_result(outputs))
             return self._source.unflatten_outputs(outputs)
         except Exception as error:
             self.rank_step.failed(error)
@@ -196,7 +392,7 @@ class Stage(LinkedStage):
         return self._received(chunk)
 
     def _weigh(self, inputs: Sequence[torch.Tensor]) -> float:
-        """The size of a microbatch in parts of the first: inputs that are not split do not count."""
+        """The size of a microbatch relative to the first one; inputs that are not split do not count."""
         sizes = [value.numel() for value in inputs]
         if not self._weighted:
             return 1.0
@@ -205,12 +401,10 @@ class Stage(LinkedStage):
         shares = [size / first for size, first in zip(sizes, self._first_sizes, strict=True) if first]
         return min(shares, default=1.0)
 
-    def _kept_result(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What `schedule.step` returns in the end: without the graph, and a number as one element of a row."""
-        kept = [value.detach() if self.has_backward else value for value in outputs]
-        return self._source.unflatten_outputs([value.reshape(1) if value.dim() == 0 else value for value in kept])
-
-    # Backward.
+    def _detached_result(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The part of the result of `schedule.step`: detached, and scalars as tensors of one element."""
+        values = [value.detach() if self.has_backward else value for value in outputs]
+        return self._source.unflatten_outputs([value.reshape(1) if value.dim() == 0 else value for value in values])
 
     def backward_one_chunk(
         self,
@@ -219,7 +413,7 @@ class Stage(LinkedStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """The backward of one microbatch; with `full_backward=False` only as far as its inputs need."""
+        """Run the backward of one microbatch; with `full_backward=False` only for its inputs."""
         if not self.has_backward:
             return
         try:
@@ -232,10 +426,10 @@ class Stage(LinkedStage):
                 gradients = self._whole(beginning, [inputs[place] for place in wanted], last_backward)
             elif not wanted:
                 gradients = []
-                self._halfway[bwd_chunk_id] = beginning
+                self._weight_backwards[bwd_chunk_id] = beginning
             else:
                 self._before_backward()
-                gradients, self._halfway[bwd_chunk_id] = first_half(
+                gradients, self._weight_backwards[bwd_chunk_id] = input_backward(
                     beginning.roots,
                     beginning.gradients,
                     [inputs[place] for place in wanted],
@@ -250,34 +444,36 @@ class Stage(LinkedStage):
             raise
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The other half of a backward: gradients of parameters."""
+        """Run the weight backward of one microbatch."""
         if not self.has_backward:
             return
         try:
-            state = self._halfway.pop(bwd_chunk_id)
-            if isinstance(state, Beginning):
+            state = self._weight_backwards.pop(bwd_chunk_id)
+            if isinstance(state, BackwardStart):
                 self._whole(state, [], last_backward)
             else:
                 self._before_backward()
-                accumulate(second_half(state))
+                accumulate(weight_backward(state))
         except Exception as error:
             self.rank_step.failed(error)
             raise
 
     def _beginning(
         self, chunk: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], loss: torch.Tensor | None
-    ) -> Beginning:
+    ) -> BackwardStart:
         if not self.is_last:
-            return begin(outputs, self._gradients(chunk), inputs)
+            return backward_start(outputs, self._gradients(chunk), inputs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise StageError(
                 f"the loss of microbatch {chunk} is {_describe(loss)}.",
-                fix="give the schedule a loss_fn that returns one number, as a tensor.",
+                fix="pass the schedule a loss_fn that returns a scalar tensor.",
             )
         weight = self.rank_step.weights.get(chunk, 1.0)
-        return begin([loss], [torch.full_like(loss, weight)], inputs)
+        return backward_start([loss], [torch.full_like(loss, weight)], inputs)
 
-    def _whole(self, beginning: Beginning, inputs: Sequence[torch.Tensor], last: bool) -> Sequence[torch.Tensor | None]:
+    def _whole(
+        self, beginning: BackwardStart, inputs: Sequence[torch.Tensor], last: bool
+    ) -> Sequence[torch.Tensor | None]:
         if not beginning.roots:
             return [None] * len(inputs)
         if isinstance(self.submod, DistributedDataParallel):
@@ -295,7 +491,7 @@ class Stage(LinkedStage):
         return gradients
 
     def _before_backward(self) -> None:
-        """For fully_shard: parameters are whole, and are reduced with the end of the step, not before."""
+        """For fully_shard: unshard parameters, and defer reduction to the end of the step."""
         if isinstance(self.submod, FSDPModule):
             self.submod.unshard()
             self.submod.set_is_last_backward(False)
