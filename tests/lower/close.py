@@ -1,4 +1,4 @@
-"""Parity of lowered steps: every number that the user can reach is eager's within rounding, all else is equal."""
+"""Parity of lowered steps: every float that the user can reach agrees with eager within rounding, all else is equal."""
 
 from __future__ import annotations
 

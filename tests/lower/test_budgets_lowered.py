@@ -44,7 +44,7 @@ def test_forward_and_backward_are_calls_of_their_own():
     assert not any({"forward", "backward"} <= set(each) for each in phases)
 
 
-def test_norms_are_opened_so_that_their_parts_can_be_kept():
+def test_norms_are_decomposed_so_that_their_parts_can_be_saved():
     graph = Trained(steps=1).step.last.gm.graph
     count = sum(1 for node in graph.nodes if node.target is torch.ops.aten.native_layer_norm.default)
     assert decompose_norms(graph) == count > 0
@@ -53,7 +53,7 @@ def test_norms_are_opened_so_that_their_parts_can_be_kept():
     assert all(node_meta(node).phase for node in graph.nodes)
 
 
-def test_numbers_of_an_optimizer_that_is_not_fused_are_packed_in_planning_too():
+def test_scalar_inputs_of_an_unfused_optimizer_are_packed_while_planning():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,12 +87,12 @@ def test_what_was_built_for_a_budget_is_what_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, "1GiB", True])
-def test_bytes_to_shed_are_a_number(wrong: Any) -> None:
+def test_bytes_to_shed_must_be_an_integer(wrong: Any) -> None:
     with pytest.raises(OptionError, match="shed"):
         LowerOptions(shed=wrong)
 
 
-def test_shedding_goes_further_than_remat_and_needs_it() -> None:
+def test_shed_requires_remat() -> None:
     with pytest.raises(OptionError, match="remat=False"):
         LowerOptions(shed=1, remat=False)
     assert not LowerOptions(remat=False).shed

@@ -1,4 +1,4 @@
-"""A graph lowered by hand may be called with anything: what compiled code is not for runs operator by operator."""
+"""A graph lowered by hand checks its inputs: calls for which code is not valid run operator by operator."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_inputs_that_look_otherwise_than_they_were_traced_are_seen(other: str, calls: list[int]) -> None:
+def test_inputs_with_another_layout_than_at_trace_time_are_detected(other: str, calls: list[int]) -> None:
     gm = lowered(torch.randn(4, 6), torch.randn(4, 6))
     value = OTHERS[other]
     with pytest.warns(LowerWarning, match=r"region 0 runs operator by operator for some inputs: x_1 is .* code is for"):
@@ -76,7 +76,7 @@ def test_compiled_code_does_not_read_one_dtype_as_another() -> None:
         torch.testing.assert_close(gm(x, x), work(x, x))
 
 
-def test_sizes_that_were_equal_in_the_trace_must_be_equal(calls: list[int]) -> None:
+def test_sizes_that_were_equal_at_trace_time_must_be_equal(calls: list[int]) -> None:
     gm = lowered(torch.randn(4, 6), torch.randn(4, 6), "symbolic")
     for rows in (4, 7):
         x = torch.randn(rows, 6)
@@ -88,7 +88,7 @@ def test_sizes_that_were_equal_in_the_trace_must_be_equal(calls: list[int]) -> N
     assert calls == [1, 1]
 
 
-def test_steps_where_there_is_one_element_do_not_matter(calls: list[int]) -> None:
+def test_strides_of_dimensions_of_size_one_do_not_matter(calls: list[int]) -> None:
     gm = lowered(torch.randn(1, 6), torch.randn(1, 6))
     x = torch.randn(1, 6).as_strided((1, 6), (99, 1))
     gm(x, x)
@@ -149,7 +149,7 @@ def traced_again(gm: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("use", [under_vmap, with_tangents, with_dual_tensors, with_the_other_sign, traced_again])
-def test_memory_that_is_not_what_it_stands_for_is_not_read(use: Callable[[Any], Any], calls: list[int]) -> None:
+def test_tensors_that_are_not_plain_memory_are_not_read(use: Callable[[Any], Any], calls: list[int]) -> None:
     gm = lowered(torch.randn(4, 6), torch.randn(4, 6))
     with pytest.warns(LowerWarning, match=r"x_1 is a .*, and its code reads plain memory"), torch.no_grad():
         got = use(gm)
@@ -158,7 +158,7 @@ def test_memory_that_is_not_what_it_stands_for_is_not_read(use: Callable[[Any], 
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_whose_input_is_read_with_the_other_sign_is_not_compiled() -> None:
+def test_a_step_whose_input_is_a_negated_view_is_not_compiled() -> None:
     def step(x: Tensor) -> Tensor:
         return (x * 2 + 1).exp()
 
@@ -183,7 +183,7 @@ def test_options_may_be_a_dict(options: Any, calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("options", [3, {"minimum": 1}, "strict"])
-def test_options_that_are_none_are_refused(options: Any) -> None:
+def test_invalid_options_are_refused(options: Any) -> None:
     gm = make_fx(work, tracing_mode="fake")(torch.randn(4, 6), torch.randn(4, 6))
     with pytest.raises(OptionError, match=r"options=.*\n.*fix   use a dict with some of config, exact"):
         partial_lower(gm, options=options)

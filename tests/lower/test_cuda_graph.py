@@ -1,6 +1,6 @@
-"""A lowered graph falls into what the host does first and what a GPU can replay; what is in the way is named.
+"""A lowered graph is split into a host part and a device part that a GPU can replay; what prevents it is named.
 
-The graphs are made of fake tensors on a GPU that need not exist.
+The graphs have fake tensors on a GPU that need not exist.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def step_counts() -> fx.GraphModule:
     return made.done(result, more, x)
 
 
-def test_host_work_comes_first_and_numbers_are_handed_over_in_a_tensor() -> None:
+def test_host_work_comes_first_and_scalars_are_passed_in_a_tensor() -> None:
     split = split_host_and_device(step_counts())
     lists, numbers, uploads, results = program(split.host)(torch.tensor(3.0))
     assert lists == ([0.25],)
@@ -72,7 +72,7 @@ def test_host_work_comes_first_and_numbers_are_handed_over_in_a_tensor() -> None
     assert made.tolist() == [0.25] * 4
 
 
-def test_a_number_that_a_kernel_takes_as_such_is_a_constant_of_the_recording() -> None:
+def test_a_scalar_argument_of_a_kernel_is_a_constant_of_the_recording() -> None:
     made = Builder()
     x, decay = made.input("x", fake(4)), made.input("decay", 0.1)
     split = split_host_and_device(made.done(made.call(aten.mul.Tensor, x, decay, val=fake(4))))
@@ -80,7 +80,7 @@ def test_a_number_that_a_kernel_takes_as_such_is_a_constant_of_the_recording() -
     assert program(split.host)(0.3)[1] == (0.3,)
 
 
-def test_a_batch_on_the_cpu_is_sent_by_the_host() -> None:
+def test_a_batch_on_the_cpu_is_copied_by_the_host_part() -> None:
     made = Builder()
     x = made.input("x", fake(4, device="cpu"))
     sent = made.call(aten._to_copy.default, x, device=torch.device("cuda"), val=fake(4))
@@ -138,7 +138,7 @@ def test_what_cannot_be_recorded_is_named(kind: str, said: str) -> None:
         assert cuda_graph_step(not_recordable(kind), [], GraphPool(), program, must=False) is None
 
 
-def test_a_step_on_the_cpu_says_nothing_unless_it_must_be_recorded() -> None:
+def test_a_step_on_the_cpu_warns_only_if_it_must_be_recorded() -> None:
     def graph() -> fx.GraphModule:
         made = Builder()
         x = made.input("x", fake(4, device="cpu"))

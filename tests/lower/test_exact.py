@@ -1,4 +1,4 @@
-"""`exact=True`: what is compiled equals eager to the last bit, signs of zeros, subnormal numbers and infinities too."""
+"""`exact=True`: compiled regions are bitwise equal to eager, also for signed zeros, subnormals and infinities."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def arithmetic(x: Tensor, y: Tensor, n: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_arithmetic_is_eagers_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_compiled_arithmetic_is_bitwise_equal_to_eager(dtype: torch.dtype) -> None:
     x, y = special(dtype, 1), special(dtype, 2)
     gm = make_fx(lambda x, y: arithmetic(x, y, 0.75), tracing_mode="fake")(x, y)
     partial_lower(gm, options=EXACT)
@@ -62,7 +62,7 @@ def test_compiled_arithmetic_is_eagers_to_the_last_bit(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numbers_that_change_are_rounded_as_by_eager(dtype: torch.dtype) -> None:
+def test_scalar_inputs_are_rounded_as_in_eager(dtype: torch.dtype) -> None:
     names = {"mul": aten.mul.Tensor, "div": aten.div.Tensor, "add": aten.add.Tensor, "sub": aten.sub.Tensor}
     gm = graph_of({name: (op, "x", "n") for name, op in names.items()}, x=special(dtype, 3), n=0.1)
     partial_lower(gm, options=EXACT)
@@ -77,7 +77,7 @@ def outside(**values: Any) -> list[str]:
     return [str(node) for node, why in plan_regions(gm.graph, min_aten_ops=1, exact=True).reasons.items() if why]
 
 
-def test_what_eager_rounds_in_its_own_way_stays_outside() -> None:
+def test_operators_with_their_own_rounding_in_eager_stay_outside() -> None:
     x = torch.rand(8)
     nodes: dict[str, tuple[Any, ...]] = {
         "add_alpha": (aten.add.Tensor, "x", "x", {"alpha": 0.3}),
@@ -92,7 +92,7 @@ def test_what_eager_rounds_in_its_own_way_stays_outside() -> None:
     assert not outside(nodes={"add": (aten.add.Tensor, "x", "x"), "t": (aten.view.default, "x", [2, 4])}, x=x)
 
 
-def test_a_number_that_low_precision_cannot_hold_stays_outside() -> None:
+def test_a_scalar_that_low_precision_cannot_represent_stays_outside() -> None:
     nodes = {"exact": (aten.mul.Tensor, "x", 0.5), "rounded": (aten.mul.Tensor, "x", 0.7), "n": (operator.mul, "k", 2)}
     nodes["changing"] = (aten.mul.Tensor, "x", "n")
     found = outside(nodes=nodes, x=torch.rand(8).bfloat16(), k=0.5)
@@ -101,7 +101,7 @@ def test_a_number_that_low_precision_cannot_hold_stays_outside() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_trains_as_eager_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_a_step_trains_bitwise_equal_to_eager(dtype: torch.dtype) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,7 +136,7 @@ def test_a_step_trains_as_eager_to_the_last_bit(dtype: torch.dtype) -> None:
     assert bits(list(ours.state_dict().values())) == bits(list(theirs.state_dict().values()))
 
 
-def test_settings_of_the_user_hold_for_the_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_apply_to_the_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
     marked: list[bool] = []
 
     def look(gm: fx.GraphModule, *_: Any, **__: Any) -> Any:

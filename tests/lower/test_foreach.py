@@ -1,4 +1,4 @@
-"""List operators are computed element by element and agree with eager's, every functional overload of them."""
+"""`_foreach_*` operators are decomposed and agree with eager, every functional overload of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_functional_overload_agrees_with_eager(dtype: torch.dtype) -> None
                 )
 
 
-def test_unscaling_says_what_is_not_finite_and_scales_the_rest() -> None:
+def test_unscaling_flags_non_finite_gradients_and_scales_the_rest() -> None:
     op = aten._amp_foreach_non_finite_check_and_unscale.default
     finite, broken = torch.tensor([1.0, 2.0]), torch.tensor([[float("inf")], [3.0]])
     for gradients in ([finite, finite * 3], [finite, broken]):

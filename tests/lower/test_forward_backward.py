@@ -1,4 +1,4 @@
-"""A region cut in forward and backward computes what it computes whole: old values, draws and layouts stay right."""
+"""A region cut into forward and backward gives the same results: old values, random ops and layouts are right."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Graphs that write into tensors, and tensors that share memory, on both sides of the edges of regions.
+"""Graphs that write into tensors, and tensors that share memory, on both sides of the boundaries of regions.
 
-Nodes that take a sine stay outside, so that each function has regions before and behind it.
+`sin` stays outside, so that each function has regions before and after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import wholestep as ws
 from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
 from wholestep.lower import LowerOptions, partial_lower
-from wholestep.lower.in_place import name_what_was_written
+from wholestep.lower.partial_lower import read_written_tensors
 from wholestep.torch_private.inductor import keeps_order_of_draws
 
 __all__ = ["interpreted"]
@@ -129,14 +129,14 @@ def test_results_memory_and_inputs_are_those_of_eager(function: Any) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_one_region_for_each_node_is_right_too(function: Any) -> None:
+def test_one_region_per_node_gives_the_same_results(function: Any) -> None:
     names: list[str] = []
     gm = lowered(function, *two(), node_predicate=lambda node: bool(names.append(node.name)) or len(names) % 2 == 0)
     assert_runs_as(function, gm, *two())
 
 
 @pytest.mark.parametrize("same", ["the same tensor", "overlapping views"])
-def test_one_tensor_for_two_inputs_is_seen_when_one_is_written(same: str) -> None:
+def test_aliased_inputs_are_detected_when_one_is_written(same: str) -> None:
     def work(x: Tensor, y: Tensor) -> Any:
         x.add_(1)
         y.mul_(2)
@@ -154,7 +154,7 @@ def test_one_tensor_for_two_inputs_is_seen_when_one_is_written(same: str) -> Non
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_numbers_are_the_same_for_a_call_that_runs_operator_by_operator() -> None:
+def test_scalar_inputs_are_the_same_for_a_call_that_runs_operator_by_operator() -> None:
     nodes = {"scaled": (aten.mul.Tensor, "y", "n"), "sum": (aten.add_.Tensor, "x", "scaled")}
     nodes |= {"double": (aten.mul.Tensor, "d", "n"), "late": (aten.mul.Tensor, "y", "k")}
     given = {"x": torch.randn(3), "y": torch.randn(3), "d": torch.randn(3, dtype=torch.float64)}
@@ -184,19 +184,19 @@ def test_write_backs_at_the_end_do_not_pass_reads_of_other_inputs() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_the_result_of_an_in_place_operator_is_what_it_wrote() -> None:
+def test_readers_of_an_in_place_result_read_the_written_tensor() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     added = graph.call_function(aten.add_.Tensor, (x, 1))
     turned = graph.call_function(aten.t_.default, (added,))
     graph.output((added, turned))
-    name_what_was_written(graph)
+    read_written_tensors(graph)
     assert graph.output_node().args[0] == (x, turned)
     assert turned.args == (x,)
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
+def test_random_ops_run_in_the_order_of_eager() -> None:
     def work(x: Tensor) -> Any:
         a = torch.nn.functional.dropout(x, 0.5)
         s = torch.sin(a)
@@ -209,7 +209,7 @@ def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
     _assert_same_draws(work, gm)
 
 
-def test_dropouts_of_compiled_code_are_eagers_own_on_the_cpu() -> None:
+def test_dropout_masks_of_compiled_code_equal_eagers_on_the_cpu() -> None:
     def work(x: Tensor) -> Any:
         for _ in range(3):
             x = torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)

@@ -1,4 +1,4 @@
-"""Every step of the capture suite trains under Inductor as in eager, within rounding; random numbers are eager's own.
+"""Every step of the capture suite trains under Inductor as in eager, within rounding; random numbers equal eager's.
 
 Some cases run always, smaller language models among them; `-m every_lowered_case` runs all the others (over half an
 hour of compiling on two cores).
@@ -105,7 +105,7 @@ def test_a_small_language_model_trains_lowered_as_in_eager(each: Case) -> None:
 
 
 @pytest.mark.parametrize("each", every(OTHERS))
-def test_what_no_list_promises_is_close_or_refused(each: Case) -> None:
+def test_unlisted_steps_are_close_to_eager_or_refused(each: Case) -> None:
     with contextlib.suppress(ws.errors.CaptureError):
         assert_close_parity(each, device())
 

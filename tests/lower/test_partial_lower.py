@@ -1,4 +1,4 @@
-"""partial_lower: what is asked of the user, what the new graph looks like, and what happens when compiling fails."""
+"""partial_lower: its arguments, the graph that it returns, and what happens when compiling fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestTheNewGraph:
         assert [node.name for node in gm.graph.output_node().all_input_nodes] == [node.name for node in outputs]
         assert_runs_as(chain, gm, torch.randn(3, 4), torch.randn(3, 4))
 
-    def test_a_name_that_is_taken_is_left_alone(self) -> None:
+    def test_a_submodule_name_that_is_taken_is_not_overwritten(self) -> None:
         gm = traced()
         gm.subgraph_0 = nn.Identity()
         partial_lower(gm, no_sin, options=ANY)
@@ -90,13 +90,13 @@ class TestTheNewGraph:
             gm(torch.randn(3, 4), torch.randn(3, 4))
         assert "my region" in {event.key for event in profile.key_averages()}
 
-    def test_a_call_knows_what_it_returns(self) -> None:
+    def test_a_call_has_the_metadata_of_its_results(self) -> None:
         gm = partial_lower(traced(), options=ANY)
         (call,) = (node for node in gm.graph.nodes if node.op == "call_module")
         assert [tuple(val.shape) for val in call.meta["val"]] == [(3, 4)] * 2
         assert all("val" in node.meta for node in gm.graph.nodes if node.op != "output")
 
-    def test_constants_stay_attributes_and_are_handed_to_regions(self) -> None:
+    def test_constants_stay_attributes_and_are_inputs_of_regions(self) -> None:
         scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
         gm = make_fx(lambda x: (x * scale).relu() + scale)(torch.randn(2, 4))
         partial_lower(gm, options=ANY)
@@ -107,7 +107,7 @@ class TestTheNewGraph:
         x = torch.randn(2, 4)
         torch.testing.assert_close(gm(x), (x * scale).relu() + scale)
 
-    def test_values_that_are_tuples_cross_both_edges(self) -> None:
+    def test_tuples_cross_both_boundaries_of_a_region(self) -> None:
         def work(x: torch.Tensor) -> tuple[Any, ...]:
             top = torch.topk(x, 2)
             least = torch.min(x, 0)
@@ -118,7 +118,7 @@ class TestTheNewGraph:
         gm = lowered(work, torch.randn(4, 4))
         assert_runs_as(work, gm, torch.randn(4, 4))
 
-    def test_elements_stay_with_what_made_them_whatever_a_predicate_says_of_them(self) -> None:
+    def test_elements_stay_with_their_tuple_whatever_a_predicate_answers(self) -> None:
         def parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values, places = (x + 1).max(0)
             return values * 2, places + 1, *torch._foreach_add([x, x], 1.0)
@@ -244,7 +244,7 @@ class TestBadInput:
         with pytest.raises(LowerError, match=r"the graph is not valid: .*before it has been defined"):
             partial_lower(gm)
 
-    def test_a_module_is_no_graph(self) -> None:
+    def test_a_module_that_is_not_a_graph_module_is_refused(self) -> None:
         with pytest.raises(LowerError, match=r"a Linear is not a torch\.fx\.GraphModule"):
             partial_lower(nn.Linear(2, 2))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Random numbers and strides are eager's also for tensors that are not laid out row by row."""
+"""Random numbers and strides equal eager's, also for tensors that are not row-major."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", DRAWS)
-def test_numbers_are_drawn_in_the_order_of_memory_as_in_eager(kind: str, layout: str, writes: bool) -> None:
+def test_random_numbers_are_generated_in_memory_order_as_in_eager(kind: str, layout: str, writes: bool) -> None:
     def work(x: Tensor) -> tuple[Tensor, ...]:
         drawn = DRAWS[kind](LAYOUTS[layout](x)) + 0
         other = x * 3
@@ -65,7 +65,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("part", PARTS)
-def test_numbers_drawn_into_a_part_of_a_tensor_are_eagers(part: str) -> None:
+def test_random_numbers_written_into_a_part_of_a_tensor_equal_eagers(part: str) -> None:
     """Eager draws normal numbers into whole memory many at a time, and one by one into memory with gaps."""
 
     def work(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_results_of_regions_that_write_have_the_strides_of_eager() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_draws_for_transposed_values_what_eager_draws() -> None:
+def test_random_ops_on_transposed_tensors_equal_eagers_in_a_step() -> None:
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_a_step_draws_for_transposed_values_what_eager_draws() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_a_writing_operator_on_copies_keeps_its_place_among_the_draws() -> None:
+def test_a_mutating_operator_on_copies_keeps_its_order_among_random_ops() -> None:
     aten = torch.ops.aten
     nodes = {
         "scaled": (aten.mul.Tensor, "x", 2.0),
@@ -134,7 +134,7 @@ def test_a_writing_operator_on_copies_keeps_its_place_among_the_draws() -> None:
     assert any("writes into its arguments" in reason for reason in plan.reasons.values())
 
 
-def test_attention_without_dropout_draws_nothing_and_is_compiled():
+def test_attention_without_dropout_is_not_a_random_op_and_is_compiled():
     def attend(x):
         q, k, v = (part.view(2, 8, 2, 4).transpose(1, 2) for part in (x * 1.5).chunk(3, dim=-1))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).exp().sin() + 1

@@ -1,4 +1,4 @@
-"""Compiled calls are measured with tensors that mean nothing, but an order stays an order."""
+"""Compiled calls are measured with example tensors; a permutation stays a permutation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_integer(node: fx.node.Argument) -> bool:
     return isinstance(node, fx.Node) and node.meta["val"].dtype is torch.int64
 
 
-def test_a_region_that_undoes_the_order_of_another_is_measured() -> None:
+def test_a_region_that_inverts_the_permutation_of_another_is_measured() -> None:
     gm = make_fx(sorts_and_undoes, tracing_mode="fake")(torch.randn(64))
     gm = ws.partial_lower(
         gm,
@@ -47,7 +47,7 @@ def test_a_region_that_undoes_the_order_of_another_is_measured() -> None:
 
 
 @pytest.mark.parametrize("same", [lambda order: order, lambda order: order.view(8, 8), lambda order: order.clone()])
-def test_what_stands_for_the_result_of_a_sort_is_an_order(same: fx.node.Target) -> None:
+def test_the_example_of_a_sort_result_is_a_permutation(same: fx.node.Target) -> None:
     gm = make_fx(lambda x: same(x.sort()[1]), tracing_mode="fake")(torch.randn(64))  # type: ignore[operator]
     result = gm.graph.output_node().args[0]
     assert torch.equal(example_of(result).flatten().sort()[0], torch.arange(64))

@@ -1,5 +1,4 @@
-"""Which nodes become regions, in which order everything runs: random graphs keep what they compute, and collectives
-their place."""
+"""Which nodes become regions, and the order of execution: random graphs compute the same, collectives stay in place."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ def order_of_plan(plan: RegionPlan) -> list[fx.Node]:
 
 
 @given(drawn_graphs(communicates=True))
-def test_no_collective_waits_for_what_it_did_not_wait_for_before(drawn: Drawn) -> None:
+def test_no_collective_waits_for_more_than_before(drawn: Drawn) -> None:
     plan = plan_regions(drawn.gm.graph, drawn.accepts, min_aten_ops=drawn.smallest)
     before = [node for node in drawn.gm.graph.nodes if node.op == "call_function"]
     after = order_of_plan(plan)
@@ -118,7 +117,7 @@ def test_no_collective_waits_for_what_it_did_not_wait_for_before(drawn: Drawn) -
 
 
 @given(drawn_graphs(communicates=True))
-def test_regions_hold_no_communication_and_run_behind_what_they_read(drawn: Drawn) -> None:
+def test_regions_have_no_collectives_and_run_after_what_they_read(drawn: Drawn) -> None:
     plan = plan_regions(drawn.gm.graph, drawn.accepts, min_aten_ops=drawn.smallest)
     done = set(drawn.gm.graph.find_nodes(op="placeholder"))
     for group in plan.groups:
@@ -131,7 +130,7 @@ def test_regions_hold_no_communication_and_run_behind_what_they_read(drawn: Draw
 
 
 @given(drawn_graphs())
-def test_random_draws_keep_their_order(drawn: Drawn) -> None:
+def test_random_ops_keep_their_order(drawn: Drawn) -> None:
     plan = plan_regions(drawn.gm.graph, drawn.accepts, min_aten_ops=drawn.smallest)
     draws = list(drawn.gm.graph.find_nodes(op="call_function", target=aten.rand_like.default))
     assert [node for node in order_of_plan(plan) if node.target is aten.rand_like.default] == draws
@@ -166,7 +165,7 @@ def test_a_lowered_graph_with_writes_computes_what_it_did(drawn: Drawn) -> None:
     _assert_computes_the_same(drawn)
 
 
-def test_what_stays_outside_goes_first_so_that_the_rest_is_one_region() -> None:
+def test_nodes_outside_run_first_so_that_the_rest_is_one_region() -> None:
     nodes = {
         "a": (aten.neg.default, "x"),
         "outside": (aten.sin.default, "x"),
@@ -182,7 +181,7 @@ def test_what_stays_outside_goes_first_so_that_the_rest_is_one_region() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_only_whole_tensors_cross_the_edge_of_a_region() -> None:
+def test_only_whole_tensors_cross_the_boundary_of_a_region() -> None:
     nodes = {
         "turned": (aten.t.default, "x"),
         "a": (aten.add.Tensor, "turned", "turned"),

@@ -1,4 +1,4 @@
-"""What explain says: every node that is left in the graph has a reason, and the table can be read."""
+"""The report of explain: every node outside of regions has a reason, and the table has columns."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_breaks_are_logged_with_their_reasons(caplog: pytest.LogCaptureFixture, 
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_graph_lowered_in_two_goes_is_explained_whole() -> None:
+def test_a_graph_lowered_twice_is_explained_as_a_whole() -> None:
     """First the part before the sine, then the rest."""
 
     def work(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers that change from call to call are inputs of compiled code, and mean what they mean in eager."""
+"""Scalars that change from call to call are inputs of compiled code, with the semantics of eager."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def expected(dtype: torch.dtype, n: float, k: float) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_whole_numbers_beside_whole_numbers_stay_outside() -> None:
+def test_integer_scalars_beside_integer_tensors_stay_outside() -> None:
     big = torch.tensor([2**24, 2**24 + 1, 2**40])
     nodes = {"eq": (aten.eq.Scalar, "i", "n"), "mul": (aten.mul.Tensor, "i", "n"), "half": (aten.div.Tensor, "i", 2)}
     gm = partial_lower(graph_of(nodes, i=big, n=3), options=LowerOptions(min_aten_ops=1, strict=True))
@@ -104,7 +104,7 @@ def test_whole_numbers_beside_whole_numbers_stay_outside() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_numbers_of_a_region_travel_in_one_tensor_per_precision() -> None:
+def test_scalars_of_a_region_are_passed_in_one_tensor_per_precision() -> None:
     nodes = {"a": (aten.mul.Tensor, "x", "n"), "b": (aten.add.Tensor, "d", "k"), "c": (aten.mul.Tensor, "b", "n")}
     gm = partial_lower(
         graph_of(nodes, x=torch.ones(2), d=torch.ones(2, dtype=torch.float64), n=0.1, k=0.2),
@@ -117,7 +117,7 @@ def test_numbers_of_a_region_travel_in_one_tensor_per_precision() -> None:
     assert c.tolist() == ((torch.ones(2, dtype=torch.float64) + 1e-17) * (1 / 3)).tolist()
 
 
-def test_a_learning_rate_that_changes_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changing_learning_rate_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(
         "wholestep.lower.inductor.compile_inductor",
@@ -137,7 +137,7 @@ def test_the_table_of_operators_is_complete() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_operator_takes_numbers_as_eager_does(dtype: torch.dtype) -> None:
+def test_every_operator_takes_scalar_inputs_as_eager_does(dtype: torch.dtype) -> None:
     gm = lowered_operators(dtype)
     assert len(report(gm).regions) == 1
     outside = [] if dtype != torch.bfloat16 else ["eq", "ne", "lt", "le", "gt", "ge", "fmod", "remainder"]

@@ -1,4 +1,4 @@
-"""Attention over few places is written out, and computes what the fused operator does."""
+"""Attention over short sequences is decomposed, and agrees with the fused operator."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def written_out(query: Tensor, **settings: Any) -> bool:
     return bool(found) and all(short_attention.is_short_attention(node) for node in found)
 
 
-def test_only_short_attention_without_mask_dropout_or_low_precision_is() -> None:
+def test_only_short_attention_without_mask_dropout_or_low_precision_is_decomposed() -> None:
     query = torch.randn(2, 4, 16, 8)
     assert written_out(query)
     assert written_out(query, is_causal=True)

@@ -69,7 +69,7 @@ class TestTrees:
                 torch.testing.assert_close(gm(batch, scale=scale), model(batch, scale=scale))
         assert torch.equal(gm.count, model.count)
 
-    def test_reshapes_that_copied_are_not_made_again_behind_a_write(self) -> None:
+    def test_reshapes_that_copied_are_not_recomputed_after_a_write(self) -> None:
         class Turned(nn.Module):
             def forward(self, x: Tensor) -> tuple[Tensor, ...]:
                 flat = x.t().reshape(-1)
@@ -103,9 +103,7 @@ class TestSizes:
                 x, y = torch.randn(rows, 4), torch.randn(others, 4)
                 torch.testing.assert_close(gm(x, y), summed(x, y))
 
-    def test_sizes_that_compiled_code_is_not_for_run_operator_by_operator(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_sizes_for_which_code_is_not_valid_run_operator_by_operator(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def compile_for_large(gm: fx.GraphModule, given: list[Any], *_: Any, **__: Any) -> Any:
             assert given[0].shape[0] > 4  # a condition: the traced call had 6
             return lambda tensors: tuple(value * 1 for value in gm(*tensors))

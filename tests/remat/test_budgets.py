@@ -1,4 +1,4 @@
-"""Steps under a memory budget: the peak that was planned is the peak that is measured, and the results are eager's."""
+"""Steps under a memory budget: the planned peak is the measured peak, and results equal eager."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_that_can():
         Trained(memory_budget=least - 1, steps=1)
 
 
-def test_random_numbers_are_drawn_once():
+def test_random_ops_are_not_recomputed():
     ours = Trained(memory_budget=0.0)
     draws = [n for n in ours.step.last.gm.graph.nodes if "bernoulli" in str(n.target) or "dropout" in str(n.target)]
     assert draws
     assert not any(node_meta(node).recompute for node in draws)
 
 
-def test_the_backward_computes_again_right_before_it_needs_it():
+def test_the_backward_recomputes_right_before_the_first_use():
     nodes = list(Trained(memory_budget=0.0).step.last.gm.graph.nodes)
     again = [i for i, node in enumerate(nodes) if node_meta(node).recompute]
     first = next(i for i, node in enumerate(nodes) if node_meta(node).phase == "backward")
@@ -76,7 +76,7 @@ def test_the_backward_computes_again_right_before_it_needs_it():
     assert len(others) > 20  # not all at once in the beginning
 
 
-def test_what_is_saved_by_policy_is_not_computed_again_and_what_is_not_is():
+def test_a_policy_decides_what_is_saved_and_what_is_recomputed():
     free = Trained(memory_budget=0.0)
     assert any(name.startswith("addmm") for name in free.memory.recomputed)
     saved = Trained(memory_budget=0.0, policy={torch.ops.aten.addmm: "save"})
@@ -98,14 +98,14 @@ def test_a_policy_may_be_a_function_and_the_last_rule_counts():
     assert not any(name.startswith("addmm") for name in last.memory.recomputed)
 
 
-def test_what_a_checkpoint_computes_again_stays_in_the_backward():
+def test_recomputation_of_a_checkpoint_stays_in_the_backward():
     ours = trained("checkpointed", memory_budget=1.0)
     plain = trained("net", memory_budget=1.0)
     assert ours.memory.planned_peak < plain.memory.planned_peak
     assert ours.memory.recomputed == ()
 
 
-def test_the_report_tells_everything_to_a_person():
+def test_the_report_prints_recomputation_and_saved_tensors():
     text = str(Trained(memory_budget=0.3).memory)
     assert "nodes recomputed" in text
     assert "model.blocks." in text

@@ -1,4 +1,4 @@
-"""The minimum cut against all plans there are, on small random graphs."""
+"""The minimum cut compared with all plans, on small random graphs."""
 
 from __future__ import annotations
 

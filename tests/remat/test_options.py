@@ -1,4 +1,4 @@
-"""What may be written as a budget and as a policy."""
+"""Valid and invalid budgets and policies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_bytes(given, most):
     assert Budget.of(given) == Budget(most=most)
 
 
-def test_numbers_of_numpy():
+def test_numpy_scalars():
     assert Budget.of(np.int64(5000)) == Budget.of(np.float32(5000.0)) == Budget(most=5000)
     assert Budget.of(np.float32(0.5)) == Budget.of(np.float64(0.5)) == Budget(fraction=0.5)
 
@@ -56,13 +56,13 @@ def test_fractions():
         np.array(0.5),
     ],
 )
-def test_what_is_no_budget_is_refused_with_what_is(given):
+def test_an_invalid_budget_is_refused_with_valid_examples(given):
     with pytest.raises(OptionError, match="12GiB"):
         ws.compile(lambda: None, memory_budget=given)
 
 
 @pytest.mark.parametrize("policy", [{"model": "keep"}, {3: "save"}, "model", {"": "save"}])
-def test_what_is_no_policy_is_refused(policy):
+def test_an_invalid_policy_is_refused(policy):
     with pytest.raises(OptionError, match=r"recompute|policy"):
         ws.compile(lambda: None, memory_budget=1.0, policy=policy)
 
@@ -72,7 +72,7 @@ def test_a_policy_needs_a_budget():
         ws.compile(lambda: None, policy={torch.ops.aten.mm: "save"})
 
 
-def test_a_budget_and_bytes_to_shed_are_one_too_many():
+def test_a_budget_together_with_shed_is_refused():
     with pytest.raises(OptionError, match="shed=1024") as raised:
         ws.compile(lambda: None, memory_budget="1GiB", lower_options={"shed": 1024})
     assert "leave out one" in str(raised.value)
@@ -80,5 +80,5 @@ def test_a_budget_and_bytes_to_shed_are_one_too_many():
     ws.compile(lambda: None, lower_options={"shed": 1024})
 
 
-def test_bytes_for_a_person():
+def test_bytes_are_shown_with_a_unit():
     assert [shown(n) for n in (12, 2048, 3 * 2**20, 5 * 2**29)] == ["12 B", "2.00 KiB", "3.00 MiB", "2.50 GiB"]

@@ -1,4 +1,4 @@
-"""Memory budgets on models whose operators say less than they do: recurrent cells, attention that draws in place."""
+"""Memory budgets on models whose schemas hide effects: recurrent cells, attention with in-place random ops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS = {"lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_results_are_eagers_and_the_peak_is_the_planned_one(model):
+def test_results_equal_eager_and_the_peak_equals_the_plan(model):
     eager = Trained(MODELS[model], sequences, eager=True, steps=3)
     for fraction in (0.0, 0.4, 0.7, 1.0):
         ours = Trained(MODELS[model], sequences, steps=3, memory_budget=fraction)
@@ -61,7 +61,7 @@ class Penalty(nn.Module):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
-def test_a_backward_inside_of_the_forward_is_computed_again_too():
+def test_a_backward_inside_of_the_forward_is_recomputed_too():
     eager = Trained(Penalty, eager=True, steps=3)
     ours = Trained(Penalty, steps=3, memory_budget=0.0)
     assert ours.equals(eager)
@@ -69,7 +69,7 @@ def test_a_backward_inside_of_the_forward_is_computed_again_too():
     assert ours.memory.planned_peak < 0.98 * ours.memory.peak_without
 
 
-def test_no_more_is_computed_again_than_lowers_the_peak():
+def test_only_what_lowers_the_peak_is_recomputed():
     """Of five layers two are enough: when the others are computed again the backward of the last ones is over."""
 
     ours = Trained(partial(Recurrent, nn.LSTM, layers=5, dropout=0.0), sequences, steps=1, memory_budget=0.0)
@@ -77,7 +77,7 @@ def test_no_more_is_computed_again_than_lowers_the_peak():
     assert 0 < len(again) <= 2
 
 
-def test_what_is_drawn_in_place_is_drawn_once():
+def test_in_place_random_ops_are_not_recomputed():
     graph = Trained(encoder, sequences, steps=1, memory_budget=0.0).step.last.gm.graph
     drawn = [n for n in graph.nodes if "bernoulli" in str(n.args[0] if n.target is call_on_copies else n.target)]
     assert drawn
@@ -95,7 +95,7 @@ def test_an_operator_can_be_called_and_be_an_argument_in_one_program():
     assert value.tolist() == [6.0, 6.0]
 
 
-def test_gradients_that_are_spread_and_numbers_are_counted_too():
+def test_expanded_gradients_and_scalars_are_counted():
     def gradients(model, x):
         return torch.autograd.grad(model(x).sum(), list(model.parameters()))  # the first one is a number for all places
 

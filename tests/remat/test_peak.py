@@ -1,4 +1,4 @@
-"""Pieces of memory and the peak of a graph, on graphs whose peaks are known."""
+"""Storages and the peak of a graph, on graphs whose peaks are known."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def check(function, *inputs):
     return found
 
 
-def test_values_are_let_go_after_their_last_use():
+def test_values_are_freed_after_their_last_use():
     found = check(lambda x: ((x + 1) * 2).exp().relu(), torch.ones(1000))
     assert found.peak == 4000 + 2 * 4000
 
 
-def test_views_keep_what_they_are_views_of():
+def test_views_keep_their_base_alive():
     def function(x):
         part = (x + 1).view(10, 100)[3]
         other = x * 2
@@ -43,7 +43,7 @@ def test_views_keep_what_they_are_views_of():
     assert check(function, torch.ones(1000)).peak == 3 * 4000 + 400
 
 
-def test_elements_of_results_die_one_by_one():
+def test_elements_of_a_tuple_are_freed_one_by_one():
     def function(x):
         spread, mean = torch.var_mean(x.view(10, 100), dim=0)
         return spread * 2, mean.sum()
@@ -65,7 +65,7 @@ def test_results_live_to_the_end():
     assert check(lambda x: (x + 1, (x + 2).sum(), (x + 3).sum()), torch.ones(1000)).peak == 3 * 4000 + 4 + 4
 
 
-def test_a_compiled_call_tells_what_it_needs_itself():
+def test_the_memory_of_a_compiled_call_is_given():
     gm = graph_of(lambda x: (x + 1) * 2, torch.ones(1000))
     assert timeline(gm.graph, lambda node: 123 if node.name == "mul" else None).peak == 8000 + 123
 
@@ -81,7 +81,7 @@ def test_bytes_of_tensors_with_gaps_and_without_elements():
     assert tensor_bytes(torch.empty(1).expand(7)) == 4
 
 
-def test_lists_of_lists_have_a_piece_for_each_tensor():
+def test_nested_lists_have_a_storage_for_each_tensor():
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)

@@ -46,7 +46,7 @@ def test_peaks_grow_with_the_budget_even_if_estimates_are_wrong(graph, seed, err
 
 
 @given(graphs(), st.integers(0, 9), st.sampled_from([0.0, 0.005, 0.3]), st.sampled_from([None, 10**9]))
-def test_so_do_those_of_steps_that_are_slow_to_build(graph, seed, error, least_cut):
+def test_peaks_grow_with_the_budget_for_steps_that_are_slow_to_build(graph, seed, error, least_cut):
     front = ParetoFront(RematProblem.of(graph))
     effort = Effort(levels=4, is_slow=True)
     most = [round(front.candidates[-1].peak * i / 60) for i in range(20, 80)]

@@ -1,4 +1,4 @@
-"""Optimizers that write in place become operators that give new values, and a `copy_` for each value.
+"""Replace in-place optimizer operators by functional ones, and a `copy_` for each new value.
 
     before                                       after
     _foreach_add_([s0, s1], 1)                   s = _foreach_add([s0, s1], 1)
@@ -6,11 +6,11 @@
     copy_(view, p0)                              copy_(s0, s[0]); copy_(p0, new[0][0]); ..
                                                  copy_(view, new[0][0])
 
-That is how `make_fx` traces an optimizer, and the form in which data flow alone says what depends on what.
+This is how `make_fx` traces an optimizer, and the form in which data flow alone gives all dependencies.
 Numerics: exact.  Legal everywhere: each value is written where it was written before. What reads a written tensor later
 reads the new value itself where no view of the tensor is read any more and the dtype is the same, else the `copy_`.
-Only writes behind all communication are rewritten: nothing that a collective sends depends on them, so that in-place
-operators of forward and backward stay.  Cost: two walks over the graph, and the memory of the new values.
+Only writes after all communication are rewritten: no input of a collective depends on them, so that in-place operators
+of forward and backward stay.  Cost: two walks over the graph, and the memory of the new values.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _NOTHING: frozenset[fx.Node] = frozenset()
 
 
 def functionalize(graph: fx.Graph, besides: Collection[fx.Node] = ()) -> int:
-    """Rewrite the in-place updates behind all communication, but for some; returns how many operators that were."""
+    """Rewrite the in-place updates after all communication, except `besides`; returns the number of operators."""
     if not any(map(writes_in_place, graph.nodes)):
         return 0
     chosen = {node: variant for node, variant in plan_updates(graph).items() if node not in besides}
     if chosen:
-        _Rewriter(graph, chosen).run()
+        _Functionalize(graph, chosen).run()
     return len(chosen)
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether `functionalize` could rewrite a node."""
+    """True if `functionalize` can rewrite a node."""
     return (
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
@@ -62,23 +62,23 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def plan_updates(graph: fx.Graph) -> dict[fx.Node, OpOverload]:
-    """The in-place operators that nothing which is sent depends on, with what computes the same without writing."""
+    """The in-place operators that no collective depends on, with their functional variants."""
     sent: set[fx.Node] = set()
-    """Values that a collective further down depends on, walking backwards."""
+    """Values that a later collective depends on."""
     found: dict[fx.Node, OpOverload] = {}
     for node in reversed(graph.nodes):
         written = written_inputs(node)
         if is_collective(node.target) or node in sent or any(value in sent for value in written):
             sent.update(node.all_input_nodes)
-        elif writes_in_place(node) and isinstance(node.target, OpOverload) and not _in_doubt(node, written):
+        elif writes_in_place(node) and isinstance(node.target, OpOverload) and not _is_ambiguous(node, written):
             variant = _variant(node.target)
             assert variant is not None
             found[node] = variant
     return dict(reversed(found.items()))
 
 
-def _in_doubt(node: fx.Node, written: list[fx.Node]) -> bool:
-    """A tensor that is written twice by one operator, or a result that is no tensor, is left alone."""
+def _is_ambiguous(node: fx.Node, written: list[fx.Node]) -> bool:
+    """True if one operator writes a tensor twice, or its results are not the written tensors: it is not rewritten."""
     assert isinstance(node.target, OpOverload)
     several = len(schema_of(node.target).returns) > 1
     return len(set(written)) != len(written) or several or (bool(node.users) and not schema_of(node.target).returns)
@@ -103,23 +103,23 @@ def _variant(op: OpOverload) -> OpOverload | None:
 
 @dataclass(frozen=True)
 class _New:
-    """What the contents of a tensor are by now."""
+    """The current contents of a written tensor."""
 
     value: fx.Node
     """What later nodes read."""
     copy: fx.Node | None
-    """The write, if it can be left out when a later one overwrites all of it."""
+    """The write, if it can be dropped when a later one overwrites all of it."""
 
 
-class _Rewriter:
+class _Functionalize:
     def __init__(self, graph: fx.Graph, chosen: dict[fx.Node, OpOverload]) -> None:
         self._graph = graph
         self._chosen = chosen
         self._output = next(iter(reversed(graph.nodes)))
         self._new: dict[fx.Node, _New] = {}
         """By the tensor that was written."""
-        self._stands_for: dict[fx.Node, fx.Node] = {}
-        """For a node that is the written tensor itself, or its new value: the tensor as it was named first."""
+        self._origin: dict[fx.Node, fx.Node] = {}
+        """For a node that is the written tensor itself, or its new value: the node that made the tensor."""
         self._alone = _without_aliases(graph, chosen)
         self._parts: list[fx.Node] = []
 
@@ -133,7 +133,7 @@ class _Rewriter:
                 self._graph.erase_node(part)
 
     def _read_new_values(self, node: fx.Node) -> None:
-        """What was written is read as it is now. The output gives inputs as they are: objects, not values."""
+        """Read the current contents of written tensors. The output returns inputs themselves, not their values."""
 
         def now(source: fx.Node) -> fx.Node:
             new = self._new.get(source)
@@ -162,9 +162,9 @@ class _Rewriter:
                 for i, value in enumerate(values):
                     made = self._part(head, i) if is_list else head
                     self._write(node, value, made)
-        if node.users:  # it returns what it wrote: later nodes read that as it is when they run
+        if node.users:  # it returns what it wrote: later nodes read its current contents
             written = lists[0][0]
-            node.replace_all_uses_with(self._stands_for.get(written, written))
+            node.replace_all_uses_with(self._origin.get(written, written))
         self._graph.erase_node(node)
 
     def _part(self, source: fx.Node, index: int) -> fx.Node:
@@ -175,13 +175,13 @@ class _Rewriter:
         return made
 
     def _write(self, node: fx.Node, value: fx.Node, made: fx.Node) -> None:
-        first = self._stands_for.get(value, value)
+        first = self._origin.get(value, value)
         if "val" in first.meta:
             made.meta.setdefault("val", first.meta["val"])
         before = self._new.get(first)
         by_value = first in self._alone and _keeps_dtype(node, first)
         if by_value and first.op != "placeholder":
-            self._new[first] = _New(made, None)  # nobody else has it: there is nothing to write into
+            self._new[first] = _New(made, None)  # it has no aliases: there is nothing to write into
         else:
             copy = self._graph.call_function(_COPY, (first, made))
             copy.meta = dict(first.meta)
@@ -189,17 +189,17 @@ class _Rewriter:
             if before is not None and before.copy is not None and before.value is not before.copy:
                 self._drop(before.copy, copy)
             self._new[first] = _New(made if by_value else copy, copy)
-            self._stands_for[copy] = first
-        self._stands_for[made] = first
+            self._origin[copy] = first
+        self._origin[made] = first
 
     def _drop(self, copy: fx.Node, by: fx.Node) -> None:
-        """A write that another one follows, with nobody who reads the memory in between."""
+        """Remove a write that another one overwrites, with no read of the memory in between."""
         copy.replace_all_uses_with(by)
         self._graph.erase_node(copy)
 
 
 def _without_aliases(graph: fx.Graph, chosen: dict[fx.Node, OpOverload]) -> set[fx.Node]:
-    """Tensors that are read by their own name alone once they are written: no view of them is read after that."""
+    """Tensors that are not read through views after they were written."""
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     written: set[fx.Node] = set()
     found: set[fx.Node] = set()
@@ -231,7 +231,7 @@ def _may_share(node: fx.Node) -> bool:
 
 
 def _keeps_dtype(node: fx.Node, written: fx.Node) -> bool:
-    """Whether an operator computes in the dtype that it writes: else the new value has more digits than are kept."""
+    """True if an operator computes in the dtype that it writes; otherwise the new value has a higher precision."""
     own = written.meta.get("val")
     values = [source.meta.get("val") for source in node.all_input_nodes]
     if not isinstance(own, Tensor) or any(value is None for value in values):

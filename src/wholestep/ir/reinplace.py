@@ -84,8 +84,6 @@ class _Reinplace:
         self.graph.lint()
         return count
 
-    # What shares memory with what, and until when it is read.
-
     def _index(self) -> None:
         for node in self.nodes:
             self.root[node] = self._find_root(node)
@@ -97,7 +95,7 @@ class _Reinplace:
                     if source is not node.args[1]:
                         continue
                 if node.op == "output" and source.op == "placeholder":
-                    continue  # the user gets the object itself, updated
+                    continue  # the input itself is returned, updated
                 root = self.root[source]
                 self.last_read[root] = max(self.last_read.get(root, -1), i)
             if is_wait(node.target):
@@ -125,7 +123,7 @@ class _Reinplace:
         return self.last_read.get(root, -1) <= self.order[at]
 
     def _merge(self, result: fx.Node, target: fx.Node) -> None:
-        """`result` now is the memory of `target`."""
+        """Note that `result` now aliases `target`."""
         old, new = self.root[result], self.root[target]
         self.last_write[new] = max(self.last_write.get(new, -1), self.order[result])
         self.last_read[new] = max(self.last_read.get(new, -1), self.last_read.get(old, -1))
@@ -141,8 +139,6 @@ class _Reinplace:
         for node in reachable(with_old_root([old]), lambda node: with_old_root(node.users)):
             self.root[node] = new
 
-    # Updates.
-
     def _update(self, node: fx.Node) -> bool:
         op = node_meta(node).in_place
         assert op is not None
@@ -151,19 +147,19 @@ class _Reinplace:
         for position in positions:
             targets += nodes_in(bound_argument(op, position, args, node.kwargs))
         roots = [self.root[t] for t in targets]
-        if not targets or not self._are_apart(targets):
+        if not targets or not self._are_disjoint(targets):
             return False
         others = [n for n in nodes_in([a for i, a in enumerate(args) if i not in positions]) if n not in targets]
         others += [n for n in nodes_in(list(node.kwargs.values())) if n not in targets]
         if any(self.root[n] in roots for n in others) or _reads_a_target(args, positions, targets):
             return False
-        if not all(self._free_to_write(t, node) and _same_geometry(t, node, op) for t in targets):
+        if not all(self._free_to_write(t, node) and _same_dtype_and_shape(t, node, op) for t in targets):
             return False
         self._rewrite(node, op, positions, args, targets)
         return True
 
-    def _are_apart(self, targets: list[fx.Node]) -> bool:
-        """Whether no two targets share memory: they have different roots, or are different parts of one split."""
+    def _are_disjoint(self, targets: list[fx.Node]) -> bool:
+        """True if no two targets share memory: they have different roots, or are different parts of one split."""
         parts: dict[fx.Node, set[tuple[fx.Node, int] | None]] = {}
         for target in targets:
             parts.setdefault(self.root[target], set()).add(_part_of(target))
@@ -215,7 +211,7 @@ class _Reinplace:
         piece.replace_all_uses_with(target)
 
     def _scatter(self, node: fx.Node) -> bool:
-        """`x1 = select_scatter(x, y, ..)` where x is not read again: write y into the view of x."""
+        """`x1 = select_scatter(x, y, ..)` where x is not read afterwards: write y into the view of x."""
         target, source = node.args[0], node.args[1]
         assert isinstance(target, fx.Node)
         shared = isinstance(source, fx.Node) and self.root[source] is self.root[target]
@@ -256,7 +252,7 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
         if node.target is operator.getitem and source.target in _SPLITS and isinstance(index, int):
             whole = source.args[0]
             value = whole.meta.get("val") if isinstance(whole, fx.Node) else None
-            # Parts of a tensor that was expanded may be the same memory.
+            # Parts of an expanded tensor may share memory.
             return (source, index) if isinstance(value, torch.Tensor) and value.is_contiguous() else None
         node = source
     return None
@@ -282,8 +278,8 @@ def _is_list(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
 
 
-def _same_geometry(target: fx.Node, node: fx.Node, op: OpOverload) -> bool:
-    """A result of another dtype or shape than its target was fitted by a copy that follows; leave it."""
+def _same_dtype_and_shape(target: fx.Node, node: fx.Node, op: OpOverload) -> bool:
+    """True if a result has the dtype and shape of its target; otherwise a copy that follows converts it."""
     val = node.meta.get("val")
     have = target.meta.get("val")
     if isinstance(val, torch.Tensor) and isinstance(have, torch.Tensor):

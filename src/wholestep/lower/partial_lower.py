@@ -20,11 +20,10 @@ import torch
 from torch import fx
 
 from wholestep.errors import LowerError, LowerWarning
-from wholestep.ir.effects import written_roots
+from wholestep.ir.effects import returned_position, written_roots
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.compiled_region import Assumptions, CompiledRegion
 from wholestep.lower.forward_backward import CompileInTwo, find_seed
-from wholestep.lower.in_place import name_what_was_written
 from wholestep.lower.inductor import RegionCache, compile_whole, region_settings
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region, RegionPlan, is_free, order_of, plan_regions
@@ -38,9 +37,11 @@ from wholestep.lower.supported_nodes import (
     any_subgraph,
     check_callable,
     is_generator,
+    why_not_write,
 )
 from wholestep.lower.symbolic_sizes import SizeConditions, WatchedSizes, set_symbolic_sizes, symbols_of
 from wholestep.torch_private.fx_graphs import copy_codegen
+from wholestep.torch_private.operators import OpOverload
 
 log = logging.getLogger("wholestep.lower")
 
@@ -73,7 +74,7 @@ def partial_lower(
     check_callable(node_predicate=node_predicate, subgraph_predicate=subgraph_predicate)
     check_callable(**({} if dumper is None else {"dumper": dumper}))
     _check_graph(gm)
-    name_what_was_written(gm.graph)
+    read_written_tensors(gm.graph)
     set_symbolic_sizes(gm.graph)
     plan = plan_regions(
         gm.graph, node_predicate, subgraph_predicate, options.min_aten_ops, may_alias=may_alias, exact=options.exact
@@ -86,6 +87,23 @@ def partial_lower(
         lowering.add_earlier(before, gm.graph)
     note_lowering(gm, lowering)
     return gm
+
+
+def read_written_tensors(graph: fx.Graph) -> None:
+    """Let readers of the result of an in-place operator read the tensor that it wrote into.
+
+        add_ = aten.add_(x, 1); y = aten.mul(add_, 2)     ->     aten.add_(x, 1); y = aten.mul(x, 2)
+
+    The two are the same tensor. Written so, it is not a view to recompute, and an output of a region is a tensor that
+    it computed or the caller's own.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or not node.users:
+            continue
+        position = returned_position(node.target)
+        written = node.args[position] if position is not None and position < len(node.args) else None
+        if isinstance(written, fx.Node) and why_not_write(node.target) == "":
+            node.replace_all_uses_with(written)
 
 
 def _check_graph(gm: fx.GraphModule) -> None:

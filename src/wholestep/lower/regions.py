@@ -347,9 +347,7 @@ def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[f
     body = [
         n for n in _elements_after_their_tuple(graph) if n.op not in ("placeholder", "output") and n not in write_backs
     ]
-    if any(n.op != "call_function" and n.op != "get_attr" for n in body) or any(
-        may_write(n.target) and writes(n) for n in body
-    ):
+    if any(n.op != "call_function" and n.op != "get_attr" for n in body) or any(writes(n) for n in body):
         return _runs(body, reasons)
     groups: list[NodeGroup] = []
     segment: list[fx.Node] = []

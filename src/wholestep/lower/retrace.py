@@ -28,7 +28,6 @@ from wholestep.lower.decompositions import (
     is_short_attention,
     unscaled,
 )
-from wholestep.lower.in_place import only_writes_back
 from wholestep.lower.random_ops import call_with_layout, make_bernoulli_opaque, needs_layout
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalar_inputs import ScalarInput, call
@@ -68,7 +67,7 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
     if seed is not None:
         inputs.append(_fresh(seed.meta["val"], mode))
     order = [node for node in order_of(region) if node is not seed]
-    mutates = not only_writes_back(order, region.inputs)
+    mutates = not _only_writes_back(order, region.inputs)
 
     def run(*flat: Any) -> tuple[Any, ...]:
         given = {} if seed is None else {seed: flat[-1]}
@@ -79,6 +78,18 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
     if settings["fallback_random"]:
         make_bernoulli_opaque(traced)
     return Retraced(traced, inputs, packs, device, seed)
+
+
+def _only_writes_back(order: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> bool:
+    """True if the only writes are copies into inputs at the very end, which Inductor compiles as they are."""
+    given = set(inputs)
+    ends = False
+    for node in order:
+        if node.target is aten.copy_.default and node.args[0] in given and node.args[1] not in given:
+            ends = True
+        elif ends or writes(node):
+            return False
+    return True
 
 
 def _run(

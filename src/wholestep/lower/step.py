@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from wholestep.ir.effects import may_write, writes
+from wholestep.ir.effects import writes
 from wholestep.ir.graphs import copy_graph, epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace, reinplaced
@@ -102,7 +102,7 @@ def is_compiled(step_graph: StepGraph, *, runs_once: bool) -> bool:
 
 def lower_iteration(gm: fx.GraphModule, options: LowerOptions, *, cache: RegionCache | None = None) -> fx.GraphModule:
     """Lower a graph that already updates in place; what writes stays outside of regions. Returns the same module."""
-    _lower(gm, options, cache or RegionCache(), lambda node: not (may_write(node.target) and writes(node)))
+    _lower(gm, options, cache or RegionCache(), lambda node: not writes(node))
     return gm
 
 

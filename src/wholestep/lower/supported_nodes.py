@@ -23,12 +23,18 @@ from torch import Tensor, fx
 
 from wholestep.errors import LowerError, OptionError
 from wholestep.ir.call_arguments import argument
-from wholestep.ir.effects import is_communication, is_data_dependent, may_write, shared_inputs
+from wholestep.ir.effects import (
+    changes_layout,
+    is_communication,
+    is_data_dependent,
+    may_write,
+    shared_inputs,
+    writes_into_out,
+)
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
 from wholestep.lower.decompositions import is_foreach
-from wholestep.lower.in_place import changes_memory
 from wholestep.lower.random_ops import why_not_random
 from wholestep.lower.scalar_inputs import accepts_scalar_inputs
 from wholestep.torch_private.fake_tensors import FakeTensor
@@ -95,8 +101,8 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "a fused optimizer: one call for all parameters already"
     if name == "aten::_amp_update_scale":
         return "one scalar: a call is cheaper than a kernel"
-    if may_write(target) and changes_memory(target):
-        return changes_memory(target)
+    if may_write(target) and why_not_write(target):
+        return why_not_write(target)
     if is_data_dependent(target):
         return "its result depends on the contents of a tensor"
     if name.startswith("aten::mkldnn_rnn_layer"):
@@ -116,6 +122,15 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
     numbers = [source for source in node.all_input_nodes if is_changing(source)]
     if numbers and not (accepts_scalar_inputs(node) and _is_floating(node.meta.get("val"))):
         return f"takes {numbers[0].name}, a scalar that may change from call to call"
+    return ""
+
+
+def why_not_write(op: OpOverload) -> str:
+    """Why an operator that writes cannot be part of a region; "" if it can."""
+    if changes_layout(op):
+        return "changes the shape or the memory of a tensor that others hold"
+    if writes_into_out(op):
+        return "writes its result into an argument (out=)"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Numbers that change between calls, in steps that Inductor compiled."""
+"""Scalars that change between calls, in compiled steps."""
 
 from __future__ import annotations
 
