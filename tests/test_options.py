@@ -12,10 +12,10 @@ import torch
 
 import wholestep as ws
 from cases.parts import train_step
+from wholestep.api import compile as compile_step
 from wholestep.errors import OptionError
 from wholestep.options import CompileOptions
 from wholestep.passes.engine.registry import DEFAULT
-from wholestep.step import compile as compile_step
 
 NAMES = [field.name for field in fields(ws.Options)]
 

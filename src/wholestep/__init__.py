@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from wholestep import passes as passes
     from wholestep import pipelining as pipelining
     from wholestep import simulate as simulate
+    from wholestep.api import build as build
+    from wholestep.api import capture as capture
+    from wholestep.api import check as check
+    from wholestep.api import compile as compile
     from wholestep.errors import CudaGraphWarning as CudaGraphWarning
     from wholestep.errors import EagerWarning as EagerWarning
     from wholestep.errors import LowerWarning as LowerWarning
@@ -38,10 +42,6 @@ if TYPE_CHECKING:
     from wholestep.partition import split_module as split_module
     from wholestep.step import CompiledStep as CompiledStep
     from wholestep.step import Executable as Executable
-    from wholestep.step import build as build
-    from wholestep.step import capture as capture
-    from wholestep.step import check as check
-    from wholestep.step import compile as compile
 
 __version__ = "0.1.0.dev0"
 
@@ -74,10 +74,10 @@ _NAMES = {
     "Replicate": "parallel.plan",
     "StepGraph": "ir.step_graph",
     "WholestepError": "errors",
-    "build": "step",
-    "capture": "step",
-    "check": "step",
-    "compile": "step",
+    "build": "api",
+    "capture": "api",
+    "check": "api",
+    "compile": "api",
     "partial_lower": "lower",
     "split_module": "partition",
 }

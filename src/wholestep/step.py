@@ -7,15 +7,14 @@ CompiledStep    captures and builds where no executable's guards hold for a call
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
 from torch import Tensor, fx
 
@@ -41,18 +40,12 @@ from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
-from wholestep.lower import LowerOptions
 from wholestep.lower.region_memory import measure_step
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, record_step
 from wholestep.options import (
-    CompileOptions,
-    DynamicOption,
     Options,
-    ParallelOption,
-    PassesOption,
-    PolicyOption,
 )
 from wholestep.passes.dedup_collectives import remove_duplicate_collectives
 from wholestep.passes.drop_dead_collectives import remove_dead_collectives
@@ -60,7 +53,7 @@ from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.fit import fit_to_budget
-from wholestep.remat.options import Budget, policy_of
+from wholestep.remat.options import policy_of
 from wholestep.runtime.executor import Executor
 from wholestep.runtime.gather import Gather
 from wholestep.runtime.program import program
@@ -68,15 +61,19 @@ from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.modes import mode_that_needs_eager
 
 if TYPE_CHECKING:
-    from wholestep.debug.check.report import CheckReport
+    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 ALWAYS = (remove_duplicate_collectives, remove_dead_collectives)
 """Passes that run on every captured graph, before those of the user."""
 
 _MOST_GRAPHS = 128
+_NONE_LIFTED = NumberPolicy()
 _LAST = "last_train_step"
 
 log = logging.getLogger("wholestep")
@@ -106,11 +103,11 @@ class Binding:
 
 
 def trace(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fn: Function,
+    args: Args,
+    kwargs: Kwargs,
     options: Options,
-    scalars: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    scalars: NumberPolicy = _NONE_LIFTED,
     called: CalledObjects | None = None,
 ) -> tuple[CapturedStep, NumberPolicy]:
     """Capture one call: nothing is computed and no state changes. Also which scalars are inputs of the graph."""
@@ -126,11 +123,11 @@ def trace(
 
 
 def capture_step(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fn: Function,
+    args: Args,
+    kwargs: Kwargs,
     options: Options,
-    scalars: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    scalars: NumberPolicy = _NONE_LIFTED,
     called: CalledObjects | None = None,
 ) -> tuple[StepGraph, NumberPolicy]:
     """From a call to a StepGraph after all passes, bound to the user's objects."""
@@ -138,6 +135,17 @@ def capture_step(
     dump = None if options.dump_passes is None else PassDump(options.dump_passes)
     run_passes(captured.step_graph, options.passes, level=options.verify, dump=dump)
     return captured.step_graph, scalars
+
+
+def capture_call(fn: Function, args: Args, kwargs: Kwargs, options: Options) -> StepGraph:
+    """A call as a StepGraph, for a caller that holds it: `ws.capture` and `CompiledStep.capture`."""
+    mode = mode_that_needs_eager()
+    if mode is not None:
+        raise needs_eager(mode)
+    pending.flush_all()
+    if options.parallel is not None:
+        find_models(fn, args, kwargs, options).run()
+    return capture_step(fn, args, kwargs, options)[0]
 
 
 def build_step(step_graph: StepGraph, options: Options, cache: LoweringCache) -> Executable:
@@ -295,7 +303,7 @@ class CompiledStep(Generic[P, R]):
         self._lowering_cache = LoweringCache()
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
-        self._has_own_last = _has_parameter(fn, _LAST)
+        self._has_own_last = has_parameter(fn, _LAST)
         if options.check_first:
             from wholestep.debug.check.check_calls import FirstCalls
 
@@ -331,12 +339,16 @@ class CompiledStep(Generic[P, R]):
         result: R = self._run(self._fn, args, kwargs)
         return result
 
+    def capture(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
+        """The StepGraph of one call under the options of this step; nothing runs, and no state changes."""
+        return capture_call(self._fn, args, kwargs, self.options)
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        return _BoundStep(self, instance)
+        return BoundStep(self, instance)
 
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         if is_tracing():
             return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
         last = False if self._has_own_last else bool(kwargs.pop(_LAST, False))
@@ -354,11 +366,11 @@ class CompiledStep(Generic[P, R]):
             self.flush()
         return result
 
-    def _run_in_eager(self, mode: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_eager(self, mode: str, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call the plain function: a mode around the call acts on operators, and a replay would not honour it."""
         if self._ranks is not None:
             with self._ranks.compiling(self._calls):  # tells the other ranks
-                raise _needs_eager(mode)
+                raise needs_eager(mode)
         if mode not in self._modes_warned:
             self._modes_warned.add(mode)
             warnings.warn(
@@ -371,7 +383,7 @@ class CompiledStep(Generic[P, R]):
         pending.flush_all()
         return fn(*args, **kwargs)
 
-    def _ready(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _ready(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
         """Have a graph for the next call, which finds it: a refusal comes before anything runs."""
         if mode_that_needs_eager() is not None:
             return
@@ -385,9 +397,7 @@ class CompiledStep(Generic[P, R]):
             self._calls -= 1
             pending.resume()
 
-    def _run_one(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
-    ) -> Any:
+    def _run_one(self, fn: Function, args: Args, kwargs: Kwargs, leaves: list[Any], structure: Any) -> Any:
         pending.flush_others(self._work, lambda: None if self._last is None else self._last.gather.read(leaves))
         found = self._going_on(leaves, structure) or self._find(leaves, structure)
         if self._ranks is None:
@@ -400,8 +410,7 @@ class CompiledStep(Generic[P, R]):
             with self._ranks.compiling(self._calls):
                 placing.run()
                 found = self._capture(fn, args, kwargs, leaves, structure)
-            entry, state = found
-            self._ranks.agree(self._calls, entry.captured, state, entry.pending_state)
+            self._ranks.agree(self._calls, found[0].captured, found[1], found[0].pending_state)
         else:
             self._ranks.agree_on_choice(self._calls, found[0].step_graph)
         entry, state = found
@@ -476,20 +485,13 @@ class CompiledStep(Generic[P, R]):
         return None
 
     def _capture(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        structure: Any,
+        self, fn: Function, args: Args, kwargs: Kwargs, leaves: list[Any], structure: Any
     ) -> tuple[Executable, list[Any]]:
         reason = None
         pending.flush_all()
         if self._last is not None:
             like = (e for e in reversed(self._entries) if e.guards.same_structure(leaves, structure))
-            nearest = next(
-                like, self._last
-            )  # numbers are compared with a call whose arguments were nested the same way
+            nearest = next(like, self._last)  # numbers are compared with those of a call with the same structure
             state = nearest.gather.read(leaves)
             reason = nearest.guards.why_not(leaves, structure, state)
             self._numbers = self._numbers.with_changed(nearest.guards.changed_numbers(leaves, structure, state))
@@ -511,8 +513,7 @@ class CompiledStep(Generic[P, R]):
         return entry, state
 
     @property
-    def _name(self) -> str:
-        """The same in every process: no address of an object."""
+    def _name(self) -> str:  # the same in every process: no address of an object
         fn: Any = self._fn
         while isinstance(fn, functools.partial):
             fn = fn.func
@@ -545,7 +546,7 @@ class CompiledStep(Generic[P, R]):
         return f"CompiledStep({self._name}, {len(self._entries)} graphs)"
 
 
-class _BoundStep:
+class BoundStep:
     """A compiled method bound to its object; shares the graphs of the class's step."""
 
     def __init__(self, step: CompiledStep[Any, Any], instance: Any) -> None:
@@ -561,6 +562,10 @@ class _BoundStep:
             return call_untraced(self._step._run, self._step._fn, (self._instance, *args), kwargs)
         return self._step._run(self._step._fn, (self._instance, *args), kwargs)
 
+    def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
+        """The StepGraph of one call under the options of this step."""
+        return capture_call(self._step._fn, (self._instance, *args), kwargs, self._step.options)
+
     def __enter__(self) -> Self:
         return self
 
@@ -571,188 +576,7 @@ class _BoundStep:
         return getattr(self._step, name)
 
 
-@overload
-def compile(fn: Callable[P, R], **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
-
-
-@overload
-def compile(fn: None = None, **options: Unpack[CompileOptions]) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
-
-
-def compile(
-    fn: Any = None,
-    *,
-    lower: Literal["inductor", "eager", "debug"] | None = None,
-    lower_options: LowerOptions | Mapping[str, Any] | None = None,
-    cuda_graph: bool | Literal["auto"] = "auto",
-    memory_budget: int | float | str | Budget | None = None,
-    policy: PolicyOption = None,
-    passes: PassesOption = "auto",
-    disable_passes: Sequence[str] = (),
-    dump_passes: str | None = None,
-    parallel: ParallelOption = None,
-    dynamic: DynamicOption = None,
-    verify: Literal[0, 1, 2, 3] = 1,
-    check_first: int = 0,
-    max_recompiles: int = 8,
-    hooks: Literal["refuse", "trace"] = "refuse",
-    name: str = "",
-    **unknown: Any,
-) -> Any:
-    """Turn a training step into one that runs as a single graph.
-
-    Use it as a decorator, with or without options, or as a function: `step = ws.compile(train_step, verify=2)`.
-
-    Args:
-        fn: The function that does one step: forward, backward, optimizer.
-        lower: How the graph runs. "inductor": compile runs of operators. "eager": operator by operator, bit for bit
-            like eager PyTorch. "debug": like "eager", and each value is checked against the graph's metadata
-            (`ws.compilers.DebugInterpreter`). None: the environment variable WHOLESTEP_LOWER, or "inductor".
-        lower_options: A `ws.lower.LowerOptions` or a mapping of its fields: min_aten_ops, strict, remat, exact, shed,
-            config (settings of Inductor), region_config.
-        cuda_graph: Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done).
-        memory_budget: The peak memory of a step: bytes, a text such as "12GiB", or a fraction (0.0: the smallest peak
-            that can be reached; 1.0: nothing is recomputed). Values are recomputed in the backward to stay within.
-            None: Inductor's own choice.
-        policy: With `memory_budget`, what is saved or recomputed in any case, by module path or operator:
-            `{"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}`, or a function of a node.
-        passes: Rewrites of the graph. "auto": the default list where `parallel` is given (with lower="eager" only its
-            passes that keep every bit), otherwise none. "default": the default list. None: no passes. A list: passes
-            (`ws.passes...`) and their names, "default" among them.
-        disable_passes: Names of passes that do not run.
-        dump_passes: A folder for the graphs before and after each pass.
-        parallel: `ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph.
-        dynamic: Sizes that may differ from call to call without another capture. A mapping from the path of a batch
-            tensor (or of a part of the batch) to its dimensions: `{"batch": {0: ws.Dim(min=1, max=64)}}`. True: the
-            first dimension of every contiguous batch tensor, where that is above 1; tensors with equal first
-            dimensions vary together. None or False: no size varies, and each new size is captured once.
-        verify: What is checked after capture and after each pass. 0: nothing. 1: the structure of the graph, and the
-            metadata of what a pass changed. 2: the metadata of all nodes. 3: also replay the graph before and after
-            each pass on real tensors.
-        check_first: Run so many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
-            Compiled regions then use eager's random numbers, also on a GPU.
-        max_recompiles: Warn after this many captures beyond the first.
-        hooks: "refuse" hooks, or "trace" what they compute.
-        name: What messages call this step; the name of its function by default.
-
-    Raises:
-        OptionError: An option does not exist, or does not take a value (WS-OPTION).
-    """
-    chosen = Options.of(
-        lower=lower,
-        lower_options=lower_options,
-        cuda_graph=cuda_graph,
-        memory_budget=memory_budget,
-        policy=policy,
-        passes=passes,
-        disable_passes=disable_passes,
-        dump_passes=dump_passes,
-        parallel=parallel,
-        dynamic=dynamic,
-        verify=verify,
-        check_first=check_first,
-        max_recompiles=max_recompiles,
-        hooks=hooks,
-        name=name,
-        **unknown,
-    )
-    if fn is None:
-        return lambda function: CompiledStep(function, chosen)
-    return CompiledStep(fn, chosen)
-
-
-def check(
-    fn: Callable[..., Any],
-    *args: Any,
-    steps: int = 3,
-    batches: Iterable[Any] | None = None,
-    between: Callable[[], Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> CheckReport:
-    """Run a step in eager and compiled side by side, and report what agrees. Nothing of the user's changes.
-
-    `fn`: a function, or what `ws.compile` returned (its options are used). `args`: those of one call. `batches`: one
-    for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
-    options of `ws.compile` are options; others, and `kwargs`, go to the step.
-    """
-    from wholestep.debug.check.check_calls import calls_of, check_calls
-
-    known = {option.name for option in fields(Options)}
-    named = {**{key: value for key, value in options.items() if key not in known}, **(kwargs or {})}
-    chosen = {key: value for key, value in options.items() if key in known}
-    function, given = _function_and_options(fn)
-    if given is not None and chosen:
-        raise OptionError(
-            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
-        )
-    unclear = sorted(key for key in chosen if _has_parameter(function, key))
-    if unclear:
-        raise OptionError(
-            f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
-            fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
-        )
-    found = given or Options.of(**chosen)
-    found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
-    if found.parallel is not None:
-        raise OptionError(
-            "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
-            fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
-        )
-    pending.flush_all()
-    calls = calls_of(function, args, named, steps, batches)
-    # What the step sets in context variables stays in the copy.
-    return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)
-
-
-def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
-    """The plain function of a step, and its options if it is compiled."""
-    options = fn.options if isinstance(fn, CompiledStep) else fn._step.options if isinstance(fn, _BoundStep) else None
-    return getattr(fn, "__wholestep_function__", fn), options
-
-
-def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
-    """The StepGraph of one call, with nothing executed and no state changed. `ws.build` makes an executable of it.
-
-    `fn`: a function, or a step of `ws.compile`, whose options are used.
-    """
-    function, given = _function_and_options(fn)
-    options = given or Options()
-    mode = mode_that_needs_eager()
-    if mode is not None:
-        raise _needs_eager(mode)
-    pending.flush_all()
-    if options.parallel is not None:
-        find_models(function, args, kwargs, options).run()
-    return capture_step(function, args, kwargs, options)[0]
-
-
-def build(
-    step_graph: StepGraph,
-    *,
-    lower: str | None = None,
-    lower_options: Any = None,
-    memory_budget: Any = None,
-    policy: Any = None,
-    cuda_graph: bool | str = "auto",
-    verify: int = 1,
-) -> Executable:
-    """An executable of a captured graph: `executable(*args)` runs it for calls that its guards allow, and raises
-    WS-GUARD for others. It never captures again. `step_graph` stays as it is; `executable.step_graph` is its own copy.
-
-    The options are those of `ws.compile`. Ranks do not compare their graphs as those of a compiled step do.
-    """
-    if step_graph.binding is None:
-        raise OptionError(
-            "ws.build got a StepGraph that is not bound to a model: it was read from a file, or made by hand.",
-            fix="build what ws.capture(train_step, ...) returned; sg.gm is a plain graph module that can be called.",
-        )
-    chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
-    options = Options.of(cuda_graph=cuda_graph, verify=verify, **({} if lower is None else {"lower": lower}), **chosen)
-    return build_step(step_graph.copy(), options, LoweringCache())
-
-
-def _needs_eager(mode: str) -> UnsupportedError:
+def needs_eager(mode: str) -> UnsupportedError:
     return UnsupportedError(
         f"{mode} is on around the call. It acts on the operators that eager runs, which a captured graph does not "
         "repeat.",
@@ -769,7 +593,7 @@ def _complete(executor: CrossingExecutor, left: Pending, ranks: Ranks | None, ca
         executor.complete(left)
 
 
-def _has_parameter(fn: Callable[..., Any], name: str) -> bool:
+def has_parameter(fn: Callable[..., Any], name: str) -> bool:
     try:
         return name in inspect.signature(fn).parameters
     except (ValueError, TypeError):

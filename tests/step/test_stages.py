@@ -116,3 +116,4 @@ def test_capture_of_a_compiled_step_has_its_options() -> None:
     executable = ws.build(ws.capture(training.step, batch()), lower="eager")
     eager = Training()
     assert torch.equal(executable(batch(rows=9)), eager.train_step(batch(rows=9)))
+    assert list(training.step.capture(batch()).signature.dynamic.values()) == [(2, 16)]

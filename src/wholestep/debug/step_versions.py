@@ -18,10 +18,11 @@ from wholestep.errors import BisectError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
+from wholestep.lower.step import LoweringCache
 from wholestep.options import Options
 from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
 from wholestep.passes.engine.manager import run_passes
-from wholestep.step import Binding, build, trace
+from wholestep.step import Binding, build_step, trace
 from wholestep.torch_private.fx_graphs import has_plain_codegen
 from wholestep.torch_private.pytrees import pytree
 
@@ -98,7 +99,8 @@ def lowered_call(call: CapturedCall, step_graph: StepGraph, options: Options) ->
     if step_graph.binding is None:
         step_graph = step_graph.copy()
         step_graph.binding = call.binding.rebound(step_graph)
-    executable = build(step_graph, lower="inductor", lower_options=options.lower_options, cuda_graph=False)
+    compiled = replace(options, lower="inductor", memory_budget=None, cuda_graph=False)
+    executable = build_step(step_graph.copy(), compiled, LoweringCache())
     return step_graph.gm if isinstance(executable.executor, CrossingExecutor) else executable.graph_module
 
 

@@ -1,0 +1,214 @@
+"""The public functions: `compile` a step, `capture` a call, `build` an executable, `check` a step against eager."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
+
+from wholestep.cross_iteration import pending
+from wholestep.errors import (
+    OptionError,
+)
+from wholestep.ir.step_graph import StepGraph
+from wholestep.lower import LowerOptions
+from wholestep.lower.step import LoweringCache
+from wholestep.options import (
+    CompileOptions,
+    DynamicOption,
+    Options,
+    ParallelOption,
+    PassesOption,
+    PolicyOption,
+)
+from wholestep.remat.options import Budget
+
+if TYPE_CHECKING:
+    from wholestep.debug.check.report import CheckReport
+
+from wholestep.step import (
+    BoundStep,
+    CompiledStep,
+    Executable,
+    build_step,
+    capture_call,
+    has_parameter,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def compile(fn: Callable[P, R], **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
+
+
+@overload
+def compile(fn: None = None, **options: Unpack[CompileOptions]) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
+
+
+def compile(
+    fn: Any = None,
+    *,
+    lower: Literal["inductor", "eager", "debug"] | None = None,
+    lower_options: LowerOptions | Mapping[str, Any] | None = None,
+    cuda_graph: bool | Literal["auto"] = "auto",
+    memory_budget: int | float | str | Budget | None = None,
+    policy: PolicyOption = None,
+    passes: PassesOption = "auto",
+    disable_passes: Sequence[str] = (),
+    dump_passes: str | None = None,
+    parallel: ParallelOption = None,
+    dynamic: DynamicOption = None,
+    verify: Literal[0, 1, 2, 3] = 1,
+    check_first: int = 0,
+    max_recompiles: int = 8,
+    hooks: Literal["refuse", "trace"] = "refuse",
+    name: str = "",
+    **unknown: Any,
+) -> Any:
+    """Turn a training step into one that runs as a single graph.
+
+    Use it as a decorator, with or without options, or as a function: `step = ws.compile(train_step, verify=2)`.
+
+    Args:
+        fn: The function that does one step: forward, backward, optimizer.
+        lower: How the graph runs. "inductor": compile runs of operators. "eager": operator by operator, bit for bit
+            like eager PyTorch. "debug": like "eager", and each value is checked against the graph's metadata
+            (`ws.compilers.DebugInterpreter`). None: the environment variable WHOLESTEP_LOWER, or "inductor".
+        lower_options: A `ws.lower.LowerOptions` or a mapping of its fields: min_aten_ops, strict, remat, exact, shed,
+            config (settings of Inductor), region_config.
+        cuda_graph: Replay the step as one CUDA graph: True, False, or "auto" (on CUDA, where it can be done).
+        memory_budget: The peak memory of a step: bytes, a text such as "12GiB", or a fraction (0.0: the smallest peak
+            that can be reached; 1.0: nothing is recomputed). Values are recomputed in the backward to stay within.
+            None: Inductor's own choice.
+        policy: With `memory_budget`, what is saved or recomputed in any case, by module path or operator:
+            `{"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}`, or a function of a node.
+        passes: Rewrites of the graph. "auto": the default list where `parallel` is given (with lower="eager" only its
+            passes that keep every bit), otherwise none. "default": the default list. None: no passes. A list: passes
+            (`ws.passes...`) and their names, "default" among them.
+        disable_passes: Names of passes that do not run.
+        dump_passes: A folder for the graphs before and after each pass.
+        parallel: `ws.Replicate(mesh)` or `ws.FullyShard(mesh)`: communication becomes nodes of the graph.
+        dynamic: Sizes that may differ from call to call without another capture. A mapping from the path of a batch
+            tensor (or of a part of the batch) to its dimensions: `{"batch": {0: ws.Dim(min=1, max=64)}}`. True: the
+            first dimension of every contiguous batch tensor, where that is above 1; tensors with equal first
+            dimensions vary together. None or False: no size varies, and each new size is captured once.
+        verify: What is checked after capture and after each pass. 0: nothing. 1: the structure of the graph, and the
+            metadata of what a pass changed. 2: the metadata of all nodes. 3: also replay the graph before and after
+            each pass on real tensors.
+        check_first: Run so many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
+            Compiled regions then use eager's random numbers, also on a GPU.
+        max_recompiles: Warn after this many captures beyond the first.
+        hooks: "refuse" hooks, or "trace" what they compute.
+        name: What messages call this step; the name of its function by default.
+
+    Raises:
+        OptionError: An option does not exist, or does not take a value (WS-OPTION).
+    """
+    chosen = Options.of(
+        lower=lower,
+        lower_options=lower_options,
+        cuda_graph=cuda_graph,
+        memory_budget=memory_budget,
+        policy=policy,
+        passes=passes,
+        disable_passes=disable_passes,
+        dump_passes=dump_passes,
+        parallel=parallel,
+        dynamic=dynamic,
+        verify=verify,
+        check_first=check_first,
+        max_recompiles=max_recompiles,
+        hooks=hooks,
+        name=name,
+        **unknown,
+    )
+    if fn is None:
+        return lambda function: CompiledStep(function, chosen)
+    return CompiledStep(fn, chosen)
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    steps: int = 3,
+    batches: Iterable[Any] | None = None,
+    between: Callable[[], Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Run a step in eager and compiled side by side, and report what agrees. Nothing of the user's changes.
+
+    `fn`: a function, or what `ws.compile` returned (its options are used). `args`: those of one call. `batches`: one
+    for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
+    options of `ws.compile` are options; others, and `kwargs`, go to the step.
+    """
+    from wholestep.debug.check.check_calls import calls_of, check_calls
+
+    known = {option.name for option in fields(Options)}
+    named = {**{key: value for key, value in options.items() if key not in known}, **(kwargs or {})}
+    chosen = {key: value for key, value in options.items() if key in known}
+    function, given = _function_and_options(fn)
+    if given is not None and chosen:
+        raise OptionError(
+            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
+        )
+    unclear = sorted(key for key in chosen if has_parameter(function, key))
+    if unclear:
+        raise OptionError(
+            f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
+            fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
+        )
+    found = given or Options.of(**chosen)
+    found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
+    if found.parallel is not None:
+        raise OptionError(
+            "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
+            fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
+        )
+    pending.flush_all()
+    calls = calls_of(function, args, named, steps, batches)
+    # What the step sets in context variables stays in the copy.
+    return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)
+
+
+def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
+    """The plain function of a step, and its options if it is compiled."""
+    options = fn.options if isinstance(fn, CompiledStep) else fn._step.options if isinstance(fn, BoundStep) else None
+    return getattr(fn, "__wholestep_function__", fn), options
+
+
+def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
+    """The StepGraph of one call, with nothing executed and no state changed. `ws.build` makes an executable of it.
+
+    `fn`: a function, or a step of `ws.compile`, whose options are used.
+    """
+    function, given = _function_and_options(fn)
+    return capture_call(function, args, kwargs, given or Options())
+
+
+def build(
+    step_graph: StepGraph,
+    *,
+    lower: str | None = None,
+    lower_options: Any = None,
+    memory_budget: Any = None,
+    policy: Any = None,
+    cuda_graph: bool | str = "auto",
+    verify: int = 1,
+) -> Executable:
+    """An executable of a captured graph: `executable(*args)` runs it for calls that its guards allow, and raises
+    WS-GUARD for others. It never captures again. `step_graph` stays as it is; `executable.step_graph` is its own copy.
+
+    The options are those of `ws.compile`. Ranks do not compare their graphs as those of a compiled step do.
+    """
+    if step_graph.binding is None:
+        raise OptionError(
+            "ws.build got a StepGraph that is not bound to a model: it was read from a file, or made by hand.",
+            fix="build what ws.capture(train_step, ...) returned; sg.gm is a plain graph module that can be called.",
+        )
+    chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
+    options = Options.of(cuda_graph=cuda_graph, verify=verify, **({} if lower is None else {"lower": lower}), **chosen)
+    return build_step(step_graph.copy(), options, LoweringCache())
