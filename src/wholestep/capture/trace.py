@@ -51,10 +51,10 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.ir.captured_step import CapturedStep, HostCall
-from wholestep.ir.garbage import collector_paused
-from wholestep.ir.known_draws import KnownDraws
+from wholestep.ir.graphs import collector_paused
+from wholestep.ir.origin import location_of_exception, location_of_function, user_location
+from wholestep.ir.rng import KnownDraws
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_location import location_of_exception, location_of_function, user_location
 from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
 from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot

@@ -1,14 +1,20 @@
-"""Graphs as a whole: a copy of one, the write-backs at its end, the tensors that a value holds."""
+"""Graphs as a whole: a copy of one, the write-backs at its end, the tensors that a value holds.
+
+Python's cyclic garbage collector stands still while a graph is walked.
+
+Copying the arguments of 50,000 nodes makes enough tuples to start full collections, each of which looks at every
+object of the process: they cost several times what the walk itself does.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from wholestep.ir.garbage import collector_paused
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -62,3 +68,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic collection inside; where it was off already it stays off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import UnsupportedError
+from wholestep.ir.graph_functions import own_chunk
 from wholestep.ir.meta import update_node_meta
-from wholestep.ir.shards import own_chunk
+from wholestep.ir.origin import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.trace_protocol import TraceRecorder
-from wholestep.ir.user_location import user_location
 from wholestep.parallel.axes import axes_of
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Gathering, Sharded

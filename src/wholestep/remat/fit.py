@@ -19,8 +19,7 @@ from typing import Any, Generic
 
 from torch import fx
 
-from wholestep.ir.garbage import collector_paused
-from wholestep.ir.graphs import copy_graph, tensors_in
+from wholestep.ir.graphs import collector_paused, copy_graph, tensors_in
 from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta
 from wholestep.ir.step_graph import StepGraph

@@ -36,6 +36,12 @@ def test_a_target_is_found_again_by_its_name(target: object, name: str) -> None:
     assert TargetReader().read(name) is target
 
 
+@pytest.mark.parametrize("name", ["rnn.packed_weights", "shards.own_chunk", "number_tensor.number_tensor"])
+def test_functions_of_older_files_are_found_where_they_are_now(name: str) -> None:
+    found = TargetReader().read(f"wholestep.ir.{name}")
+    assert target_name(found) == f"wholestep.ir.graph_functions.{name.partition('.')[2]}"
+
+
 def test_every_listed_python_function_has_a_name_that_leads_back_to_it() -> None:
     for function in PYTHON_FUNCTIONS.values():
         assert TargetReader().read(target_name(function)) is function

@@ -26,8 +26,8 @@ from torch import Tensor, fx
 from wholestep.capture.graph.refusals import opaque_view
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.errors import UnsupportedError
+from wholestep.ir.origin import user_location
 from wholestep.ir.trace_protocol import TracedNodes
-from wholestep.ir.user_location import user_location
 from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
 
 aten = torch.ops.aten

@@ -47,8 +47,8 @@ from wholestep.errors import (
     UnsupportedError,
 )
 from wholestep.ir import rng
-from wholestep.ir.number_tensor import number_tensor
-from wholestep.ir.user_location import user_location
+from wholestep.ir.graph_functions import number_tensor
+from wholestep.ir.origin import user_location
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator

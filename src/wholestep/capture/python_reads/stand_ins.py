@@ -24,7 +24,7 @@ import numpy
 
 from wholestep.capture.objects.callers import is_foreign
 from wholestep.errors import CapturedTensorError, SideEffectError
-from wholestep.ir.user_location import user_location
+from wholestep.ir.origin import user_location
 from wholestep.ir.user_objects.container_contents import is_large
 from wholestep.ir.user_objects.slots import Slot
 

@@ -25,8 +25,8 @@ from torch import Tensor, fx
 from wholestep.errors import Location, UnsupportedError, WholestepError
 from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.graph_functions import number_tensor
 from wholestep.ir.meta import node_meta
-from wholestep.ir.number_tensor import number_tensor
 from wholestep.ir.signature import ChangeKind
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of

@@ -28,7 +28,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir import mutable, number_tensor, rng, rnn, shards
+from wholestep.ir import mutable, rng
+from wholestep.ir.graph_functions import number_tensor, own_chunk, packed_weights
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 
 DTYPES: dict[str, torch.dtype] = {
@@ -279,12 +280,16 @@ def _python_functions() -> dict[str, Target]:
         rng.set_rng_state,
         rng.manual_seed,
         mutable.call_on_copies,
-        rnn.packed_weights,
-        shards.own_chunk,
-        number_tensor.number_tensor,
+        packed_weights,
+        own_chunk,
+        number_tensor,
     )
     for function in ours:
         found[f"{function.__module__}.{function.__name__}"] = function
+    # Names in files that were written when these had modules of their own.
+    found["wholestep.ir.rnn.packed_weights"] = packed_weights
+    found["wholestep.ir.shards.own_chunk"] = own_chunk
+    found["wholestep.ir.number_tensor.number_tensor"] = number_tensor
     return found
 
 
