@@ -30,7 +30,6 @@ nodes unpack.
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from wholestep.errors import PartitionError
 from wholestep.ir.effects import OrderEdges, order_edges
 from wholestep.ir.io.arguments import describe_target
 from wholestep.ir.meta import node_meta, set_node_meta
+from wholestep.partition.call_order import find_cycle, stable_order
 from wholestep.partition.graph_checks import (
     Cuttable,
     error_at,
@@ -397,10 +397,10 @@ def fuse_by_partitions(
     prefix: str = "fused_",
     always_return_tuple: bool = False,
 ) -> fx.GraphModule:
-    """Edit `gm` so that each of some sets of nodes is one `call_module` node, `prefix` and its place; returns `gm`.
+    """Edit `gm` so that each given set of nodes is one `call_module` node, named `prefix` and its index; returns `gm`.
 
-    As torch's function of this name: the sets may come from anywhere. Raises PartitionError where no order of calls
-    gives every set what it needs, or where every one would swap writes, random ops or effects.
+    Like torch's function of this name. Raises PartitionError if no order of the calls respects data flow and the order
+    of writes, random ops and effects.
     """
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -413,7 +413,7 @@ def fuse_by_partitions(
             if node in unit_of or node.op in ("placeholder", "output"):
                 raise PartitionError(
                     f"{node.name} cannot be in partition {number}.",
-                    fix="inputs and outputs are in none, every other node in one at most.",
+                    fix="inputs and outputs belong to no partition, every other node to at most one.",
                 )
             unit_of[node] = number
     units = [members for members in sets if members]
@@ -430,34 +430,26 @@ def fuse_by_partitions(
 
 
 def _in_order(units: Sequence[list[fx.Node]], before: OrderEdges, place: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """The units so that each comes after what it needs; those that are free in the order of their first nodes."""
+    """The units in topological order, by the position of their first nodes."""
+    units = sorted(units, key=lambda unit: place[unit[0]])
     of = {node: i for i, unit in enumerate(units) for node in unit}
     after: list[set[int]] = [set() for _ in units]
-    missing = [0] * len(units)
     for node, unit in of.items():
         for source in (*node.all_input_nodes, *before.get(node, ())):
             other = of.get(source, unit)
-            if other != unit and unit not in after[other]:
+            if other != unit:
                 after[other].add(unit)
-                missing[unit] += 1
-    ready = [(place[unit[0]], i) for i, unit in enumerate(units) if not missing[i]]
-    heapq.heapify(ready)
-    found: list[list[fx.Node]] = []
-    while ready:
-        _, unit = heapq.heappop(ready)
-        found.append(units[unit])
-        for other in after[unit]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (place[units[other][0]], other))
-    if len(found) != len(units):
-        stuck = next(unit for i, unit in enumerate(units) if missing[i] and len(unit) > 1)
+    following = [sorted(each) for each in after]
+    order = stable_order(following)
+    if len(order) != len(units):
+        cycle = [units[i] for i in find_cycle(following, order)]
+        nodes = next((unit for unit in cycle if len(unit) > 1), cycle[0])
         raise PartitionError(
-            f"Invalid partition, found dependency cycles: {', '.join(node.name for node in stuck[:5])} need each other "
-            "through nodes outside of their partition.",
-            fix="use the partitions of partition_by_support, which has none.",
+            f"Invalid partition, found dependency cycles: {', '.join(node.name for node in nodes[:5])} need each other "
+            "through nodes outside their partition.",
+            fix="use partition_by_support, whose partitions have no cycles.",
         )
-    return found
+    return [units[i] for i in order]
 
 
 def _reorder(graph: fx.Graph, partitions: SupportedPartitions) -> None:

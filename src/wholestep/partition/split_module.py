@@ -89,11 +89,11 @@ def split_module(
 def split_module_simple(
     m: fx.GraphModule, node_to_partition: Mapping[fx.Node, int], *, partition_affix: str | None = None
 ) -> fx.GraphModule:
-    """`split_module` by a mapping from nodes to partitions. torch's, for few kinds of graphs; this takes all."""
+    """`split_module` by a mapping from nodes to partitions, as in torch; not restricted to simple graphs."""
 
     def number(node: fx.Node) -> int:
         if node not in node_to_partition:
-            raise SplitError(f"node_to_partition has no partition for {node.name}.", fix="name one for each call.")
+            raise SplitError(f"node_to_partition has no partition for {node.name}.", fix="map each call node.")
         return node_to_partition[node]
 
     return split_module(m, None, number, partition_affix=partition_affix, tuple_return=True)

@@ -231,7 +231,7 @@ def _check(schedule: Schedule) -> None:
                 raise ScheduleError(f"{leaf} is in {schedule.name} twice.", fix="each rank computes an action once.")
             if home.setdefault(leaf.stage, rank) != rank:
                 where = f"ranks {home[leaf.stage]} and {rank}"
-                raise ScheduleError(f"stage {leaf.stage} is on {where}.", fix="a stage lives on one rank.")
+                raise ScheduleError(f"stage {leaf.stage} is on {where}.", fix="list each stage on one rank.")
             seen.add(leaf)
     for action in seen:
         full = action._replace(kind=ActionKind.B)

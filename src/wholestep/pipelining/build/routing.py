@@ -61,7 +61,7 @@ class Routing:
     """outputs[i] == inputs[i + 1]; outputs[-1] are the flat results of the model."""
 
     def __post_init__(self) -> None:
-        assert self.inputs[1:] == self.outputs[:-1], "a stage takes what the stage before it returns"
+        assert self.inputs[1:] == self.outputs[:-1], "the inputs of a stage are the outputs of the previous one"
         names = {name for row in (*self.inputs, *self.outputs) for name in row}
         assert names <= set(self.values), "a name without a value"
 

@@ -103,7 +103,7 @@ class _ScheduleMixin:
     deadline: float
     _targets: list[Any] | None = None
     _met: frozenset[bool] = frozenset()
-    """Whether the ranks have agreed on steps with (True) and without (False) a backward."""
+    """Contains True after the ranks agreed on a step with a backward, False after one without."""
     _n_microbatches: int
     _loss_fn: Callable[..., torch.Tensor] | None
 
