@@ -8,11 +8,10 @@ Every name of `functorch.compile` is here.
 import importlib
 from typing import Any
 
-from wholestep.compilers.aot import aot
+from wholestep.compilers.aot import TORCHS, aot, aot_function, aot_module
 from wholestep.compilers.backends import as_backend
 from wholestep.compilers.boxed import boxed
 from wholestep.compilers.debug_interpreter import DebugInterpreter, Mismatch, debug_nop
-from wholestep.compilers.functorch_names import TORCHS, aot_function, aot_module
 from wholestep.compilers.fusion import memory_efficient_fusion
 from wholestep.compilers.graph_dumper import GraphDumper, debug_compile, graph_dumper_aot, read_index
 from wholestep.compilers.run_unchanged import draw_graph, draw_graph_compile, nop, print_compile

@@ -7,6 +7,8 @@ grad mode, autocast or train/eval state is traced on its own. Tied parameters of
 With `dynamic=True` sizes are symbols, and a trace is reused for all sizes that meet its assumptions (`AssumedSizes`):
 sizes and ints that were equal have one symbol (torch's duck shaping), 0 and 1 are constants, guards are conditions on
 symbols. Strides follow from sizes where a tensor is dense; one that is not has the same sizes and strides at each call.
+
+`aot_function` and `aot_module` are `aot` with the arguments of functorch's functions of these names.
 """
 
 from __future__ import annotations
@@ -18,12 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholestep.compilers.boxed import Compiler
 from wholestep.errors import UnsupportedError
-from wholestep.torch_private.aot import aot_function
+from wholestep.torch_private.aot import aot_function as torchs_aot_function
 from wholestep.torch_private.dumps import shape_env_of_trace, symbols_by_value
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.pytrees import pytree
 from wholestep.torch_private.symbolic_shapes import shape_guards
+
+TORCHS = (
+    "aot_module_simplified",
+    "config",
+    "default_partition",
+    "get_aot_compilation_context",
+    "get_aot_graph_name",
+    "get_graph_being_compiled",
+    "make_boxed_compiler",
+    "make_boxed_func",
+    "min_cut_rematerialization_partition",
+    "pythonkey_decompose",
+)
+"""Names of `functorch.compile` that are torch's own here too."""
 
 
 def aot(fn: Callable[..., Any], **settings: Any) -> Any:
@@ -70,7 +87,7 @@ class _Trace:
         self._returned: type | None = None
         self._env: Any = None
         self._assumed: AssumedSizes | None = None
-        self._compiled = aot_function(self._noting, **settings)
+        self._compiled = torchs_aot_function(self._noting, **settings)
 
     def _noting(self, *args: Any, **kwargs: Any) -> Any:
         self._env = shape_env_of_trace()
@@ -212,3 +229,41 @@ def _numbers(leaves: Sequence[Any]) -> list[int]:
         elif type(leaf) is int:
             found.append(abs(leaf))  # a number below zero is minus a symbol
     return found
+
+
+def aot_function(
+    fn: Callable[..., Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    partition_fn: Callable[..., Any] | None = None,
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+    num_params_buffers: int = 0,
+    keep_inference_input_mutations: bool = False,
+    inference_compiler: Compiler | None = None,
+    *,
+    dynamic: bool = False,
+    **settings: Any,
+) -> AOTFunction:
+    """`fn` with its forward and backward compiled, once for each kind of call.
+
+    `partition_fn` None is torch's `default_partition`. `dynamic`: sizes are symbols. `settings`: those of torch's
+    `aot_function` that are for experts (`enable_log`, `disable_functionalization`).
+    """
+    given: dict[str, Any] = {
+        "fw_compiler": fw_compiler,
+        "bw_compiler": bw_compiler,
+        "decompositions": decompositions,
+        "keep_inference_input_mutations": keep_inference_input_mutations,
+        "inference_compiler": inference_compiler,
+        "dynamic": dynamic,
+    }
+    if num_params_buffers:
+        given["num_params_buffers"] = num_params_buffers
+    if partition_fn is not None:
+        given["partition_fn"] = partition_fn
+    return AOTFunction(fn, {**given, **settings})
+
+
+def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AOTModule:
+    """A module with its forward and backward compiled; the other arguments are those of `aot_function`."""
+    return AOTModule(mod, aot_function(mod, *args, **kwargs).settings)
