@@ -7,8 +7,8 @@
 
 A StepGraph has operators only: the verifier, the lowering, files and the comparison of ranks know no other functions.
 The function runs once on fake tensors and what it dispatches takes its place. A function that fails, that gives
-something else than tensors, or that does not use its arguments stays; whoever needs a name for it says so. Cost: a walk
-over the graph, and one run of each such function.
+something else than tensors, or that does not use its arguments stays; whoever needs a name for it says so. Cost: none
+without such functions (torch.fx has an index of targets); otherwise a walk over the graph, and one run of each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS
 from wholestep.ir.propagate import fakes_for
 from wholestep.torch_private.fake_tensors import DispatchMode
+from wholestep.torch_private.fx_graphs import call_targets
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload
 from wholestep.torch_private.pytrees import pytree
 
@@ -31,18 +32,21 @@ _KNOWN = frozenset(PYTHON_FUNCTIONS.values())
 
 def replace_torch_functions(gm: fx.GraphModule) -> None:
     """Let each function of torch be the operators that it runs."""
-    for node in list(gm.graph.nodes):
-        if _is_function(node) and all("val" in source.meta for source in node.all_input_nodes):
+    graph = gm.graph
+    functions = {target for target in call_targets(graph) if _is_function(target)}
+    if not functions and not graph.find_nodes(op="call_method", sort=False):
+        return
+    for node in list(graph.nodes):
+        calls = node.op == "call_method" or (node.op == "call_function" and node.target in functions)
+        if calls and all("val" in source.meta for source in node.all_input_nodes):
             _expand(gm, node)
 
 
-def _is_function(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return True
-    if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
+def _is_function(target: Any) -> bool:
+    if isinstance(target, OpOverload | HigherOrderOperator):
         return False
-    module = getattr(node.target, "__module__", None) or ""
-    return node.target not in _KNOWN and not module.startswith("wholestep")
+    module = getattr(target, "__module__", None) or ""
+    return target not in _KNOWN and not module.startswith("wholestep")
 
 
 class _Recorder(DispatchMode):
