@@ -94,6 +94,17 @@ def test_parts_of_a_tuple_are_those_of_the_operator() -> None:
     assert torch.allclose(loss, run([])[0])
 
 
+def test_functions_of_functions_are_replaced_in_order() -> None:
+    def twice(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        doubled = graph.call_function(torch.add, (x, x))
+        with graph.inserting_after(doubled):
+            return graph.call_method("relu", (doubled,))
+
+    loss, targets = run([inserts(twice)])
+    assert aten.add.Tensor in targets
+    assert torch.allclose(loss, 4 * run([])[0])
+
+
 def test_a_call_that_torch_refuses_names_the_node() -> None:
     with pytest.raises(PassError, match="add does not accept its arguments"):
         run([inserts(lambda graph, x: graph.call_function(torch.add, (x,)))])
