@@ -16,8 +16,11 @@ pipelining ask here; none of them reads a schema for its effects.
 
 from wholestep.ir.effects.aliases import (
     MemoryClasses,
+    Storages,
     WriteWindows,
     alias_roots,
+    find_storages,
+    read_by,
     sharing_with_outputs,
     written_roots,
 )
@@ -65,7 +68,6 @@ from wholestep.ir.effects.operators import (
 )
 from wholestep.ir.effects.order import GraphEffects, OrderEdges, order_edges
 from wholestep.ir.effects.python_calls import is_arithmetic
-from wholestep.ir.effects.storages import Storages, find_storages, read_by
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",
