@@ -23,7 +23,7 @@ round differently, and Adam divides tiny gradients by themselves."""
 
 
 def is_close(want: Bits, got: Bits) -> bool:
-    """Whether two tensors agree within rounding; whole numbers and booleans exactly."""
+    """True if two tensors agree within rounding; integers and booleans must be equal."""
     if want.shape != got.shape or want.dtype != got.dtype or want.device != got.device:
         return False
     limit = _LIMITS.get(want.dtype)

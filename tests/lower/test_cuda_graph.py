@@ -62,9 +62,9 @@ def step_counts() -> fx.GraphModule:
 
 def test_host_work_comes_first_and_scalars_are_passed_in_a_tensor() -> None:
     split = split_host_and_device(step_counts())
-    lists, numbers, uploads, results = program(split.host)(torch.tensor(3.0))
+    lists, scalars, uploads, results = program(split.host)(torch.tensor(3.0))
     assert lists == ([0.25],)
-    assert numbers == uploads == ()
+    assert scalars == uploads == ()
     assert results[0].item() == 4.0
     assert split.packs == ((torch.float32, torch.device("cuda"), 1),)
     assert split.outputs == (("device", 0), ("host", 0), ("input", 0))
@@ -76,7 +76,7 @@ def test_a_scalar_argument_of_a_kernel_is_a_constant_of_the_recording() -> None:
     made = Builder()
     x, decay = made.input("x", fake(4)), made.input("decay", 0.1)
     split = split_host_and_device(made.done(made.call(aten.mul.Tensor, x, decay, val=fake(4))))
-    assert split.numbers == ("decay",)
+    assert split.scalars == ("decay",)
     assert program(split.host)(0.3)[1] == (0.3,)
 
 
@@ -100,7 +100,7 @@ def test_a_fused_optimizer_reads_its_learning_rate_from_a_tensor() -> None:
     (update,) = (node for node in split.device.graph.nodes if node.op == "call_function")
     assert update.target is aten._fused_adamw_.tensor_lr
     assert program(split.host)(0.5)[0] == ([0.5],)
-    assert split.numbers == ()
+    assert split.scalars == ()
 
 
 def not_recordable(kind: str) -> fx.GraphModule:

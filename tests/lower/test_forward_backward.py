@@ -73,7 +73,7 @@ def noisy(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> tupl
 
 
 def out_of_order(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, ...]:
-    """Random numbers of all kinds, used in another order than they are drawn."""
+    """Random ops of all kinds, whose results are used in another order."""
     h = model(x)
     a, b = torch.rand(4, 16) < 0.5, torch.empty_like(h).bernoulli_(0.5)
     c, d, e = (torch.empty_like(h) for _ in range(3))
@@ -86,7 +86,7 @@ def out_of_order(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) 
 
 
 def drawn_alike(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    """Draws that look the same are not the same."""
+    """Two equal random ops give different numbers."""
     a, b = (model(x + torch.randn_like(x)).tanh() for _ in range(2))
     c, d = (x.sigmoid().bernoulli() + torch.bernoulli(x, 0.5) + torch.randint_like(x, 9) for _ in range(2))
     loss = ((a - b).square() + (a * c + b * d).sin() * 0.1).mean()

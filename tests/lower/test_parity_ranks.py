@@ -64,7 +64,7 @@ def communication(step: Any) -> list[str]:
 
 
 def trained(side: Side) -> Frame:
-    """What a rank has after all steps, and all losses. Nobody looks in between: that would complete what is pending."""
+    """What a rank has after all steps, and all losses. Reading in between would complete pending updates."""
     for i in range(side.case.steps):
         side.call(i)
     return look(side.model, side.optimizer, "the last step", side.results)

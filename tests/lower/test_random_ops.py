@@ -66,7 +66,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("part", PARTS)
 def test_random_numbers_written_into_a_part_of_a_tensor_equal_eagers(part: str) -> None:
-    """Eager draws normal numbers into whole memory many at a time, and one by one into memory with gaps."""
+    """Eager generates normal numbers in vectors for dense memory, and one by one for memory with gaps."""
 
     def work(x: Tensor) -> Tensor:
         y = x * 2

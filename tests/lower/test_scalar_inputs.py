@@ -63,7 +63,7 @@ OPERATORS = {
 }
 NUMBERS = [(0.3, 1.7), (0.1, 0.5), (0.9, 1e-3)]
 ONLY_IN_LISTS = {"maximum", "minimum"}
-"""Take numbers only as `_foreach_` operators (test_foreach.py); of tensors they have no overload with a number."""
+"""Take scalars only as `_foreach_` operators (test_foreach.py); their tensor forms have no overload with a scalar."""
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -66,8 +66,8 @@ def test_a_step_trains_as_in_eager(
     }
 
 
-def written_out(query: Tensor, **settings: Any) -> bool:
-    """Whether the attention of a step with such a query is written out."""
+def is_decomposed(query: Tensor, **settings: Any) -> bool:
+    """True if the attention of a step with such a query is decomposed."""
 
     def attend(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, **settings).sum()
@@ -79,10 +79,10 @@ def written_out(query: Tensor, **settings: Any) -> bool:
 
 def test_only_short_attention_without_mask_dropout_or_low_precision_is_decomposed() -> None:
     query = torch.randn(2, 4, 16, 8)
-    assert written_out(query)
-    assert written_out(query, is_causal=True)
-    assert not written_out(torch.randn(2, 4, 256, 8))
-    assert not written_out(torch.randn(64, 4, 64, 8))
-    assert not written_out(query.bfloat16())
-    assert not written_out(query, attn_mask=torch.zeros(16, 16))
-    assert not written_out(query, dropout_p=0.5)
+    assert is_decomposed(query)
+    assert is_decomposed(query, is_causal=True)
+    assert not is_decomposed(torch.randn(2, 4, 256, 8))
+    assert not is_decomposed(torch.randn(64, 4, 64, 8))
+    assert not is_decomposed(query.bfloat16())
+    assert not is_decomposed(query, attn_mask=torch.zeros(16, 16))
+    assert not is_decomposed(query, dropout_p=0.5)

@@ -70,7 +70,7 @@ def test_a_backward_inside_of_the_forward_is_recomputed_too():
 
 
 def test_only_what_lowers_the_peak_is_recomputed():
-    """Of five layers two are enough: when the others are computed again the backward of the last ones is over."""
+    """Of five layers two are enough: when the others are recomputed, the backward of the last ones is over."""
 
     ours = Trained(partial(Recurrent, nn.LSTM, layers=5, dropout=0.0), sequences, steps=1, memory_budget=0.0)
     again = [name for name in ours.memory.recomputed if name.startswith("mkldnn_rnn_layer")]

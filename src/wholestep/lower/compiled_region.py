@@ -232,9 +232,9 @@ class Assumptions:
         given = arguments[: self._inputs]
         packs = arguments[self._inputs : self._inputs + self._packs]
         # The last pack has the highest precision that the region computes with.
-        numbers = packs[-1].tolist() if packs else []
+        scalars = packs[-1].tolist() if packs else []
         arguments.clear()
-        found: tuple[Any, ...] = self._operators(*given, *numbers)
+        found: tuple[Any, ...] = self._operators(*given, *scalars)
         return found
 
 
@@ -242,7 +242,7 @@ def region_graph(region: Region) -> fx.Graph:
     """The nodes of a region as a graph that takes its tensors, then its scalar inputs."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in (*region.inputs, *region.numbers):
+    for node in (*region.inputs, *region.scalars):
         env[node] = graph.placeholder(node.name)
     for node in order_of(region):
         env[node] = graph.node_copy(node, env.__getitem__)

@@ -136,30 +136,30 @@ class CudaGraphStep:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         split = self._split
-        lists, numbers, uploads, from_host = self._host(*map(inputs.__getitem__, split.host_inputs))
+        lists, scalars, uploads, from_host = self._host(*map(inputs.__getitem__, split.host_inputs))
         tensors = [*map(inputs.__getitem__, split.device_inputs), *uploads]
-        from_device = self._run(tensors, lists, numbers)
+        from_device = self._run(tensors, lists, scalars)
         found: dict[str, Sequence[Any]] = {"host": from_host, "device": from_device, "input": inputs}
         return tuple(value if kind == "value" else found[kind][value] for kind, value in split.outputs)
 
-    def _run(self, tensors: list[Any], lists: Sequence[list[float]], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _run(self, tensors: list[Any], lists: Sequence[list[float]], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._given_up or not self._warmed:
             self._warmed = True
             packs = [
                 torch.tensor(values, dtype=dtype).to(device)
                 for values, (dtype, device, _) in zip(lists, self._split.packs, strict=True)
             ]
-            found: tuple[Any, ...] = self._device(*tensors, *packs, *numbers)
+            found: tuple[Any, ...] = self._device(*tensors, *packs, *scalars)
             return found
         shapes = tuple((tensors[i].shape, tensors[i].stride()) for i in self._copied)
         buffers = self._fill(tensors, shapes, lists)
         addresses = list(map(Tensor.data_ptr, map(tensors.__getitem__, self._in_place)))
-        key = (numbers, shapes)
+        key = (scalars, shapes)
         recording = self._recordings.get(key)
         if recording is None or recording.addresses != addresses:
             made = self._record(tensors, buffers, key, addresses)
             if made is None:
-                return self._run(tensors, lists, numbers)
+                return self._run(tensors, lists, scalars)
             recording = made
         recording.graph.replay()
         return tuple(
@@ -184,9 +184,9 @@ class CudaGraphStep:
     def _record(
         self, tensors: list[Any], buffers: list[Tensor], key: tuple[Any, Any], addresses: list[int]
     ) -> _Recording | None:
-        numbers = key[0]
+        scalars = key[0]
         if len(self._recordings) >= _MOST_RECORDINGS and key not in self._recordings:
-            names = ", ".join(self._split.numbers)
+            names = ", ".join(self._split.scalars)
             what = f"one of its scalars ({names})" if names else "the shape of its batch"
             self._give_up(f"{what} changes again and again")
             return None
@@ -198,7 +198,7 @@ class CudaGraphStep:
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
-                outputs = self._device(*inputs, *self._packs, *numbers)
+                outputs = self._device(*inputs, *self._packs, *scalars)
         except RuntimeError as error:
             self._give_up(str(error).strip().splitlines()[0])
             return None
@@ -252,7 +252,7 @@ class HostDeviceSplit:
     """dtype, device and length of each pack."""
     uploads: int
     """How many tensors the host copies to the GPU."""
-    numbers: tuple[str, ...]
+    scalars: tuple[str, ...]
     """Names of the scalars that are constants of a recording."""
     outputs: tuple[tuple[str, Any], ...]
     """For each output of the step: ("host", i), ("device", i), ("input", position) or ("value", constant)."""
@@ -304,13 +304,13 @@ class _Splitter:
                 self._on_device.add(node)
         if not self._on_device:
             raise NotRecordableError("the step does nothing on a CUDA device")
-        numbers = self._check_edges()
+        scalars = self._check_edges()
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         results = self._nodes[-1].args[0]
         assert isinstance(results, tuple | list)
         outputs, from_host, from_device = self._sort_outputs(results, inputs)
-        host = self._host_graph(inputs, numbers, from_host)
-        device = self._device_graph(inputs, numbers, from_device)
+        host = self._host_graph(inputs, scalars, from_host)
+        device = self._device_graph(inputs, scalars, from_device)
         return HostDeviceSplit(
             lazy_graph_module(self._gm, host, "WholeStepHost"),
             lazy_graph_module(self._gm, device, "WholeStepDevice"),
@@ -318,7 +318,7 @@ class _Splitter:
             tuple(i for i, node in enumerate(inputs) if node in self._on_device),
             tuple((n.args[1], n.args[2], len(n.args[0])) for n in self._packs),  # type: ignore[arg-type, misc]
             len(self._uploads),
-            tuple(node.name for node in numbers),
+            tuple(node.name for node in scalars),
             tuple(outputs),
         )
 
@@ -337,7 +337,7 @@ class _Splitter:
 
     def _check_edges(self) -> list[fx.Node]:
         """The scalars that the device part takes as constants; raises if a tensor would cross."""
-        numbers: dict[fx.Node, None] = {}
+        scalars: dict[fx.Node, None] = {}
         for node in self._nodes:
             if node.op == "output":
                 continue
@@ -348,10 +348,10 @@ class _Splitter:
                         continue
                     if _holds_tensors(source):
                         raise NotRecordableError(f"{node.name} reads {source.name}, which is on the CPU", node)
-                    numbers[source] = None
+                    scalars[source] = None
             elif any(source in self._on_device or source in self._uploads for source in node.all_input_nodes):
                 raise NotRecordableError(f"{node.name} is computed on the host from a value on the GPU", node)
-        return list(numbers)
+        return list(scalars)
 
     def _sort_outputs(
         self, results: Iterable[Any], inputs: list[fx.Node]
@@ -373,17 +373,17 @@ class _Splitter:
                 from_host.append(value)
         return outputs, from_host, from_device
 
-    def _host_graph(self, inputs: list[fx.Node], numbers: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+    def _host_graph(self, inputs: list[fx.Node], scalars: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self._nodes:
             if node.op != "output" and node not in self._on_device and node not in self._packs:
                 env[node] = _copied(graph, node, env)
         lists = [[env.get(n, n) if isinstance(n, fx.Node) else n for n in p.args[0]] for p in self._packs]  # type: ignore[union-attr]
-        parts = (numbers, self._uploads, results)
+        parts = (scalars, self._uploads, results)
         graph.output((tuple(lists), *(tuple(env[n] for n in part) for part in parts)))
         return graph
 
-    def _device_graph(self, inputs: list[fx.Node], numbers: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+    def _device_graph(self, inputs: list[fx.Node], scalars: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in inputs:
             if node in self._on_device:
@@ -391,8 +391,8 @@ class _Splitter:
         for node in self._uploads:
             env[node] = graph.placeholder(node.name)
         for number, node in enumerate(self._packs):
-            env[node] = graph.placeholder(f"numbers_{number}")
-        for node in numbers:
+            env[node] = graph.placeholder(f"scalars_{number}")
+        for node in scalars:
             env[node] = graph.placeholder(node.name)
         for node in self._nodes:
             if node in self._on_device and node.op != "placeholder":

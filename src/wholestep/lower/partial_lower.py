@@ -299,9 +299,9 @@ class _RegionRewriter:
 
     def _call(self, region: Region, name: str, module: CompiledRegion, retraced: Retraced) -> None:
         arguments = [self._value(node) for node in region.inputs]
-        numbers = [self._value(node) for node in region.numbers]
+        scalars = [self._value(node) for node in region.scalars]
         for dtype in retraced.packs:
-            pack = self._graph.call_function(pack_scalars, (numbers, dtype, retraced.device))
+            pack = self._graph.call_function(pack_scalars, (scalars, dtype, retraced.device))
             arguments.append(pack)
         if retraced.seed is not None:
             like = retraced.seed.meta["val"]

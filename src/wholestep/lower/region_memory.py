@@ -141,8 +141,8 @@ class RegionMemory:
         if not isinstance(source, fx.Node):
             return example_of(source)
         if source.target is pack_scalars:
-            numbers, dtype, device = source.args
-            return pack_scalars([0.0] * len(numbers), dtype, device)  # type: ignore[arg-type]
+            scalars, dtype, device = source.args
+            return pack_scalars([0.0] * len(scalars), dtype, device)  # type: ignore[arg-type]
         if source.target is operator.getitem and source.args[0].op == "call_module":  # type: ignore[union-attr]
             module = gm.get_submodule(str(source.args[0].target))  # type: ignore[union-attr]
             known = self._integers.get((id(getattr(module, "compiled", None)), source.args[1]))  # type: ignore[arg-type]

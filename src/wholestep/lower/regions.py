@@ -72,8 +72,8 @@ class Region:
     """In order; write-backs at the end."""
     inputs: list[fx.Node] = field(default_factory=list)
     """Tensors from outside."""
-    numbers: list[fx.Node] = field(default_factory=list)
-    """Scalar inputs: Python numbers from outside."""
+    scalars: list[fx.Node] = field(default_factory=list)
+    """Scalar inputs: Python scalars from outside."""
     borrowed: list[fx.Node] = field(default_factory=list)
     """Views and sizes from outside that are recomputed inside."""
     outputs: list[fx.Node] = field(default_factory=list)
@@ -273,7 +273,7 @@ def _find_edges(graph: fx.Graph, plan: RegionPlan) -> None:
         if isinstance(group, Region):
             _find_inputs(group)
             needed.update(dict.fromkeys(group.inputs))
-            needed.update(dict.fromkeys(group.numbers))
+            needed.update(dict.fromkeys(group.scalars))
         else:
             _need_from(group.nodes, needed)
     _need_from([*plan.tail, next(iter(reversed(graph.nodes)))], needed)
@@ -297,7 +297,7 @@ def _find_inputs(region: Region) -> None:
             if source not in inside:
                 _borrow(source, inside, found, region)
     region.inputs = [node for node in found if not is_changing(node)]
-    region.numbers = [node for node in found if is_changing(node)]
+    region.scalars = [node for node in found if is_changing(node)]
 
 
 def _borrow(source: fx.Node, inside: set[fx.Node], found: dict[fx.Node, None], region: Region) -> None:

@@ -63,7 +63,7 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
     packs = _packs(region)
     inputs = [_fresh(val, mode) for val in tensors]
     with mode:
-        inputs += [torch.empty(len(region.numbers), dtype=dtype, device=device) for dtype in packs]
+        inputs += [torch.empty(len(region.scalars), dtype=dtype, device=device) for dtype in packs]
     if seed is not None:
         inputs.append(_fresh(seed.meta["val"], mode))
     order = [node for node in order_of(region) if node is not seed]
@@ -97,7 +97,7 @@ def _run(
 ) -> tuple[Any, ...]:
     env.update(zip(region.inputs, flat, strict=False))
     given = dict(zip(packs, flat[len(region.inputs) :], strict=True))
-    for i, node in enumerate(region.numbers):
+    for i, node in enumerate(region.scalars):
         single, double = (given[dtype][i] if dtype in given else None for dtype in (torch.float32, torch.float64))
         env[node] = ScalarInput(single, double)
     for node in order:
@@ -151,7 +151,7 @@ def device_of(region: Region) -> torch.device:
 
 
 def _packs(region: Region) -> tuple[torch.dtype, ...]:
-    if not region.numbers:
+    if not region.scalars:
         return ()
     dtypes = {val.dtype for val in _fakes(region, [node.meta.get("val") for node in region.inputs])}
     return (torch.float32, torch.float64) if torch.float64 in dtypes else (torch.float32,)

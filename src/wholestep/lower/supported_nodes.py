@@ -119,9 +119,9 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "reads complex, sparse or quantized values"
     if is_foreach(target) and is_tiny(node):
         return "works on 0-dim tensors: one call is cheaper than a kernel each"
-    numbers = [source for source in node.all_input_nodes if is_changing(source)]
-    if numbers and not (accepts_scalar_inputs(node) and _is_floating(node.meta.get("val"))):
-        return f"takes {numbers[0].name}, a scalar that may change from call to call"
+    scalars = [source for source in node.all_input_nodes if is_changing(source)]
+    if scalars and not (accepts_scalar_inputs(node) and _is_floating(node.meta.get("val"))):
+        return f"takes {scalars[0].name}, a scalar that may change from call to call"
     return ""
 
 
