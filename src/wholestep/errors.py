@@ -1,6 +1,6 @@
 """Errors for the person who reads them: a stable code, what happened, the node and the user's line, what to do.
 
-Every code has a page in `docs/errors/`; the message ends with its address.
+Every code has a page in `docs/errors/`; the message ends with the command that prints it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-DOCS = "docs/errors"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class WholestepError(ValueError):
             lines.append("  near  " + "\n        ".join(self.around))
         if self.fix:
             lines.append(f"  fix   {self.fix}")
-        lines.append(f"  docs  {DOCS}/{self.code}.md")
+        lines.append(f"  docs  python -m wholestep explain {self.code}")
         return "\n".join(lines)
 
 

@@ -1,14 +1,21 @@
 """Run a graph on fake tensors once more and compare what comes out with what its nodes say (`val`).
 
-Nothing real runs: no data, no random draw, no communication. Where a result depends on data, or an operator cannot be
+    propagate            the whole graph, each node from what was computed before it
+    propagate_changed    some nodes, each from what its inputs say: enough if all others were right before
+    fill_values          give a `val` to nodes that have none
+
+Nothing real runs: no data, no random op, no communication. Where a result depends on data, or an operator cannot be
 run on fake tensors, what was recorded is taken as true and the walk goes on from there.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import lru_cache
+from itertools import compress, repeat
+from operator import attrgetter, not_
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -26,8 +33,11 @@ from wholestep.torch_private.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    failures_not_logged,
     fake_tensor,
+    has_symbolic_sizes,
 )
+from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_KEYWORDS, NODE_SOURCES
 from wholestep.torch_private.operators import OpOverload
 
 Fail = Callable[[fx.Node, str], NoReturn]
@@ -39,39 +49,70 @@ _UNKNOWABLE = (
     GuardOnDataDependentSymNode,
 )
 _ANY_NUMBER = {"int": 1, "float": 1.0, "bool": True}
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
+"""Types of arguments that are looked up by value. (Of a `torch.device` the result depends: such a node is run.)"""
+_NONE = (type(None), None)
+_OF_STORAGE = frozenset(
+    {
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten.as_strided_scatter.default,
+        torch.ops.aten.as_strided_copy.default,
+    }
+)
+"""Operators on all the memory behind a tensor, of which its layout says nothing."""
 
 
 def propagate(gm: fx.GraphModule, fail: Fail) -> None:
     """Call `fail` for the first node whose recorded value is not what its operator gives."""
-    nodes = list(gm.graph.nodes)
-    env = next((found for node in nodes if (found := _shape_env(node.meta.get("val"))) is not None), None)
-    env = ShapeEnv() if env is None else env
-    run = _Run(gm, FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), fail)
-    with env.suppress_guards(), torch.no_grad():
-        for node in nodes:
+    run = _Run.of(gm, fail)
+    with run.env.suppress_guards(), torch.no_grad():
+        for node in gm.graph.nodes:
             run.step(node)
 
 
-def fill_values(gm: fx.GraphModule) -> None:
-    """Give a `val` to each node that has none, from those of its inputs. Costs only those nodes."""
+def propagate_changed(gm: fx.GraphModule, changed: Collection[fx.Node], fail: Fail) -> None:
+    """Call `fail` for the first of some nodes whose recorded value is not what its operator gives for its inputs.
+
+    Costs only these nodes, and operators on equal arguments run once: a layer is like the one before it.
+    """
     run: _Run | None = None
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or "val" in node.meta:
+    lookup = _Lookup()
+    for node in changed:
+        recorded = node.meta.get("val")
+        if not _is_checkable(node, recorded) or lookup.confirms(node, recorded):
+            continue
+        if run is None:
+            run = _Run.of(gm, fail)
+        with run.env.suppress_guards():
+            run.check(node, recorded)
+
+
+def fill_values(gm: fx.GraphModule, fail: Fail | None = None) -> list[fx.Node]:
+    """Give a `val` to each node that has none, from those of its inputs, and return these nodes. Costs only them."""
+    run: _Run | None = None
+    filled: list[fx.Node] = []
+    for node in nodes_without(gm.graph, "val"):
+        if node.op != "call_function":
             continue
         if any("val" not in source.meta for source in node.all_input_nodes):
             continue  # a graph without metadata stays one
         if run is None:
-            env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
-            run = _Run(gm, FakeTensorMode(shape_env=env or ShapeEnv(), allow_non_fake_inputs=True), _refuse)
+            run = _Run.of(gm, fail or _refuse)
         node.meta["val"] = run.value_of(node)
+        filled.append(node)
+    return filled
+
+
+def nodes_without(graph: fx.Graph, key: str) -> Iterator[fx.Node]:
+    """The nodes that have no metadata of a key, in order. No Python code runs for the others."""
+    nodes = list(graph.nodes)
+    return compress(nodes, map(not_, map(dict.__contains__, map(attrgetter("meta"), nodes), repeat(key))))
 
 
 def fakes_for(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> tuple[FakeTensorMode, dict[fx.Node, Any]]:
     """A new fake mode, and in it a value for each node that is like its recorded `val`."""
-    env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
-    mode = FakeTensorMode(shape_env=env or ShapeEnv(), allow_non_fake_inputs=True)
-    run = _Run(gm, mode, _refuse)
-    return mode, {node: run._fake(node.meta["val"]) for node in nodes}
+    run = _Run.of(gm, _refuse)
+    return run.mode, {node: run.fake(node.meta["val"]) for node in nodes}
 
 
 def _refuse(node: fx.Node, what: str) -> NoReturn:
@@ -79,11 +120,19 @@ def _refuse(node: fx.Node, what: str) -> NoReturn:
 
 
 class _Run:
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, fail: Fail) -> None:
+    def __init__(self, gm: fx.GraphModule, env: ShapeEnv, fail: Fail) -> None:
         self._gm = gm
-        self._mode = mode
+        self.env = env
+        self.mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         self._fail = fail
         self._values: dict[fx.Node, Any] = {}
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, fail: Fail) -> _Run:
+        """A run in the environment of the graph's symbolic sizes, where it has any."""
+        found = (env for node in gm.graph.nodes if (env := _shape_env(node.meta.get("val"))) is not None)
+        env = next(found, None)
+        return cls(gm, ShapeEnv() if env is None else env, fail)
 
     def step(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -93,21 +142,29 @@ class _Run:
             constant = find_constant(self._gm, str(node.target))
             # A graph of another machine keeps its constants on the CPU.
             self._compare(node, recorded, constant, device=False)
-            self._values[node] = self._fake(constant if recorded is None else recorded)
+            self._values[node] = self.fake(constant if recorded is None else recorded)
         elif _is_arithmetic(node) and recorded is None:
             # A number that only a run knows, computed from others.
             self._values[node] = _ANY_NUMBER["float"]
         elif node.op == "placeholder" or self._is_given(node, recorded):
-            self._values[node] = self._fake(recorded)
+            self._values[node] = self.fake(recorded)
         else:
             self._values[node] = self._computed(node, recorded)
+
+    def check(self, node: fx.Node, recorded: Any) -> None:
+        """Call `fail` if a node's recorded value is not what follows from the recorded values of its inputs."""
+        self._compare(node, recorded, self.value_of(node))
 
     def value_of(self, node: fx.Node) -> Any:
         """What a node gives, from the recorded values of its inputs."""
         if node.target is operator.getitem:
-            return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
+            source, index = node.args
+            given = source.meta["val"]  # type: ignore[union-attr]
+            if not (isinstance(given, list | tuple) and isinstance(index, int) and index < len(given)):
+                self._fail(node, f"{node.name} takes item {index} of {source}, which is {describe_value(given)}.")
+            return given[index]
         for source in node.all_input_nodes:
-            self._values[source] = self._fake(source.meta["val"])
+            self._values[source] = self.fake(source.meta["val"])
         with torch.no_grad():
             return self._computed(node, None)
 
@@ -120,23 +177,25 @@ class _Run:
         args = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
         assert callable(node.target)
+        refused = ""
         try:
-            with self._mode:
+            with self.mode, failures_not_logged():
                 computed = node.target(*args, **kwargs)
         except _UNKNOWABLE:
-            return self._fake(recorded)
+            return self.fake(recorded)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._fail(node, f"{node.name} does not accept its arguments: {reason[:300]}")
+            refused = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if refused:  # outside of `except`: the reader wants the node, not torch's traceback
+            self._fail(node, f"{node.name} does not accept its arguments: {refused}")
         if recorded is not None:
             self._compare(node, recorded, computed)
         return computed
 
-    def _fake(self, recorded: Any) -> Any:
+    def fake(self, recorded: Any) -> Any:
         """A recorded value in the mode of this run; numbers as the numbers they were."""
         if isinstance(recorded, Tensor):
             return fake_tensor(
-                self._mode,
+                self.mode,
                 recorded.shape,
                 recorded.stride(),
                 recorded.dtype,
@@ -144,7 +203,7 @@ class _Run:
                 offset=recorded.storage_offset(),
             )
         if isinstance(recorded, list | tuple):
-            return type(recorded)(self._fake(item) for item in recorded)
+            return type(recorded)(self.fake(item) for item in recorded)
         if recorded is None or is_shape_symbol(recorded):
             return recorded
         hint = hint_of(recorded)
@@ -162,6 +221,123 @@ class _Run:
             for what, a, b in _differences(old, new):
                 if what != "device" or device:
                     self._fail(node, f"{node.name} has {what} {b}, its `val` says {a}.")
+
+
+class _Layout(NamedTuple):
+    """A tensor without data, as something to look up."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _NoKeyError(Exception):
+    """A value is not looked up: it has symbolic sizes, or other devices than the others."""
+
+
+def _is_checkable(node: fx.Node, recorded: Any) -> bool:
+    """True if a node's value follows from what its inputs say."""
+    if node.op != "call_function" or not isinstance(recorded, Tensor | list | tuple) or _is_opaque(node.target):
+        return False
+    return all("val" in source.meta for source in NODE_SOURCES(node))
+
+
+@lru_cache(maxsize=10_000)
+def _is_opaque(target: Any) -> bool:
+    """True if the result of a target does not follow from the layouts of its inputs."""
+    return target in SIDE_EFFECTS or target in _OF_STORAGE or is_data_dependent(target)
+
+
+def has_same_layout(one: Any, other: Any) -> bool:
+    """True if two values are one object, or tensors without symbolic sizes that are alike but for their data."""
+    if one is other and one is not None:
+        return True
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or has_symbolic_sizes(one):
+        return False
+    if has_symbolic_sizes(other) or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.stride() == other.stride() and one.device == other.device
+
+
+class _Lookup:
+    """What operators give for arguments that were seen before, by the layouts of tensors."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[fx.Node, Any] = {}
+        self._devices: set[torch.device] = set()
+
+    def confirms(self, node: fx.Node, recorded: Any) -> bool:
+        """True if a node gives what it says. False if it does not, or where only a run of the node itself can tell."""
+        try:
+            if node.target is operator.getitem:
+                source, index = node.args
+                return has_same_layout(source.meta["val"][index], recorded)  # type: ignore[union-attr]
+            if not isinstance(node.target, OpOverload):
+                return False
+            args = tuple(map(self._key, NODE_ARGUMENTS(node)))
+            kwargs = tuple((name, self._key(arg)) for name, arg in NODE_KEYWORDS(node).items())
+            given = self._key(recorded)
+            return len(self._devices) == 1 and bool(_given_for(node.target, args, kwargs) == _sizes_of(given))
+        except Exception:  # a run of the node says what is wrong
+            return False
+        finally:
+            self._devices.clear()
+
+    def _of_node(self, node: fx.Node) -> Any:
+        found = self._layouts.get(node)
+        if found is None:
+            found = self._layouts[node] = self._key(node.meta["val"])
+        if type(found) is _Layout:
+            self._devices.add(found.device)
+        return found
+
+    def _key(self, value: Any) -> Any:
+        """A value as something to look up, with its type: 1, 1.0 and True are not the same argument."""
+        kind = type(value)
+        if kind is fx.Node:
+            return self._of_node(value)
+        if kind in _PLAIN:
+            return kind, value
+        if isinstance(value, list | tuple):
+            return (list, *map(self._key, value))
+        if isinstance(value, Tensor) and not has_symbolic_sizes(value):
+            self._devices.add(value.device)
+            return _Layout(value.dtype, value.device, tuple(value.shape), value.stride())
+        raise _NoKeyError
+
+
+@lru_cache(maxsize=10_000)
+def _given_for(target: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """The sizes and strides that an operator gives for arguments on one device, whichever that is."""
+    tensors: dict[_Layout, Tensor] = {}
+    given = [_without_data(arg, tensors) for arg in args]
+    named = {name: _without_data(arg, tensors) for name, arg in kwargs}
+    with torch.no_grad():
+        return _sizes_of(target(*given, **named))
+
+
+def _without_data(key: Any, tensors: dict[_Layout, Tensor]) -> Any:
+    """The value of a key; equal layouts are one tensor, on no device."""
+    if type(key) is _Layout:
+        if key not in tensors:
+            tensors[key] = torch.empty_strided(key.shape, key.stride, dtype=key.dtype, device="meta")
+        return tensors[key]
+    kind, *items = key
+    return [_without_data(item, tensors) for item in items] if kind is list else items[0]
+
+
+def _sizes_of(result: Any) -> Any:
+    """What is compared of a result, from tensors or from its key."""
+    if isinstance(result, _Layout):
+        return result.dtype, result.shape, result.stride
+    if isinstance(result, Tensor):
+        return result.dtype, tuple(result.shape), result.stride()
+    if result is None or result == _NONE:
+        return None
+    if isinstance(result, list | tuple):
+        return [_sizes_of(item) for item in (result[1:] if result[:1] == (list,) else result)]
+    raise _NoKeyError
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

@@ -3,7 +3,9 @@
     level 0   nothing
     level 1   the graph is well formed and functional, its epilogue and outputs are those of the signature, nothing is
               read after it was written, every collective is waited on before it is used, values are known
-    level 2   also: the recorded shapes, strides, dtypes and devices are what the operators give (propagate.py)
+              and, given the nodes that a pass changed, their shapes, strides, dtypes and devices are what the operators
+              give for what their inputs say (propagate.py)
+    level 2   also: the same for all nodes
 
 A fault raises VerifyError with the node, the user's line and the nodes around it.
 """
@@ -11,7 +13,7 @@ A fault raises VerifyError with the node, the user's line and the nodes around i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import compress, repeat
 from operator import attrgetter, not_
 from typing import Any, NoReturn
@@ -34,12 +36,12 @@ from wholestep.ir.effects import (
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.propagate import propagate
+from wholestep.ir.propagate import propagate, propagate_changed
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.rng import get_rng_state
 from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph
-from wholestep.torch_private.fx_graphs import NODE_SOURCES
+from wholestep.torch_private.fx_graphs import NODE_SOURCES, call_targets
 from wholestep.torch_private.operators import OpOverload
 
 _COPY = torch.ops.aten.copy_.default
@@ -47,8 +49,8 @@ _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 _AROUND = 2
 
 
-def verify(step_graph: StepGraph, level: int = 1) -> None:
-    """Raise VerifyError if the graph breaks a rule."""
+def verify(step_graph: StepGraph, level: int = 1, changed: Collection[fx.Node] = ()) -> None:
+    """Raise VerifyError if the graph breaks a rule. `changed`: the nodes whose metadata is checked at level 1, too."""
     if level <= 0:
         return
     graph = _Graph(step_graph.gm, step_graph.signature)
@@ -56,17 +58,29 @@ def verify(step_graph: StepGraph, level: int = 1) -> None:
         rule(graph)
     if level >= 2:
         propagate(step_graph.gm, graph.fail)
+    else:
+        propagate_changed(step_graph.gm, changed, graph.metadata_does_not_fit)
 
 
-def verify_bare(gm: fx.GraphModule, level: int = 1) -> None:
-    """Raise VerifyError if a graph without a signature is malformed or uses a collective before its wait."""
+def verify_bare(gm: fx.GraphModule, level: int = 1, changed: Collection[fx.Node] = ()) -> None:
+    """Raise VerifyError if a graph without a signature is malformed or uses a collective before its wait.
+
+    `changed`: the nodes whose metadata is checked at level 1, too.
+    """
     if level <= 0:
         return
     graph = _Graph(gm, Signature(), is_bare=True)  # no StepGraph: that takes flat inputs, and would change the module
     for rule in (linted, collectives_waited):
         rule(graph)
-    if level >= 2 and _calls_operators(graph) and all("val" in node.meta for node in graph.inputs):
+    if level == 1:
+        propagate_changed(gm, changed, graph.metadata_does_not_fit)
+    elif _calls_operators(graph) and all("val" in node.meta for node in graph.inputs):
         propagate(gm, graph.fail)
+
+
+def complain_about(gm: fx.GraphModule, node: fx.Node, what: str) -> NoReturn:
+    """Raise VerifyError about a node whose metadata cannot be computed."""
+    _Graph(gm, Signature(), is_bare=True).metadata_does_not_fit(node, what)
 
 
 class _Graph:
@@ -102,6 +116,16 @@ class _Graph:
                 around.append(("> " if i == position else "  ") + _clip(format_node(near)))
         raise VerifyError(
             what, fix=fix, node=_clip(format_node(node)), location=node_meta(node).location, around=around
+        )
+
+    def metadata_does_not_fit(self, node: fx.Node, what: str) -> NoReturn:
+        """Raise VerifyError about a node that does not fit its inputs."""
+        self.fail(
+            node,
+            what,
+            fix="what takes the place of a node needs its shape, strides, dtype and device: insert the view or cast "
+            "that is missing. Where another shape or dtype is meant, delete `val` of the node and of what follows from "
+            "it, and they are computed anew.",
         )
 
 
@@ -206,18 +230,15 @@ def epilogue_matches(graph: _Graph) -> None:
 def functional(graph: _Graph) -> None:
     """Nothing but the epilogue writes into a tensor."""
     epilogue = set(graph.epilogue)
-    never = set[int]()
-    for node in graph.nodes:
-        if node.op != "call_function" or id(node.target) in never:
-            continue
-        if not may_write(node.target):
-            never.add(id(node.target))
-        elif node not in epilogue and writes(node):
-            graph.fail(
-                node,
-                f"{node.name} writes into one of its arguments outside of the epilogue.",
-                fix="use the functional operator and write back at the end of the graph.",
-            )
+    all_nodes = graph.gm.graph
+    for target in filter(may_write, call_targets(all_nodes)):
+        for node in all_nodes.find_nodes(op="call_function", target=target, sort=False):
+            if node not in epilogue and writes(node):
+                graph.fail(
+                    node,
+                    f"{node.name} writes into one of its arguments outside of the epilogue.",
+                    fix="use the functional operator and write back at the end of the graph.",
+                )
 
 
 def nothing_read_after_write(graph: _Graph) -> None:
@@ -232,8 +253,9 @@ def nothing_read_after_write(graph: _Graph) -> None:
     epilogue = set(graph.epilogue)
     nothing: frozenset[fx.Node] = frozenset()
     never = set[int]()
+    no_shared = shares.keys().isdisjoint
     for node, sources in zip(graph.nodes, graph.sources, strict=True):
-        if id(node.target) in never or shares.keys().isdisjoint(sources):
+        if no_shared(sources) or id(node.target) in never:
             continue
         if not may_share(node.target):
             never.add(id(node.target))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -47,9 +47,25 @@ UnsupportedOperatorException = _fake_tensor.UnsupportedOperatorException
 """Raised by FakeTensorMode where a result depends on values, or an operator has no fake kernel. 2.11, 2.13."""
 
 
+@contextmanager
+def failures_not_logged() -> Iterator[None]:
+    """torch logs a traceback where an operator refuses fake tensors (`log.exception` in `fake_tensor`). 2.11, 2.13."""
+    log = _fake_tensor.log
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Run on real tensors inside a dispatch mode (`_disable_current_modes`). 2.11, 2.13."""
     return _disable_current_modes()
+
+
+def has_symbolic_sizes(tensor: Tensor) -> bool:
+    """True if a size or stride of a tensor is a symbol (`Tensor._has_symbolic_sizes_strides`). 2.11, 2.13."""
+    return bool(tensor._has_symbolic_sizes_strides)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -18,6 +18,9 @@ NODE_PARTS = attrgetter("op", "target", "_args", "_kwargs", "name", "type")
 NODE_ARGUMENTS = attrgetter("_args")
 
 
+NODE_KEYWORDS = attrgetter("_kwargs")
+
+
 NODE_SOURCES = attrgetter("_input_nodes")
 """What a node is, as one tuple, its arguments, and what it reads (the keys of a dict), without the cost of the
 properties `args`, `kwargs` and `all_input_nodes`: verifier and pass manager look at every node of 50,000. Tried on

@@ -6,12 +6,13 @@ write-backs, and the verifier looks at the result. If anything is wrong the grap
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import chain, compress, filterfalse, repeat
+from operator import attrgetter, is_, is_not, itemgetter, not_
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from wholestep.ir.graphs import collector_paused
 from wholestep.ir.iter.graph import IterGraph, single_graph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
-from wholestep.ir.propagate import fill_values
+from wholestep.ir.propagate import fill_values, has_same_layout, nodes_without
 from wholestep.ir.signature import Signature, WriteBack
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.verify import verify, verify_bare
+from wholestep.ir.verify import complain_about, verify, verify_bare
 from wholestep.passes.engine.contract import (
     BoundPass,
     GraphPass,
@@ -41,12 +42,14 @@ from wholestep.passes.engine.module_state import ModuleState, adopt
 from wholestep.passes.engine.promises import Promises
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.engine.torch_functions import replace_torch_functions
-from wholestep.torch_private.fx_graphs import NODE_PARTS, codegen_of
+from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_KEYWORDS, NODE_PARTS, codegen_of
 
 log = logging.getLogger("wholestep.passes")
 
 _COPY = torch.ops.aten.copy_.default
 _ABSENT = object()
+_READ_PARTS = ((1, attrgetter("target")), (2, NODE_ARGUMENTS), (3, NODE_KEYWORDS))
+"""The parts of a node that decide what it gives, by their place in `NODE_PARTS`."""
 _KEPT = ("val", "wholestep")
 """Metadata that a pass may write and a rollback restores."""
 
@@ -139,17 +142,19 @@ class _Application:
         replay = None
         if self._level >= 3 and self._pass.contract.numerics != "changes":
             replay = Replay(self._whole(), name, noise=self._pass.contract.numerics == "reassociates")
+        returned = False
         try:
-            result = _graph_of(self._pass.function(self._given, *args, **options), self._step_graph)
-            result = self._adopted(result)
+            result = self._pass.function(self._given, *args, **options)
+            returned = True
+            result = self._adopted(_graph_of(result, self._step_graph))
             self.still_true = saved if saved.is_current() else None
             if self.still_true is None or self._level >= 2:
                 self.still_true = None
                 try:
-                    self._tidy(gm)
+                    filled = self._tidy(gm)
                     if self._level >= 1 and not self._iterates:
                         saved.promises.check(gm, self._pass.contract.numerics)
-                    self._check()
+                    self._check(saved.changed(filled) if self._level == 1 else ())
                 except IterMoveError as error:  # a fault of the pass, not of what it was asked for
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
             if replay is not None:
@@ -164,7 +169,9 @@ class _Application:
                 self._check_before(error)
             if isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
                 raise  # bad arguments, a graph that it cannot work on, or another pass inside: its own words
-            raise self._error(error) from error
+            if returned and isinstance(error, WholestepError):
+                raise self._broken(error) from None  # all that the author of the pass needs is in it
+            raise self._raised(error) from error
         note_applied(gm, self._pass.contract)
         if self.still_true is not None:
             self.still_true.follow_meta()
@@ -196,7 +203,8 @@ class _Application:
             return False
         return not any(graph.find_nodes(op="call_function", target=op, sort=False) for op in about)
 
-    def _tidy(self, gm: fx.GraphModule) -> None:
+    def _tidy(self, gm: fx.GraphModule) -> list[fx.Node]:
+        """Remove dead code, complete the metadata of nodes, and return those whose `val` was computed."""
         if isinstance(gm.graph, IterGraph):
             gm.graph.lint()
             gm.graph.eliminate_dead_code(is_needed)
@@ -204,9 +212,10 @@ class _Application:
             drop_dead_code(gm.graph)
         if self._step_graph is not None:
             replace_torch_functions(gm)
-        fill_values(gm)
+        filled = fill_values(gm, functools.partial(complain_about, gm))
         _inherit_meta(gm.graph)
         self._given.recompile()
+        return filled
 
     def _whole(self) -> fx.GraphModule:
         """What one iteration computes: of an IterGraphModule the graph as if nothing had moved."""
@@ -216,20 +225,20 @@ class _Application:
     def _signature(self) -> Signature | None:
         return None if self._step_graph is None else self._step_graph.signature
 
-    def _check(self) -> None:
+    def _check(self, changed: Collection[fx.Node]) -> None:
         if self._step_graph is not None:
             graph = self._step_graph
             graph.signature = _renamed_write_backs(graph)
-            verify(graph, min(self._level, 2))
+            verify(graph, min(self._level, 2), changed)
             return
         if isinstance(self._gm.graph, IterGraph):
             self._gm.graph.check_moves()
-        verify_bare(self._whole(), self._level)
+        verify_bare(self._whole(), self._level, changed)
 
     def _check_before(self, error: VerifyError) -> None:
         """A graph from elsewhere may have been wrong before: then the pass is not to blame."""
         try:
-            verify_bare(self._whole(), min(self._level, 2))
+            verify_bare(self._whole(), 2)
         except VerifyError as earlier:
             what = f"before {self._pass.name} ran, the graph broke a rule already: {earlier.what}"
             location = earlier.location
@@ -237,20 +246,24 @@ class _Application:
                 what, fix=earlier.fix, node=earlier.node, location=location, around=earlier.around
             ) from error
 
-    def _error(self, error: Exception) -> PassError:
+    def _broken(self, error: WholestepError) -> PassError:
+        """What the author of a pass is told about the graph that it left."""
         name = self._pass.name
-        if isinstance(error, WholestepError):
-            text = f"{name} left a graph that breaks a rule: {error.what}"
-            return PassError(
-                text,
-                fix=f"this is a fault of the pass; leave it out ({name}) and report it. {error.fix}".strip(),
-                node=error.node,
-                location=error.location,
-                around=error.around,
-            )
         return PassError(
-            f"{name} raised {type(error).__name__}: {error}",
-            fix=f"this is a fault of the pass or of its options; the graph is as it was before {name}.",
+            f"{name} left a graph that breaks a rule: {error.what}",
+            fix=f"this is a fault of the pass; leave it out ({name}) and report it. {error.fix}".strip(),
+            node=error.node,
+            location=error.location,
+            around=error.around,
+        )
+
+    def _raised(self, error: Exception) -> PassError:
+        name, what = self._pass.name, error.what if isinstance(error, WholestepError) else str(error)
+        return PassError(
+            f"{name} raised {type(error).__name__}: {what}",
+            fix=f"this is a fault of the pass or of its options; the graph is as it was before {name}. The exception "
+            "itself is the cause of this one (__cause__).",
+            location=error.location if isinstance(error, WholestepError) else None,
         )
 
 
@@ -287,6 +300,30 @@ class _Saved:
         same_known = (map(is_, now, before) for now, before in zip(_known(nodes), self._known, strict=True))
         return all(same_parts) and all(map(all, same_known))
 
+    def changed(self, filled: Collection[fx.Node] = ()) -> list[fx.Node]:
+        """The nodes whose metadata may not fit any more: new, with other arguments or another `val`, or reading such.
+
+        `filled`: nodes whose `val` was computed after the pass, which fits.
+        """
+        before, nodes = self._nodes, list(self._gm.graph.nodes)
+        stay = set(nodes)
+        found = dict.fromkeys(filterfalse(set(before).__contains__, nodes))
+        moved = {
+            node: was
+            for part, of_node in _READ_PARTS
+            for node, was in compress(
+                zip(before, self._parts, strict=True),
+                map(is_not, map(of_node, before), map(itemgetter(part), self._parts)),
+            )
+        }
+        found.update((node, None) for node, was in moved.items() if node in stay and not _reads_alike(node, was))
+        for node in compress(before, map(is_not, next(iter(_known(before))), self._known[0])):
+            if node in stay:
+                found.update(dict.fromkeys((node, *node.users)))
+        for node in filled:
+            found.pop(node, None)
+        return list(found)
+
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
@@ -309,6 +346,22 @@ class _Saved:
             self._step_graph.signature = self._signature
 
 
+def _reads_alike(node: fx.Node, was: tuple[Any, ...]) -> bool:
+    """True if a node is what it was but for nodes among its arguments whose values say the same."""
+    _, target, args, kwargs, *_ = NODE_PARTS(node)
+    if target is not was[1] or len(args) != len(was[2]) or (kwargs is not was[3] and kwargs != was[3]):
+        return False
+    return all(now is old or _says_the_same(now, old) for now, old in zip(args, was[2], strict=True))
+
+
+def _says_the_same(now: Any, old: Any) -> bool:
+    if isinstance(now, fx.Node) and isinstance(old, fx.Node):
+        return now is old or has_same_layout(now.meta.get("val"), old.meta.get("val"))
+    if isinstance(now, list | tuple) and isinstance(old, list | tuple):
+        return len(now) == len(old) and all(map(_says_the_same, now, old))
+    return type(now) is type(old) and bool(now == old)
+
+
 def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
     """What the metadata of nodes say, key by key. No Python code runs per node."""
     metas = list(map(attrgetter("meta"), nodes))
@@ -317,9 +370,14 @@ def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
 
 def drop_dead_code(graph: fx.Graph) -> None:
     """Erase nodes that nothing uses and that have no effect."""
-    for node in reversed(graph.nodes):
-        if not node.users and not is_needed(node):
+    nodes = list(graph.nodes)
+    unused = list(compress(nodes, map(not_, map(attrgetter("users"), nodes))))
+    while unused:
+        node = unused.pop()
+        if not is_needed(node):
+            sources = node.all_input_nodes
             graph.erase_node(node)
+            unused.extend(source for source in sources if not source.users)
 
 
 def _renamed_write_backs(graph: StepGraph) -> Signature:
@@ -340,7 +398,7 @@ def _renamed_write_backs(graph: StepGraph) -> Signature:
 
 def _inherit_meta(graph: fx.Graph) -> None:
     """New nodes belong to the module and line of what they are made from."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "wholestep" not in node.meta:
+    for node in nodes_without(graph, "wholestep"):
+        if node.op == "call_function":
             sources = [node_meta(source) for source in node.all_input_nodes if source.op != "placeholder"]
             set_node_meta(node, replace(sources[-1], in_place=None) if sources else NodeMeta())
