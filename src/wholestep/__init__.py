@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wholestep import compat as compat
     from wholestep import compilers as compilers
     from wholestep import debug as debug
     from wholestep import errors as errors
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _MODULES = (
+    "compat",
     "compilers",
     "debug",
     "errors",
@@ -99,6 +101,7 @@ __all__ = [
     "build",
     "capture",
     "check",
+    "compat",
     "compile",
     "compilers",
     "debug",
