@@ -80,7 +80,7 @@ def test_hugging_face_models_train_through_torch_compile_with_every_compiler(net
     assert graphs >= 2
 
 
-def test_tied_parameters_that_torchs_aot_module_refuses_go_in_once() -> None:
+def test_tied_parameters_are_one_input() -> None:
     model, inputs = hugging_face("Bert")
     with pytest.raises(ValueError, match="tied"):
         aot_module(model, fw_compiler=ws.compilers.nop)(**inputs)
@@ -103,7 +103,7 @@ def test_a_call_with_other_shapes_modes_or_arguments_is_traced_on_its_own() -> N
     assert compiled.compiled.graphs == 7
 
 
-def test_one_tensor_given_twice_is_not_taken_for_two() -> None:
+def test_one_tensor_passed_twice_is_traced_as_one() -> None:
     compiled = ws.compilers.aot(lambda a, b: (a * b).sum(), fw_compiler=ws.compilers.nop)
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     compiled(x, x).backward()

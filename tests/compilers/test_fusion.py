@@ -23,7 +23,7 @@ def test_a_module_trains_as_in_eager(network: str) -> None:
     assert_trains_as_in_eager(model, memory_efficient_fusion, inputs, exact=False)
 
 
-def test_a_function_has_the_gradients_of_eager_and_the_random_numbers_too() -> None:
+def test_a_function_has_the_gradients_and_random_numbers_of_eager() -> None:
     def function(x: Tensor) -> Tensor:
         return nn.functional.dropout(x.sin().cos(), 0.5).sum()
 
@@ -55,7 +55,7 @@ def kept(partition: dict[str, Any]) -> int:
     return counts[0]
 
 
-def test_the_min_cut_keeps_less_than_eager_does() -> None:
+def test_the_min_cut_saves_less_than_eager() -> None:
     from functorch.compile import default_partition
 
     assert kept({}) < kept({"partition_fn": default_partition})
@@ -102,7 +102,7 @@ def bytes_kept(budget: float, **options: Any) -> int:
     return found[0]
 
 
-def test_less_is_kept_under_a_smaller_budget() -> None:
+def test_a_smaller_budget_saves_less() -> None:
     kept_bytes = [bytes_kept(budget) for budget in (0.0, 0.5, 1.0)]
     assert kept_bytes == sorted(kept_bytes)
     assert kept_bytes[0] < 0.5 * kept_bytes[-1]

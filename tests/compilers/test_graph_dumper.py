@@ -66,7 +66,7 @@ def test_parameters_have_the_names_that_the_user_gave_them(folder: Path) -> None
             assert {"words.weight", "head.weight", "head.bias", "scale", "ids"} <= names
 
 
-def test_inputs_can_be_made_up_for_each_graph_and_run_through_it(folder: Path) -> None:
+def test_each_graph_runs_on_random_inputs_of_its_records(folder: Path) -> None:
     for path in read_index(folder):
         dump = read_dump(path)
         assert dump.step_graph is not None
@@ -80,7 +80,7 @@ def test_inputs_can_be_made_up_for_each_graph_and_run_through_it(folder: Path) -
         assert int(ids.max()) < 40
 
 
-def test_values_are_kept_where_asked_for(tmp_path: Path) -> None:
+def test_values_are_saved_on_request(tmp_path: Path) -> None:
     model, inputs = mlp()
     dumper = graph_dumper_aot("net", str(tmp_path), dump_example_input=True)
     assert_trains_as_in_eager(model, lambda m: ws.compilers.aot(m, **dumper.hooks(m)), inputs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.errors import DebugError, OptionError
-from wholestep.ir.io.input_records import made_up, record_of
+from wholestep.ir.io.input_records import random_input, record_of
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def test_a_step_under_the_debug_interpreter_trains_to_the_bit_as_eager_does() ->
     [(torch.float16, partial(torch.optim.AdamW, eps=1e-3)), (torch.bfloat16, torch.optim.Adafactor)],
     ids=["float16", "bfloat16"],
 )
-def test_half_precision_is_rounded_as_eagers_operators_in_place_do(dtype: torch.dtype, optimizer: Any) -> None:
+def test_half_precision_is_rounded_as_by_in_place_operators_of_eager(dtype: torch.dtype, optimizer: Any) -> None:
     results = []
     for make in (lambda f: f, lambda f: ws.compile(f, lower="debug")):
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ def step_and_inputs() -> tuple[ws.StepGraph, list[Any]]:
     found = ws.capture(step, model, torch.randn(6, 4))
     generator = torch.Generator().manual_seed(0)
     nodes = found.gm.graph.find_nodes(op="placeholder")
-    return found, [made_up(record_of(node.meta["val"], node.name), None, generator).detach() for node in nodes]
+    return found, [random_input(record_of(node.meta["val"], node.name), None, generator).detach() for node in nodes]
 
 
 @pytest.mark.parametrize("name", ["nop", "print_compile", "ts_compile", "simple_ts_compile", "debug_nop"])

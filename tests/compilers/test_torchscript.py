@@ -28,7 +28,7 @@ def test_nnc_jit_takes_functions() -> None:
 
 
 @pytest.mark.parametrize("compiler", [ws.compilers.ts_compile, ws.compilers.simple_ts_compile])
-def test_the_graph_that_is_given_stays_as_it_was(compiler: ws.compilers.boxed) -> None:
+def test_the_given_graph_is_not_changed(compiler: ws.compilers.boxed) -> None:
     gm = make_fx(lambda x: (x.to(torch.float64) + 1, torch.ones(2, device="cpu")), tracing_mode="fake")(torch.ones(2))
     before = gm.code
     [a, b] = compiler(gm, [torch.ones(2)])(torch.ones(2))
@@ -37,7 +37,7 @@ def test_the_graph_that_is_given_stays_as_it_was(compiler: ws.compilers.boxed) -
     assert torch.equal(b, torch.ones(2))
 
 
-def test_numbers_among_the_inputs_are_numbers() -> None:
+def test_scalar_inputs_are_scalars_in_torchscript() -> None:
     def function(x: Tensor, n: int, scale: float) -> Tensor:
         return x.view(n, -1) * scale
 
@@ -52,7 +52,7 @@ def test_numbers_among_the_inputs_are_numbers() -> None:
     assert torch.equal(ws.compilers.simple_ts_compile(gm, [x, 2, 0.5])(x, 2, 0.5), x.view(2, 3) * 0.5)
 
 
-def test_a_graph_that_torchscript_does_not_take_is_refused_with_a_way_out() -> None:
+def test_a_graph_that_torchscript_rejects_is_refused_with_a_fix() -> None:
     graph = fx.Graph()
     graph.placeholder("x")
     graph.output((graph.call_function(os.getcwd),))

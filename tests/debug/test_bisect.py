@@ -75,7 +75,7 @@ def forgets_tanh(gm: fx.GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
-def test_a_node_that_a_pass_removed_is_shown_in_what_read_it():
+def test_a_removed_node_is_shown_by_its_user():
     found = bisect(step_with(forgets_tanh), warm_call(), minimise=False, quiet=True)
     assert found.pass_name == "forgets_tanh"
     assert "tanh_default" in found.was
@@ -108,7 +108,7 @@ def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
     assert all(node == reader for _, node, reader in first)
 
 
-def test_what_only_one_rank_sees_is_decided_by_all():
+def test_a_fault_on_one_rank_is_reported_by_all():
     def code(rank: int) -> tuple[str, str, str]:
         call = call_of()
         plan = ws.Replicate(init_device_mesh("cpu", (2,)))
@@ -175,7 +175,7 @@ def test_a_pass_that_raises_is_named():
     assert "nothing there" in found.what
 
 
-def test_a_step_that_is_right_is_said_to_be_right(capsys):
+def test_a_correct_step_has_no_finding(capsys):
     call = warm_call()
     step = step_with(looks_around)
     step(*call)
@@ -230,7 +230,7 @@ def test_an_operator_with_wrong_strides_in_its_metadata_is_named():
     assert "stride" in found.what
 
 
-def test_half_precision_that_a_compiler_rounds_less_often_is_no_fault(monkeypatch):
+def test_fewer_roundings_of_half_precision_are_not_a_fault(monkeypatch):
     """Norms on the CPU keep statistics in float32, which their metadata do not say; Inductor skips roundings."""
 
     def rounds_elsewhere(retraced: Any, config: Any) -> Any:
@@ -247,7 +247,7 @@ def test_half_precision_that_a_compiler_rounds_less_often_is_no_fault(monkeypatc
     assert bisect(lowered, (model, torch.randn(8, 4)), quiet=True).stage == "nothing"
 
 
-def test_a_region_that_is_compiled_wrong_is_found_and_made_small(monkeypatch):
+def test_a_miscompiled_region_is_found_and_minimised(monkeypatch):
     def compile_wrong(retraced: Any, config: Any) -> Any:
         gm = copy.deepcopy(retraced.gm)
         for node in gm.graph.nodes:
@@ -297,7 +297,7 @@ def test_the_operator_is_named_where_one_of_its_results_is_wrong_or_a_region_rai
     assert found.text.startswith(f"{node} = aten.")
 
 
-def test_a_graph_that_was_kept_for_a_call_it_is_wrong_for_is_found():
+def test_a_cached_graph_that_is_wrong_for_a_call_is_found():
     call = warm_call()
     step = step_with()
     step(*call)
@@ -306,6 +306,6 @@ def test_a_graph_that_was_kept_for_a_call_it_is_wrong_for_is_found():
     assert (found.stage, found.guard_key, found.node) == ("guard", 0, "mul_tensor")
 
 
-def test_a_function_is_no_compiled_step():
+def test_a_plain_function_is_refused():
     with pytest.raises(ws.errors.BisectError, match="not a compiled step"):
         bisect(train_step, call_of())

@@ -30,7 +30,7 @@ def some(*groups: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("each", some(*(group.CASES for group in CASES)))
-def test_a_correct_step_is_equal_to_the_bit_and_nothing_is_changed(each: Case) -> None:
+def test_a_correct_step_is_equal_to_the_bit_and_no_state_changes(each: Case) -> None:
     torch.manual_seed(SEED)
     run = each.make(device())
     step = ws.compile(run.step, **each.options)
@@ -62,7 +62,7 @@ def test_the_report_prints_a_row_for_each_part_and_the_cost() -> None:
     report.raise_if_different()
 
 
-def test_gradients_that_stay_are_a_row() -> None:
+def test_gradients_that_remain_are_a_row() -> None:
     def accumulate(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x).square().mean()
         loss.backward()
@@ -98,7 +98,7 @@ def test_batches_come_as_one_argument_or_as_several() -> None:
     assert ws.check(named, model, optimizer, x=pairs[0][0], kwargs={"y": pairs[0][1]}).exact
 
 
-def test_a_scheduler_between_calls_is_followed_and_put_back() -> None:
+def test_a_scheduler_between_calls_runs_and_is_restored() -> None:
     model = mlp(device())
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -154,7 +154,7 @@ def state_of(trainer: Everything, x: Tensor) -> Any:
     return frame("state", None, {**vars(trainer), "slot": trainer.slot, "calls": Everything.calls}, (x,)).seen
 
 
-def test_a_method_of_a_trainer_with_all_kinds_of_state_is_checked_and_put_back() -> None:
+def test_a_trainer_method_with_all_kinds_of_state_is_checked_and_restored() -> None:
     trainer, x = Everything(), batch_of(device(), 0, 5, 6)
     identities = {id(t) for t in [*trainer.model.parameters(), *trainer.ema.values(), trainer.optimizer]}
     versions = [p._version for p in trainer.model.parameters()]
@@ -224,7 +224,7 @@ def meddled(it: Meddler, x: Tensor) -> dict[str, Any]:
     }
 
 
-def test_everything_is_put_back_when_eager_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_restored_when_eager_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from wholestep.step import CompiledStep
 
     monkeypatch.setattr(CompiledStep, "_ready", lambda *given: None)  # capture would refuse before anything runs
@@ -250,7 +250,7 @@ def test_a_plan_is_refused_with_what_to_do_instead() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "3"])
-def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+def test_an_invalid_number_of_steps_is_refused(steps: Any) -> None:
     with pytest.raises(ws.errors.OptionError, match="steps="):
         ws.check(train_step, steps=steps)
 
@@ -282,7 +282,7 @@ def test_a_keyword_that_is_an_option_and_a_parameter_is_refused_and_kwargs_is_cl
     assert ws.check(step, torch.ones(2), kwargs={"name": "two"}).ok
 
 
-def test_what_eager_computes_differently_from_run_to_run_is_not_held_against_the_step(
+def test_nondeterminism_of_eager_is_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from wholestep.debug.check import side_by_side

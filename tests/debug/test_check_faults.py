@@ -212,7 +212,7 @@ FAULTS: list[tuple[str, Callable[[Trainer], Fault], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "part", "line"), [pytest.param(*rest, id=name) for name, *rest in FAULTS])
-def test_a_fault_after_the_graph_is_found_in_its_part(
+def test_a_fault_after_the_graph_is_reported_in_its_row(
     make: Callable[[Trainer], Fault], part: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
@@ -251,7 +251,7 @@ def test_a_fault_in_a_later_call_is_found_in_that_call(monkeypatch: pytest.Monke
     assert "3 calls of 5, until the first difference" in str(report)
 
 
-def test_a_guard_that_lets_a_stale_number_through_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_misses_a_changed_scalar_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
     original = Guards.hold
 
@@ -322,7 +322,7 @@ def test_the_error_names_the_part_the_node_and_the_line() -> None:
     assert "aten.sum.default" in raised.value.node
 
 
-def test_a_compiled_step_that_raises_is_an_error_and_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_that_raises_is_an_error_and_the_state_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
 
     def fails(entry: Any, leaves: list[Any], result: Any) -> Any:
@@ -335,7 +335,7 @@ def test_a_compiled_step_that_raises_is_an_error_and_everything_is_put_back(monk
     assert differences(before, frame("after", None, trainer.watched(), (x,))) == []
 
 
-def test_ctrl_c_in_the_middle_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_a_check_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
 
     def interrupted(entry: Any, leaves: list[Any], result: Any) -> Any:

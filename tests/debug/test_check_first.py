@@ -22,7 +22,7 @@ EVERY = 15
 
 
 @pytest.mark.parametrize("each", [p for group in GROUPS for p in cases_on("cpu", group.CASES)[2::EVERY]])
-def test_checked_calls_and_those_behind_them_are_those_of_eager(each: Case) -> None:
+def test_checked_and_later_calls_equal_eager(each: Case) -> None:
     step = assert_parity(dataclasses.replace(each, options={**each.options, "check_first": 3}, steps=5), device())
     assert "_run" not in vars(step)
 
@@ -34,7 +34,7 @@ def doubles_the_mean(gm: fx.GraphModule) -> None:
         node.target = torch.ops.aten.sum.default
 
 
-def test_a_call_that_differs_raises_and_leaves_everything_as_before() -> None:
+def test_a_call_that_differs_raises_and_restores_the_state() -> None:
     model = nn.Sequential(mlp(device(), dropout=0.5), nn.BatchNorm1d(4))
     optimizer = adamw(model)
     x = batch_of(device(), 0, 5, 6)
@@ -54,7 +54,7 @@ def test_a_call_that_differs_raises_and_leaves_everything_as_before() -> None:
     assert "mean()" in raised.value.location.text
 
 
-def test_a_fault_behind_the_checked_calls_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_after_the_checked_calls_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(device())
     optimizer = adamw(model)
     step = ws.compile(train_step, check_first=2)
@@ -124,7 +124,7 @@ def test_an_error_of_the_step_itself_reaches_the_caller() -> None:
     assert compiled(model, torch.ones(5, 6)).shape == (5, 4)
 
 
-def test_a_step_inside_of_another_is_a_part_of_it() -> None:
+def test_a_compiled_step_inside_of_another_is_inlined() -> None:
     inner = ws.compile(train_step, check_first=1)
 
     def outer(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Any:
@@ -137,7 +137,7 @@ def test_a_step_inside_of_another_is_a_part_of_it() -> None:
     assert not inner.graphs
 
 
-def test_a_result_that_requires_grad_does_so_in_checked_calls_and_behind_them() -> None:
+def test_a_result_requires_grad_in_checked_and_later_calls() -> None:
     model = mlp(device())
     step = ws.compile(lambda model, x: model(x).mean(), check_first=1)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_a_checked_step_is_freed_with_its_model() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, "2", None, True])
-def test_what_is_no_number_of_calls_is_refused(value: Any) -> None:
+def test_an_invalid_number_of_checked_calls_is_refused(value: Any) -> None:
     with pytest.raises(ws.errors.OptionError, match="check_first="):
         ws.compile(train_step, check_first=value)
 
@@ -176,7 +176,7 @@ def test_the_last_step_of_training_is_checked_and_flushed() -> None:
     assert not step.has_pending
 
 
-def test_checked_regions_draw_the_random_numbers_of_eager_unless_told_otherwise() -> None:
+def test_checked_regions_use_the_rng_of_eager_by_default() -> None:
     config = ws.compile(train_step, check_first=1).options.lower_options.config
     assert config == {"fallback_random": True}
     own = {"config": {"fallback_random": False}}

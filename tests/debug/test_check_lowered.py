@@ -49,7 +49,7 @@ def test_compiled_regions_are_within_rounding_and_no_farther_from_float64() -> N
     assert text.splitlines()[-1] == "ok: within rounding"
 
 
-def test_autocast_is_held_against_float64() -> None:
+def test_autocast_is_compared_with_float64() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(x).square().mean()
@@ -64,7 +64,7 @@ def test_autocast_is_held_against_float64() -> None:
     assert report.reference == ""
 
 
-def test_a_step_that_asks_for_a_dtype_gets_float64_in_the_reference() -> None:
+def test_a_requested_dtype_is_float64_in_the_reference() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x.to(torch.float32)).float().square().mean()
         loss.backward()
@@ -91,7 +91,7 @@ def test_a_step_without_a_float64_form_says_why_and_is_judged_by_noise() -> None
     assert model[0].weight.dtype is torch.float32
 
 
-def test_memory_that_tensors_share_is_not_torn_apart_for_a_reference() -> None:
+def test_tensors_that_share_memory_are_not_converted_for_a_reference() -> None:
     flat = torch.randn(10)
     one, other = flat[:5], flat[5:]
 
@@ -122,7 +122,7 @@ def slightly_more(gm: fx.GraphModule) -> None:
         node.replace_all_uses_with(more, delete_user_cb=lambda user, more=more: user is not more)
 
 
-def test_a_fault_in_the_third_digit_is_not_taken_for_rounding() -> None:
+def test_an_error_in_the_third_digit_is_not_rounding() -> None:
     model = mlp(device())
     report = ws.check(
         train_step, model, adamw(model), batch_of(device(), 0, 5, 6), lower="inductor", passes=[slightly_more]
@@ -132,7 +132,7 @@ def test_a_fault_in_the_third_digit_is_not_taken_for_rounding() -> None:
     assert report.first_difference.pass_name == "slightly_more"
 
 
-def test_a_small_language_model_of_hugging_face_is_ok() -> None:
+def test_a_small_hugging_face_language_model_passes() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=50, n_positions=16, use_cache=False)
@@ -158,7 +158,7 @@ def test_a_small_language_model_of_hugging_face_is_ok() -> None:
         assert report.exact or lower == "inductor"
 
 
-def test_a_reference_that_computed_something_else_excuses_nothing() -> None:
+def test_a_float64_run_of_another_computation_is_not_used() -> None:
     from wholestep.debug.check.findings import Observation, Status, Tolerance, findings
     from wholestep.debug.check.reachable import Part
 

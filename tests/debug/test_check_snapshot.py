@@ -86,7 +86,7 @@ def paths(value: Any, name: str = "it") -> set[str]:
         (lambda t: nn.Sequential(nn.Module(), nn.BatchNorm1d(2)), "it.1.running_mean"),
     ],
 )
-def test_a_tensor_is_found_under_the_path_that_a_person_would_write(make: Any, path: str) -> None:
+def test_a_tensor_has_the_path_that_a_user_would_write(make: Any, path: str) -> None:
     assert path in paths(make(torch.zeros(2)))
 
 
@@ -100,7 +100,7 @@ def test_globals_of_helpers_closures_and_defaults_are_reached() -> None:
     assert {"GLOBAL_MODEL.weight", "inside", ".defaults[0].t"} <= found
 
 
-def test_parts_are_told_apart() -> None:
+def test_each_value_is_assigned_to_its_row() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(3, 2)).sum().backward()
@@ -118,7 +118,7 @@ def test_parts_are_told_apart() -> None:
     assert values["scheduler.last_epoch"] == (Part.SCHEDULE, 0)
 
 
-def test_views_and_tied_tensors_stay_what_they_are() -> None:
+def test_views_and_tied_tensors_are_preserved() -> None:
     base = torch.arange(12.0).view(3, 4)
     held = {"column": base[:, 1], "row": base[2], "expanded": base[0, :1].expand(5), "base": base}
     before = {name: bits_of(t) for name, t in held.items()}
@@ -133,7 +133,7 @@ def test_views_and_tied_tensors_stay_what_they_are() -> None:
     assert held["row"].data_ptr() == base[2].data_ptr()
 
 
-def test_memory_beyond_what_is_reached_is_neither_copied_nor_written() -> None:
+def test_memory_that_is_not_reachable_is_neither_copied_nor_written() -> None:
     large = torch.zeros(1000)
     part = large[10:20]
     snapshot = Snapshot([("part", part)])
@@ -144,7 +144,7 @@ def test_memory_beyond_what_is_reached_is_neither_copied_nor_written() -> None:
     assert float(large.sum()) == 5
 
 
-def test_gradients_versions_and_flags_are_put_back() -> None:
+def test_gradients_versions_and_flags_are_restored() -> None:
     p = nn.Parameter(torch.zeros(2))
     p.grad = grad = torch.ones(2)
     saved_by_autograd = (p * p).sum()
@@ -161,7 +161,7 @@ def test_gradients_versions_and_flags_are_put_back() -> None:
     saved_by_autograd.backward()  # raises if the version of p were another one
 
 
-def test_slots_classes_arrays_and_overridden_dicts_are_put_back_without_running_user_code() -> None:
+def test_slots_classes_and_dicts_are_restored_without_running_user_code() -> None:
     slotted, strange, array = Slotted(), Surprising(), np.arange(3)
     dict.__setitem__(strange, "k", [1])
     Counter.registry.clear()
@@ -196,7 +196,7 @@ def test_variables_that_are_bound_later_are_unbound_again() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: iter([1, 2, 3]), lambda: iter((1, 2, 3)), lambda: iter(range(5))])
-def test_iterators_over_lists_tuples_and_ranges_are_put_back(make: Any) -> None:
+def test_iterators_over_lists_tuples_and_ranges_are_rewound(make: Any) -> None:
     iterator = make()
     next(iterator)
     snapshot = Snapshot([("it", iterator)])
@@ -215,7 +215,7 @@ def test_iterators_over_lists_tuples_and_ranges_are_put_back(make: Any) -> None:
         lambda: map(abs, [1, 2]),
     ],
 )
-def test_other_iterators_that_moved_are_named(make: Any) -> None:
+def test_other_iterators_that_were_advanced_are_named(make: Any) -> None:
     iterator = make()
     snapshot = Snapshot([("it", iterator)])
     assert snapshot.advanced_iterators() == []
@@ -223,7 +223,7 @@ def test_other_iterators_that_moved_are_named(make: Any) -> None:
     assert snapshot.advanced_iterators() == ["it"]
 
 
-def test_what_cannot_be_put_back_is_not_entered_and_named() -> None:
+def test_objects_that_cannot_be_restored_are_not_entered_and_are_named() -> None:
     class Data(torch.utils.data.Dataset[Any]):
         rows = torch.zeros(3)
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_put_back_is_not_entered_and_named() -> None:
     assert snapshot.unsaved == {"it.sparse": "torch.sparse_coo tensor"}
 
 
-def test_a_step_that_reads_a_generator_is_refused_with_a_code_and_the_loop_goes_on() -> None:
+def test_a_step_that_reads_a_generator_is_refused_and_training_continues() -> None:
     numbers = iter([1.0, 2.0, 3.0])
 
     def step(x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def test_a_shared_object_is_listed_in_the_report() -> None:
     assert "log (Logger)" in str(report)
 
 
-def test_tables_of_operators_are_left_alone_and_used_ones_stay() -> None:
+def test_operator_tables_of_torch_are_not_entered() -> None:
     aten = torch.ops.aten
 
     def step(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def compiled(*passes, **options):
     return ws.compile(train_step, passes=list(passes), verify=0, **{"lower": "eager", **options})
 
 
-def test_eager_and_compiled_are_the_same_and_state_stays_as_it_is(capsys):
+def test_eager_and_compiled_are_equal_and_no_state_changes(capsys):
     call = call_of()
     step = compiled(looks_around)
     step(*call)
@@ -62,7 +62,7 @@ def test_two_step_graphs_and_two_graph_modules_are_compared_on_given_values():
     assert compare(graph.gm, other.gm, inputs, quiet=True).first == found.first
 
 
-def test_a_node_that_was_replaced_by_one_of_its_kind_is_held_against_it():
+def test_a_node_replaced_by_the_same_operator_is_compared_with_it():
     a, b = chain(5, 2), chain(5, 2)
     old = next(node for node in b.graph.nodes if node.target is aten.mul.Tensor)
     with b.graph.inserting_before(old):
@@ -76,7 +76,7 @@ def test_a_node_that_was_replaced_by_one_of_its_kind_is_held_against_it():
     assert (found.first.node, found.first.counterpart) == ("quite_another_name", old.name)
 
 
-def test_sums_in_another_order_are_allowed_where_that_is_promised():
+def test_reassociated_sums_are_allowed_where_the_contract_says_so():
     def graph(*order: int) -> fx.GraphModule:
         made = fx.Graph()
         parts = [made.placeholder(f"x{i}") for i in range(3)]
@@ -116,7 +116,7 @@ def _writes_another_value(gm: fx.GraphModule, name: str) -> None:
     first.args = (first.args[0], second.args[1])
 
 
-def test_memory_as_it_was_found_and_updates_in_place_are_no_differences():
+def test_uninitialised_memory_and_in_place_updates_are_not_differences():
     def clipped(model, optimizer, x, y):
         torch.nn.functional.dropout((model(x) - y).pow(2), 0.1).mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
@@ -135,10 +135,10 @@ def test_memory_as_it_was_found_and_updates_in_place_are_no_differences():
     assert not compare(clipped, updating, call_of(), quiet=True, numerics="exact")
 
 
-def test_what_has_no_graph_or_other_inputs_is_refused():
+def test_a_version_without_a_graph_or_with_other_inputs_is_refused():
     with pytest.raises(ws.errors.BisectError, match="placeholders"):
         compare(chain(2), chain(2), [torch.randn(2)])
-    with pytest.raises(ws.errors.BisectError, match="no version"):
+    with pytest.raises(ws.errors.BisectError, match="not a version"):
         compare(3, 4, [])
     with pytest.raises(ws.errors.BisectError, match="not of the same step"):
         compare(train_step, fx.symbolic_trace(lambda something: something + 1), call_of())
@@ -147,7 +147,7 @@ def test_what_has_no_graph_or_other_inputs_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_ulps_count_the_numbers_between(dtype):
+def test_ulps_count_the_floats_in_between(dtype):
     one = torch.tensor([1.0, -2.0, 0.0], dtype=dtype)
     up = one
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_gaps_tell_shapes_types_and_nan_apart():
     assert gap_between((torch.ones(2), None), (torch.ones(2), None), None, "exact") is None
 
 
-def test_a_rounding_to_half_precision_that_one_version_skips_is_allowed_where_sums_may_be_reordered():
+def test_a_skipped_rounding_to_half_precision_is_allowed_under_reassociates():
     a = fx.symbolic_trace(lambda x: x.bfloat16().float().sum())
     b = copy.deepcopy(a)
     rounded, wide = (
@@ -210,7 +210,7 @@ def wrong_by_one_more(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def test_functions_with_other_numbers_of_operators_are_aligned() -> None:
+def test_functions_with_different_operator_counts_are_aligned() -> None:
     call = (nn.Linear(4, 4), torch.randn(3, 4))
     same = compare(one_step, same_with_one_more, call, quiet=True)
     assert not same

@@ -53,7 +53,7 @@ def test_a_predicate_on_an_operator_leaves_four_nodes_and_a_script_that_shows_it
     assert "REPRODUCED" in run_repro(found)
 
 
-def test_nan_is_found_where_it_is_made_in_three_nodes():
+def test_the_node_that_produces_nan_is_isolated_in_three_nodes():
     def model(x: Tensor, y: Tensor) -> Tensor:
         for _ in range(10):
             x = x.sin() + y
@@ -97,7 +97,7 @@ def test_a_graph_of_modules_with_a_dict_of_results_ends_at_the_module_that_is_wr
     assert "REPRODUCED" in run_repro(found)
 
 
-def test_operators_that_give_tuples_are_cut_at_their_parts():
+def test_tuple_results_are_cut_at_their_elements():
     def model(x: Tensor) -> tuple[Tensor, ...]:
         low, high = torch.ops.aten.aminmax(x.cos().sin())
         values, _ = torch.topk(torch.stack([low, high, low * high]), 2)
@@ -121,7 +121,7 @@ def test_lists_of_tensors_become_shorter():
     assert found.inputs[0].tolist() == [3.0]
 
 
-def test_symbolic_sizes_among_the_inputs_become_numbers_that_follow_the_shapes():
+def test_symbolic_inputs_become_ints_that_follow_the_shapes():
     def model(x: Tensor, y: Tensor) -> Tensor:
         return (x.cos() * y).view(x.shape[0] * x.shape[1]).log().sum()
 
@@ -135,7 +135,7 @@ def test_symbolic_sizes_among_the_inputs_become_numbers_that_follow_the_shapes()
     assert found.num_nodes == 3
 
 
-def test_writes_and_random_draws_that_do_not_matter_go():
+def test_writes_and_random_ops_that_do_not_matter_are_removed():
     def model(x: Tensor, y: Tensor) -> Tensor:
         a = x.clone()
         a.add_(1)
@@ -148,7 +148,7 @@ def test_writes_and_random_draws_that_do_not_matter_go():
     assert found.num_nodes <= 4
 
 
-def test_a_signal_is_a_failure_if_asked_and_the_process_that_asks_lives_on():
+def test_a_signal_is_a_failure_with_crash_and_the_caller_survives():
     graph = fx.Graph()
     x = graph.placeholder("x")
     value = graph.call_function(torch.sin, (x,))
@@ -162,7 +162,7 @@ def test_a_signal_is_a_failure_if_asked_and_the_process_that_asks_lives_on():
     assert "SIGSEGV" in found.failure
 
 
-def test_a_graph_that_does_not_end_is_a_failure_if_asked():
+def test_a_graph_that_hangs_is_a_failure_with_hang():
     graph = fx.Graph()
     x = graph.placeholder("x")
     value = graph.call_function(sleep_forever, (graph.call_function(torch.sin, (x,)),))
@@ -174,7 +174,7 @@ def test_a_graph_that_does_not_end_is_a_failure_if_asked():
     assert [node.name for node in found.gm.graph.nodes if node.op == "call_function"] == ["sleep_forever"]
 
 
-def test_a_search_that_was_interrupted_goes_on_without_asking_again(tmp_path):
+def test_an_interrupted_search_is_resumed_from_its_trial_log(tmp_path):
     gm, inputs = chain(60, 31), two()
     whole = minify(gm, inputs, has_mul, folder=tmp_path / "whole")
     part = minify(gm, inputs, has_mul, folder=tmp_path / "part", max_trials=whole.trials // 2)
@@ -194,14 +194,14 @@ def test_a_search_that_was_interrupted_goes_on_without_asking_again(tmp_path):
     [{"numbers": [1]}, {"numbers": {"x": "text"}}, {"devices": {"nobody": "cpu"}}, {"requires_grad": 5}],
     ids=str,
 )
-def test_a_state_that_was_tampered_with_is_refused(tmp_path, change):
+def test_a_damaged_trial_log_is_refused(tmp_path, change):
     call = (chain(12, 5), two(), has_mul)
     minify(*call, folder=tmp_path)
     head, *lines = (tmp_path / "trials.jsonl").read_text().splitlines()
     changed = [json.dumps({**json.loads(line), **change}) if "devices" in line else line for line in lines]
     assert changed != lines
     (tmp_path / "trials.jsonl").write_text("\n".join([head, *changed]) + "\n")
-    with pytest.raises(ws.errors.WholestepError, match=r"search's state|is gone"):
+    with pytest.raises(ws.errors.WholestepError, match=r"trial log|is gone"):
         minify(*call, folder=tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_no_file_of_a_search_is_a_pickle(tmp_path):
 
 
 @pytest.mark.parametrize("isolate", ["none", "worker"])
-def test_trials_can_run_here_or_in_a_worker_process(isolate):
+def test_trials_can_run_in_this_process_or_in_a_worker(isolate):
     inputs = two()
     state = torch.random.get_rng_state()
     found = minify(chain(30, 11), inputs, has_mul, isolate=isolate)
@@ -222,7 +222,7 @@ def test_trials_can_run_here_or_in_a_worker_process(isolate):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_worker_that_dies_is_started_again_and_a_predicate_it_cannot_import_is_refused():
+def test_a_dead_worker_is_restarted_and_a_local_predicate_is_refused():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(die, (graph.call_function(torch.cos, (x,)),)))
@@ -239,7 +239,7 @@ def test_a_graph_of_eight_thousand_nodes_is_small_after_few_trials():
     assert found.trials < 100
 
 
-def test_the_given_graph_and_inputs_stay_as_they_are():
+def test_the_given_graph_and_inputs_are_not_changed():
     gm, inputs = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), [torch.randn(2, 4)]
     text, copies = str(gm.graph), [value.clone() for value in inputs]
     minify(gm, inputs, lambda gm, inputs: any(node.op == "call_module" for node in gm.graph.nodes))
@@ -258,7 +258,7 @@ def test_what_does_not_fail_is_refused():
         minify(chain(3, 1).graph, two(), has_mul)
 
 
-def test_strides_of_inputs_that_are_not_packed_stay_in_every_trial_and_in_the_script():
+def test_strides_of_inputs_are_preserved_in_trials_and_in_the_script():
     def model(x: Tensor, y: Tensor) -> Tensor:
         return x.view(-1).cos() + y
 
@@ -268,7 +268,7 @@ def test_strides_of_inputs_that_are_not_packed_stay_in_every_trial_and_in_the_sc
         assert "REPRODUCED: RuntimeError view size" in run_repro(found)
 
 
-def test_inputs_that_share_memory_share_it_in_every_trial_and_in_the_script():
+def test_aliasing_of_inputs_is_preserved_in_trials_and_in_the_script():
     def model(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x.sin().cos() + x.add_(1), y
 
@@ -289,7 +289,7 @@ def halved(x: Tensor) -> Tensor:
     return x / 2
 
 
-def test_functions_of_the_program_itself_and_predicates_with_names_from_around_are_in_the_script(monkeypatch):
+def test_local_functions_and_predicates_with_globals_are_in_the_script(monkeypatch):
     def model(x: Tensor) -> Tensor:
         return halved(x.sin()).cos()
 
@@ -308,7 +308,7 @@ def test_functions_of_the_program_itself_and_predicates_with_names_from_around_a
     assert "REPRODUCED" in run_repro(found)
 
 
-def test_an_input_that_has_no_strides_is_no_crash():
+def test_a_sparse_input_is_accepted():
     found = minify(
         fx.symbolic_trace(lambda x, y: (torch.sparse.mm(x, y).sin() - 9).log()),
         [torch.eye(3).to_sparse(), torch.randn(3, 3)],
@@ -317,7 +317,7 @@ def test_an_input_that_has_no_strides_is_no_crash():
     assert found.num_nodes == 3
 
 
-def test_what_registers_an_operator_is_imported_by_the_script_or_named_as_left_out(monkeypatch):
+def test_the_module_that_registers_an_operator_is_imported_or_named(monkeypatch):
     graph = chain(4, 2).graph
     [last] = graph.output_node().args[0]
     with graph.inserting_before(graph.output_node()):
@@ -337,7 +337,7 @@ def test_a_predicate_without_a_form_as_text_is_left_out_and_the_script_says_so()
     assert "NOT ASKED" in run_repro(found)
 
 
-def test_what_matters_may_be_on_branches_that_only_meet_in_what_does_not():
+def test_a_failure_on_two_branches_is_isolated_from_their_join():
     def model(x: Tensor, y: Tensor) -> Tensor:
         first, second = x.tanh(), (y @ y.t()).tanh()
         return torch.cat([first, second], 1).sum(0).exp()

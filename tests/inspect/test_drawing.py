@@ -120,12 +120,12 @@ def test_five_hundred_nodes_are_readable_because_modules_are_boxes(deep: fx.Grap
     assert "model.13 · backward" in titles
 
 
-def test_nodes_of_a_backward_are_in_boxes_of_the_modules_whose_gradients_they_make(backward: fx.GraphModule) -> None:
+def test_backward_nodes_are_in_the_boxes_of_their_modules(backward: fx.GraphModule) -> None:
     titles = " ".join(box.title for box in drawing(backward, 1).boxes)
     assert all(f"{i} · backward" in titles for i in range(4))
 
 
-def test_nodes_of_no_module_do_not_cut_a_very_large_graph_into_pieces() -> None:
+def test_nodes_without_a_module_do_not_fragment_a_large_graph() -> None:
     graph = fx.Graph()
     value = graph.placeholder("x")
     for block in range(60):
@@ -162,7 +162,7 @@ def test_text_stays_inside_of_its_box_and_boxes_inside_of_the_drawing(deep: fx.G
                 assert float(text.attrib["x"]) + 7.0 * len(text.text or "") <= right + 1
 
 
-def test_very_many_inputs_are_lines_of_the_boxes_that_read_them_first_and_paths_keep_their_ends(tmp_path: Path) -> None:
+def test_many_inputs_are_lines_in_the_boxes_of_their_first_readers(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(12)))
     wrapped = nn.ModuleDict({"a_module_with_quite_a_long_name_of_its_own": model})
 
@@ -195,7 +195,7 @@ def test_names_that_are_not_xml_or_dot_are_escaped() -> None:
 
 
 @given(st.data())
-def test_boxes_of_any_graph_lie_apart_and_below_what_they_read(data: st.DataObject) -> None:
+def test_boxes_do_not_overlap_and_are_below_their_inputs(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 40))
     edges = []
     for target in range(1, count):
@@ -255,7 +255,7 @@ def test_a_step_is_drawn_with_the_names_of_its_inputs(tmp_path: Path) -> None:
     assert 'stroke-dasharray="4 2"' in text  # the backward
 
 
-def test_the_optimizer_is_a_box_of_its_own_and_backwards_are_those_of_their_modules() -> None:
+def test_the_optimizer_is_one_box_and_backwards_belong_to_their_modules() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -275,7 +275,7 @@ def test_the_optimizer_is_a_box_of_its_own_and_backwards_are_those_of_their_modu
     assert backward.title.startswith("model.0 · backward")
 
 
-def test_a_graph_in_which_nobody_knows_modules_is_collapsed_too() -> None:
+def test_a_graph_without_module_paths_is_collapsed_too() -> None:
     def many(x: Tensor) -> Tensor:
         for _ in range(400):
             x = x.sin() + x

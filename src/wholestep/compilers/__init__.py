@@ -1,4 +1,4 @@
-"""What to do with a graph of AOTAutograd's: functorch's compilers, made to work and to be looked into.
+"""What to do with a graph of AOTAutograd: functorch's compilers, working and inspectable.
 
 Each takes a graph and its inputs and gives back a function: as `fw_compiler` and `bw_compiler` of torch's
 `aot_function`, as a `torch.compile` backend (`backends`), or on a `StepGraph`.
@@ -64,11 +64,11 @@ compiled_module = aot_module
 
 
 def __getattr__(name: str) -> Any:
-    # These take a second of importing, which nobody should wait for who does not need them.
+    # `functorch.compile` takes a second to import: only on first use.
     if name in TORCHS:
         return getattr(importlib.import_module("functorch.compile"), name)
     if name == "minifier":
-        # The bench is built on the compilers, not they on it: only its name is here.
+        # `debug` is built on `compilers`, not the other way round: only the name is here.
         return importlib.import_module("wholestep.debug").minifier
     if name == "default_decompositions":
         from wholestep.compilers import fusion

@@ -49,7 +49,7 @@ def aot(fn: Callable[..., Any], **settings: Any) -> Any:
 
 
 class AOTFunction:
-    """A function and what was compiled of it."""
+    """A function and its compiled traces."""
 
     def __init__(self, fn: Callable[..., Any], settings: dict[str, Any], state: Callable[[], Hashable] = tuple) -> None:
         update_wrapper(self, fn)
@@ -80,7 +80,7 @@ class AOTFunction:
 
 
 class _Trace:
-    """torch's `aot_function`, which makes a list of a tuple of tensors; here it stays a tuple."""
+    """One trace of torch's `aot_function`, which turns a tuple of results into a list; here it stays a tuple."""
 
     def __init__(self, fn: Callable[..., Any], settings: dict[str, Any]) -> None:
         self._fn = fn
@@ -100,13 +100,13 @@ class _Trace:
         return tuple(result) if type(result) is list and self._returned is tuple else result
 
     def remember(self, leaves: list[Any] | None) -> None:
-        """Keep what the trace assumed of the sizes of these inputs; None: all that the key says."""
+        """Record what the trace assumed of the sizes of these inputs; None: only what the key has."""
         if leaves is not None and self._env is not None:
             self._assumed = AssumedSizes(self._env, leaves)
         self._env = None
 
     def fits(self, leaves: list[Any]) -> bool:
-        """Whether inputs of the same key may be given to this trace."""
+        """True if inputs of the same key may be given to this trace."""
         return self._assumed is None or self._assumed.hold_for(leaves)
 
 
@@ -127,11 +127,11 @@ class AOTModule(nn.Module):
     def _call(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(state)
         result = torch.func.functional_call(self.orig_module, state, args, kwargs)
-        # functional_call leaves in the dictionary what the module has under these names after the call.
+        # After the call, the dictionary of functional_call has what the module holds under these names.
         for name, value in given.items():
             if state[name] is not value:
                 raise UnsupportedError(
-                    f"the module puts a new tensor in the place of its {name!r}, which a compiled forward cannot do.",
+                    f"the module replaces its {name!r} by a new tensor, which a compiled forward cannot do.",
                     fix=f"write into the old one: self.{name}.copy_(...); or use torch.compile with a ws_ backend.",
                 )
         return result
@@ -172,7 +172,7 @@ def _shapes_of(leaves: list[Any], dynamic: bool) -> tuple[Hashable, ...]:
 
 
 def _plain(value: Any, dynamic: bool) -> Hashable:
-    """What a trace knows of an argument that is no tensor. 0.0 equals -0.0, and a NaN not even itself."""
+    """The key of a non-tensor leaf. 0.0 equals -0.0, and NaN does not equal itself: floats are compared as text."""
     if isinstance(value, float):
         return type(value), repr(value)
     if dynamic and type(value) is int and value not in (0, 1):
@@ -181,7 +181,7 @@ def _plain(value: Any, dynamic: bool) -> Hashable:
 
 
 def pattern_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What has to be equal of two tensors for one trace: where sizes are 0 or 1, and the order of dense strides."""
+    """What two tensors must have in common for one trace: where sizes are 0 or 1, and the order of dense strides."""
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
     dense, step = True, 1
     for dim in order:
@@ -201,7 +201,7 @@ class AssumedSizes:
         self._held: tuple[int, list[int]] = (-1, [])
 
     def hold_for(self, leaves: Sequence[Any]) -> bool:
-        """Whether equal sizes are equal again, 0 and 1 are where they were, and all guards are true."""
+        """True if equal sizes are equal again, 0 and 1 are where they were, and all guards are true."""
         guards, sizes = shape_guards(self._env), _numbers(leaves)
         # Compiling the backward may add guards.
         if self._held != (len(guards), sizes):
@@ -217,7 +217,7 @@ class AssumedSizes:
                 return False
         symbols = symbols_by_value(self._env)
         values = {symbol: now[value] for value, symbol in symbols.items() if value in now}
-        # A guard on anything else than these symbols cannot be evaluated, and is not taken for true.
+        # A guard on other symbols cannot be evaluated, and counts as false.
         return all(guard.subs(values) == True for guard in guards)  # noqa: E712 (sympy's true)
 
 
@@ -227,7 +227,7 @@ def _numbers(leaves: Sequence[Any]) -> list[int]:
         if isinstance(leaf, Tensor):
             found += leaf.shape
         elif type(leaf) is int:
-            found.append(abs(leaf))  # a number below zero is minus a symbol
+            found.append(abs(leaf))  # a negative int is minus a symbol
     return found
 
 

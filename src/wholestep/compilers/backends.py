@@ -4,7 +4,7 @@
     torch.compile(model, backend="ws_fusion", options={"memory_budget": 0.3})
     torch.compile(model, backend=as_backend(draw_graph_compile("model")))
 
-A backend gets dynamo's graph, has AOTAutograd make forward and backward of it, and hands these to a compiler.
+A backend gets dynamo's graph, lets AOTAutograd build forward and backward from it, and hands these to a compiler.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def as_backend(fw_compiler: Compiler, bw_compiler: Compiler | None = None, **settings: Any) -> Backend:
-    """A `torch.compile` backend out of compilers for forward and backward; `settings` are those of `aot_function`."""
+    """A `torch.compile` backend from compilers for forward and backward; `settings` are those of `aot_function`."""
     both = {"fw_compiler": fw_compiler, "bw_compiler": bw_compiler or fw_compiler, **settings}
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Made anew for each graph: torch's wrapper wraps its own settings again at each call.
+        # A new wrapper for each graph: torch's wraps its own settings again at each call.
         made: Callable[..., Any] = aot_backend(**both)(gm, example_inputs)
         return made
 
@@ -54,13 +54,13 @@ def fusion_backend(
 
 
 def draw_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Draw forward and backward into the folder of dumps, and run them as they are."""
+    """Draw forward and backward into the folder of dumps, and run them unchanged."""
     forward, backward = (draw_graph_compile(f"{FOLDER}/{part}_{id(gm):x}") for part in ("forward", "backward"))
     return as_backend(forward, backward)(gm, example_inputs)
 
 
 def dump_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Dump joint, forward and backward graph into a folder of their own, and run them as they are."""
+    """Dump joint, forward and backward graph, each into its own folder, and run them unchanged."""
     return graph_dumper_aot(f"graph_{id(gm):x}", FOLDER)(gm, example_inputs)
 
 

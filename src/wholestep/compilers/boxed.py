@@ -1,8 +1,8 @@
-"""What every compiler here takes and gives back: a graph and its inputs, and a function in AOTAutograd's convention.
+"""What every compiler here takes and returns: a graph and its inputs, and a function in AOTAutograd's convention.
 
     compiled = nop(gm, inputs)
     compiled([a, b])         boxed: one list, which is emptied so that the inputs can be freed while the graph runs
-    compiled(a, b)           the same, for people
+    compiled(a, b)           the same, called directly
 
 A graph is an `fx.GraphModule` (a forward, a backward, any other) or a `StepGraph`.
 """

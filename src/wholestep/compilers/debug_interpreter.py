@@ -32,14 +32,14 @@ from wholestep.torch_private.pytrees import pytree
 
 _WRONG_METADATA = (
     "the operator's fake kernel, or the pass that last changed this node, is wrong; or the graph ran on inputs that it "
-    "was not made for."
+    "was not traced for."
 )
-_NO_NUMBER = "look at the values that this node reads; eager makes the same numbers of them."
+_NOT_FINITE = "look at the inputs of this node; eager computes the same from them."
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A node whose value is not what its metadata says."""
+    """A node whose value contradicts its metadata."""
 
     node: str
     statement: str
@@ -58,8 +58,8 @@ class DebugInterpreter(fx.Interpreter):
     `graph`: run this one with the module's attributes.
 
     `stop`: raise at the first mismatch; otherwise at the end of the run, with all of them. `raise_error=False` never
-    raises: they are in `mismatches` after the run. `check_nan` and `check_inf` also report nodes that make such numbers
-    out of arguments that had none.
+    raises: they are in `mismatches` after the run. `check_nan` and `check_inf` also report nodes that produce NaN or
+    inf from arguments without any.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class DebugInterpreter(fx.Interpreter):
         self.mismatches: list[Mismatch] = []
         self.symbols = SymbolValues()
         self._shifts: dict[int, list[tuple[int, Tensor]]] = {}
-        """How much further in their memory inputs start than when traced, which no guard forbids: by memory, with the
-        tensors, so that this memory is not given to another one during the run."""
+        """By how much storage offsets of inputs differ from those traced, which no guard forbids: by storage, with the
+        tensors, so that the storage is not reused during the run."""
         self._is_step = any(KEY in node.meta for node in self.graph.nodes)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class DebugInterpreter(fx.Interpreter):
         try:
             result = super().run(*args, **kwargs)
         except DebugError:
-            # Made anew: the interpreter writes its own account of the node under every error that passes.
+            # A new error: the interpreter appends its own note on the node to every error that passes.
             raise _error(self.mismatches, self.symbols) from None
         finally:
             self._shifts = {}
@@ -111,12 +111,13 @@ class DebugInterpreter(fx.Interpreter):
             if not is_known(n, difference):
                 self._report(n, difference)
         if self._is_step:
-            self._take_eagers_numbers(n, result)
+            self._use_in_place_result(n, result)
         return result
 
-    def _take_eagers_numbers(self, node: fx.Node, result: Any) -> None:
-        """Where eager ran an operator in place, what that one makes: some round differently from their functional
-        form. It is called on copies; the graph stays as people read it."""
+    def _use_in_place_result(self, node: fx.Node, result: Any) -> None:
+        """Where eager ran an operator in place, use its result: some round differently from their functional form.
+
+        It is called on copies; the graph stays functional."""
         op = node_meta(node).in_place
         if op is None or not isinstance(node.target, OpOverload) or draws(node):
             return
@@ -158,11 +159,11 @@ class DebugInterpreter(fx.Interpreter):
 
     def _shifts_of(self, node: fx.Node, wanted: Any, result: Any) -> list[int] | None:
         if node.target is torch.ops.aten.copy.default:
-            return None  # the kernel may keep the offset of what it replaces, in new memory; the fake one does not
+            return None  # the kernel may preserve the storage offset, in new memory; the fake kernel does not
         if isinstance(node.target, OpOverload) and not _is_fresh(node.target):
             args = [arg.meta.get("val") for arg in node.all_input_nodes]
             if schema_of(node.target).is_mutable or not any(shares_storage(fake, wanted) for fake in args):
-                return None  # metadata does not say where in which memory it is
+                return None  # metadata does not say which storage it is in
         if not self._shifts or not isinstance(result, Tensor) or not _is_strided(result):
             return [0]
         return [shift for shift, _ in self._shifts.get(storage_key(result), [])] + [0]
@@ -198,15 +199,15 @@ def _form(value: Any) -> Any:
 
 
 def _is_fresh(op: OpOverload) -> bool:
-    """Whether an operator's schema says that its results have memory of their own.
+    """True if an operator's schema says that its results have memory of their own.
 
-    What is composed of other operators does not keep to that: dropout gives its argument back outside of training.
+    Composite operators do not obey it: dropout returns its argument outside of training.
     """
     return not may_copy(op) and not any(each.alias_info is not None for each in schema_of(op).returns)
 
 
 def _numbers_in(args: Any) -> list[Tensor]:
-    """Numbers that are written in the graph: a mask that is filled with -inf is meant so."""
+    """Float constants in the graph: a mask that is filled with -inf is intended."""
     return [torch.tensor(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, float)]
 
 
@@ -224,12 +225,12 @@ def _error(mismatches: list[Mismatch], symbols: SymbolValues) -> DebugError:
     more = f"; {len(mismatches)} mismatches in all" if len(mismatches) > 1 else ""
     by_metadata = bool(first.difference.expected)
     error = DebugError(
-        f"the value of {first.node} {'is not what the graph says' if by_metadata else 'is no number'}: "
+        f"the value of {first.node} {'contradicts the metadata' if by_metadata else 'is not finite'}: "
         f"{first.difference}{bound}{more}.",
         node=first.statement,
         location=first.location,
         around=[str(each) for each in mismatches[1:20]],
-        fix=_WRONG_METADATA if by_metadata else _NO_NUMBER,
+        fix=_WRONG_METADATA if by_metadata else _NOT_FINITE,
     )
     error.mismatches = tuple(mismatches)
     return error

@@ -31,7 +31,7 @@ _DEFAULT = (
 
 
 def default_decompositions() -> dict[Any, Callable[..., Any]]:
-    """functorch's table: backwards of activations and a few others as simpler operators."""
+    """functorch's table: backwards of activations and a few others decomposed into simpler operators."""
     aten = torch.ops.aten
     operators = [getattr(aten, name) for name in _DEFAULT.split()]
     return decompositions_of([*operators, aten.masked_fill.Scalar, aten.masked_fill.Tensor])
@@ -71,21 +71,21 @@ def with_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"partition_fn": partition_within(budget, policy), **rest}
     if policy is not None:
         raise OptionError(
-            "policy= is given without memory_budget=.", fix="give a budget too; memory_budget=1.0 is widest."
+            "policy= is given without memory_budget=.", fix="give a budget too; memory_budget=1.0 is the largest."
         )
     return rest
 
 
 def memory_efficient_fusion(fn: Callable[..., Any], **kwargs: Any) -> Any:
-    """A function or module whose forward and backward are compiled with little kept between them.
+    """A function or module whose forward and backward are compiled with few saved activations between them.
 
     `kwargs` replace single settings of `aot_function`: fw_compiler, bw_compiler, inference_compiler, partition_fn,
-    decompositions. `memory_budget` and `policy` are those of `ws.compile`: what is kept is then our choice.
+    decompositions. With `memory_budget` and `policy`, those of `ws.compile`, `remat` decides what is saved.
     """
     kwargs = with_budget(kwargs)
     settings = {**fusion_settings(), **kwargs}
     if "fw_compiler" in kwargs:
-        # As in torch, one compiler that is given does all; Inductor's operators are then not asked for either.
+        # As in torch, a given compiler replaces all of Inductor, with its decompositions.
         settings["bw_compiler"] = kwargs.get("bw_compiler", kwargs["fw_compiler"])
         settings["inference_compiler"] = kwargs.get("inference_compiler", kwargs["fw_compiler"])
         settings["decompositions"] = kwargs.get("decompositions", default_decompositions())
@@ -93,6 +93,6 @@ def memory_efficient_fusion(fn: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], part: str) -> Compiled:
-    # Inductor changes the graph that it is given.
+    # Inductor mutates the graph that it is given.
     compiled = compile_inductor(copy_graph_module(gm), list(inputs), _SETTINGS, part)
     return boxed(lambda *args: compiled(list(args)))

@@ -26,7 +26,7 @@ from torch import fx, nn
 from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
 from wholestep.compilers.run_unchanged import nop
 from wholestep.errors import DumpError, OptionError
-from wholestep.ir.io.dump import GraphDump, new_folder, read_json, write_whole
+from wholestep.ir.io.dump import GraphDump, new_folder, read_json, write_atomically
 from wholestep.ir.origin import plain_path
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import aot_simplified, default_partition, graph_being_compiled
@@ -38,29 +38,29 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
 
 
 def graph_dumper_aot(current_name: str, folder_name: str, dump_example_input: bool = False) -> GraphDumper:
-    """A `torch.compile` backend that dumps the graphs of forward, backward and both joined, and runs them as they are.
+    """A `torch.compile` backend that dumps the forward, backward and joint graphs, and runs them unchanged.
 
-    `dump_example_input`: keep the values of the inputs too, not only what they look like.
+    `dump_example_input`: save the values of the inputs too, not only their layout.
     """
     return GraphDumper(current_name, folder_name, dump_example_input)
 
 
 class GraphDumper:
-    """The dumper of one name. Called as a backend, it does all; its methods are AOTAutograd's single hooks."""
+    """The dumper of one name: a backend; `hooks` are the callbacks for AOTAutograd."""
 
     def __init__(self, name: str, folder: str | Path, keep_values: bool = False) -> None:
         if not _NAME.fullmatch(name) or ".." in name:
             raise OptionError(f"{name!r} cannot be the name of a folder.", fix="use letters, digits, _, - and dots.")
         self.name = name
         self.folder = Path(folder) / name
-        self._keep_values = keep_values
+        self._save_values = keep_values
         self._index: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._numbers = 0
         self.__name__ = f"graph_dumper_{name}"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend: dump what AOTAutograd makes of a graph of dynamo's."""
+        """The backend: dump what AOTAutograd builds from a graph of dynamo."""
         traced = _DumpedTrace(self, _names_of_inputs(gm))
         return aot_simplified(
             gm,
@@ -105,17 +105,17 @@ class GraphDumper:
             }
             self._index.append(entry)
             document = {"format": INDEX_FORMAT, "version": INDEX_VERSION, "graphs": self._index}
-            write_whole(self.folder / "index.json", json.dumps(document, indent=1) + "\n")
+            write_atomically(self.folder / "index.json", json.dumps(document, indent=1) + "\n")
         return found
 
     @property
-    def keeps_values(self) -> bool:
-        """Whether the values of inputs are written."""
-        return self._keep_values
+    def saves_values(self) -> bool:
+        """True if the values of inputs are written."""
+        return self._save_values
 
 
 class _DumpedTrace:
-    """One trace: its graphs have one number, and placeholders that mean the same have the same name in all of them."""
+    """One trace: its graphs have one number, and corresponding placeholders have the same user name in all of them."""
 
     def __init__(self, dumper: GraphDumper, inputs: list[str]) -> None:
         self._dumper = dumper
@@ -126,7 +126,7 @@ class _DumpedTrace:
         self._joint: GraphDump | None = None
 
     def partition_fn(self, joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
-        """Dump the joint graph, then cut it as torch does by default."""
+        """Dump the joint graph, then partition it as torch does by default."""
         self._number = self._dumper.number()
         self._name(joint)
         self._joint = self._dumper.dump(joint, _flat(inputs), "joint", self._number, self._names)
@@ -147,7 +147,7 @@ class _DumpedTrace:
         return self._run(gm, inputs, "backward")
 
     def _name(self, gm: fx.GraphModule) -> None:
-        """Names of placeholders. AOTAutograd numbers the inputs of its caller; some may be left out or added."""
+        """Names of placeholders. AOTAutograd numbers the inputs of its caller; some may be missing or added."""
         for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             number = input_source(node)
             number = place if number is None else number
@@ -157,14 +157,14 @@ class _DumpedTrace:
                 self._names[node.name] = self._inputs[number]
 
     def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> Compiled:
-        if self._number is None:  # a caller that has a partitioner of its own
+        if self._number is None:  # the caller has its own partitioner
             self._number = self._dumper.number()
             self._name(gm)
         dump = self._dumper.dump(gm, inputs, kind, self._number, self._names)
 
         def run(*args: Any) -> Any:
             if not dump.complete:
-                (dump.add_values if self._dumper.keeps_values else dump.add_ranges)(args)
+                (dump.add_values if self._dumper.saves_values else dump.add_ranges)(args)
                 if self._joint is not None:
                     self._joint.take_ranges(dump)
             return gm(*args)
@@ -173,20 +173,20 @@ class _DumpedTrace:
 
 
 def read_index(folder: str | Path) -> list[Path]:
-    """The folders that an index lists, each inside of its own; `read_dump` reads them."""
+    """The folders that an index lists, all inside of `folder`; `read_dump` reads them."""
     parent = Path(folder)
     listed = read_json(parent / "index.json", INDEX_FORMAT, INDEX_VERSION).get("graphs")
     found = []
     for entry in listed if isinstance(listed, list) else [None]:
         name = entry.get("folder") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or (parent / name).is_symlink():
-            raise DumpError(f"index.json names a folder that is not inside of its own: {str(name)[:60]!r}.")
+            raise DumpError(f"index.json names a folder outside of its own: {str(name)[:60]!r}.")
         found.append(parent / name)
     return found
 
 
 def _names_of_inputs(gm: Any) -> list[str]:
-    """What the user calls the inputs of a graph of dynamo's: parameters that it holds come first, then placeholders."""
+    """The user's names of the inputs of a dynamo graph: parameters that it holds come first, then placeholders."""
     held = [name for name, _ in (*gm.named_parameters(), *gm.named_buffers())]
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     return [plain_path(name) for name in held] + [plain_path(dynamo_source(node)) for node in placeholders]
@@ -211,7 +211,7 @@ def debug_compile(
     name: str = "",
     compiler: Compiler = nop,
 ) -> Compiled:
-    """Dump the graph into a new folder under `folder`, say where, and run what `compiler` makes of it.
+    """Dump the graph into a new folder under `folder`, print where, and run what `compiler` returns for it.
 
     `name` starts the folder's name; by default it is AOTAutograd's name of the graph (`model__0_forward_1`).
     """

@@ -31,7 +31,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class MetadataDifference:
     """What metadata says and what a run found. `which`: the place of the value where a node has several.
 
-    `expected` is empty where the value itself is what is wrong, and not what is said of it.
+    `expected` is empty where the value itself is wrong, whatever its metadata.
     """
 
     what: str
@@ -55,9 +55,9 @@ def differences(
 ) -> Iterator[MetadataDifference]:
     """All differences between the metadata and the value of a node.
 
-    `shifts`: how much further into its memory the value may start than metadata says; None where it is not
-    compared. `plain_numbers`: whether numbers that are not symbolic are promises; a StepGraph has those of its first
-    run. `skip`: places of values not to look at.
+    `shifts`: by how much the storage offset may exceed that of the metadata; None where it is not compared.
+    `plain_numbers`: True if scalars that are not symbolic are constants; a StepGraph has those of its first run.
+    `skip`: indices of values that are not compared.
     """
     wanted_leaves, found_leaves = pytree.tree_leaves(wanted), pytree.tree_leaves(found)
     if len(wanted_leaves) != len(found_leaves):
@@ -136,7 +136,7 @@ def _of_memory(
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether memory of these sizes and strides is one block in order; dimensions of one element do not count."""
+    """True if memory of these sizes and strides is one block in order; dimensions of one element do not count."""
     expected = 1
     for length, step in zip(reversed(size), reversed(stride), strict=True):
         if length != 1:
@@ -147,7 +147,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:
-    """`cuda` and `cuda:0` are the same where only one of them has a number."""
+    """True for `cuda` and `cuda:0`: only one of them has an index."""
     numbers: set[int | None] = {one.index, other.index}
     return one.type == other.type and None in numbers
 
@@ -158,22 +158,22 @@ def _shown(wanted: Any, value: Any) -> str:
 
 
 class SymbolValues:
-    """Numbers by symbol, for one run of a graph."""
+    """Values by symbol, for one run of a graph."""
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
         self._known: dict[Any, Any] = {}
 
     def expected(self, wanted: Any, found: int | float | bool) -> Any:
-        """The number that `wanted` (a number or symbolic number) is in this run; None where it cannot be known yet.
+        """The value of `wanted` (a plain or symbolic scalar) in this run; None where it is not known yet.
 
-        `found` is what the run has there: a symbol that nothing has bound yet takes it.
+        `found` is the value of the run: an unbound symbol is bound to it.
         """
         node = getattr(wanted, "node", None)
         if node is None:
             return wanted
         expr = getattr(node, "expr", None)
-        if expr is None:  # a number of our own capture: it stands for an input, not for an expression
+        if expr is None:  # a symbolic scalar of our own capture: an input, not an expression
             return None
         if expr.is_Symbol and expr not in self.values:
             self.values[expr] = found
@@ -190,7 +190,7 @@ class SymbolValues:
         return known
 
     def out_of_range(self, wanted: Any, found: int | float | bool) -> str:
-        """Why a number cannot be what a symbol stands for: its range in the ShapeEnv; "" if it can."""
+        """Why a value cannot be that of a symbol: its range in the ShapeEnv; "" if it can."""
         node = getattr(wanted, "node", None)
         expr, env = getattr(node, "expr", None), getattr(node, "shape_env", None)
         if env is None or not getattr(expr, "is_Symbol", False) or isinstance(found, bool | float):
@@ -222,8 +222,8 @@ _WORKSPACES: dict[Any, tuple[int, ...]] = {
     aten._scaled_dot_product_flash_attention.default: (6, 7),
     aten._scaled_dot_product_cudnn_attention.default: (6, 7),
 }
-"""Results that only the operator's own backward reads, and whose size the fake kernels do not know; of attention on a
-GPU the seed and the offset of its dropout, which are on the CPU unless kernels are being recorded."""
+"""Results that only the operator's own backward reads, and whose size the fake kernels do not know; for attention on a
+GPU the seed and the offset of its dropout, which are on the CPU except under CUDA graph capture."""
 
 _NORMS = (
     aten.native_layer_norm.default,
@@ -235,7 +235,7 @@ _NORMS = (
     aten._native_batch_norm_legit_no_training.default,
 )
 _STATISTICS = {1: "mean", 2: "deviation"}
-"""Of half-precision inputs with float32 weights (autocast) kernels on the CPU keep these in float32."""
+"""For half-precision inputs with float32 weights (autocast), CPU kernels return these in float32."""
 
 _UNSAFE = (
     aten.unsafe_split.Tensor,
@@ -243,7 +243,7 @@ _UNSAFE = (
     aten.unsafe_chunk.default,
     aten._unsafe_view.default,
 )
-"""Views that say they are none, so that autograd lets them be written (cells of recurrent networks use them)."""
+"""Views whose schema says they are not, so that autograd permits writes (cells of recurrent networks use them)."""
 
 
 _BACKWARDS = (
@@ -254,7 +254,7 @@ _BACKWARDS = (
 
 
 def unknown_places(node: fx.Node) -> tuple[int, ...]:
-    """Places of results of a node that metadata knows nothing about."""
+    """Indices of results of a node whose metadata is unknown."""
     source, index = _part_of(node)
     if source is not None:
         return (0,) if index in _WORKSPACES.get(source.target, ()) else ()
@@ -262,9 +262,9 @@ def unknown_places(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_known(node: fx.Node, difference: MetadataDifference) -> bool:
-    """Whether a difference is one that torch has everywhere."""
+    """True if a difference is a known fault of torch's fake kernels."""
     if node.op == "placeholder" and difference.what == "device":
-        # A seed that a forward kept, on its way to the backward.
+        # A seed that the forward saved for the backward.
         return bool(node.users) and all(user.target in _BACKWARDS for user in node.users) and _is_small_integer(node)
     if difference.what in ("memory", "offset"):
         source, _ = _part_of(node)
@@ -283,6 +283,6 @@ def _is_small_integer(node: fx.Node) -> bool:
 
 
 def _part_of(node: fx.Node) -> tuple[fx.Node | None, Any]:
-    """The node with several results that a node takes one of, and which."""
+    """The producer of a `getitem` node, and the index."""
     source, index = (*node.args, None, None)[:2]
     return (source, index) if node.target is operator.getitem and isinstance(source, fx.Node) else (None, None)

@@ -20,12 +20,12 @@ from wholestep.ir.step_graph import StepGraph
 
 
 def nop(fx_g: fx.GraphModule | StepGraph, _: Sequence[Any] = ()) -> Compiled:
-    """Run the graph operator by operator; what differs from eager is then not the compiler's doing."""
+    """Run the graph operator by operator; a difference from eager is then not the fault of a compiler."""
     return boxed(graph_module(fx_g))
 
 
 def print_compile(fx_g: fx.GraphModule | StepGraph, _: Sequence[Any] = ()) -> Compiled:
-    """Print the graph as Python with shapes and the user's lines, then run it as it is."""
+    """Print the graph as Python with shapes and the user's lines, then run it unchanged."""
     if isinstance(fx_g, StepGraph):
         fx_g.print_readable()
     else:

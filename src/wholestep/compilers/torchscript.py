@@ -1,8 +1,7 @@
 """TorchScript as the compiler of a graph: `ts_compile` with its optimizations, `simple_ts_compile` without, `nnc_jit`.
 
-TorchScript resolves overloads by itself and knows types only from annotations, so a copy of the graph is made ready for
-it: overloads are taken off, numbers among the inputs are annotated, devices become text. The graph that was given
-stays as it is.
+TorchScript resolves overloads itself and knows types only from annotations, so a copy of the graph is prepared for it:
+overloads are removed, scalar inputs are annotated, devices become strings. The given graph is not changed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LIKE_EAGER = {
     aten.sym_numel.default: aten.numel,
     aten.sym_storage_offset.default: aten.storage_offset,
 }
-"""Operators that give symbolic numbers; TorchScript has only plain ones."""
+"""Operators that return symbolic scalars; TorchScript has only plain ones."""
 
 
 def ts_compile(fx_g: fx.GraphModule | StepGraph, inps: Sequence[Any] = ()) -> Compiled:
@@ -46,7 +45,7 @@ def ts_compile(fx_g: fx.GraphModule | StepGraph, inps: Sequence[Any] = ()) -> Co
 
 
 def simple_ts_compile(fx_g: fx.GraphModule | StepGraph, inps: Sequence[Any] = ()) -> Compiled:
-    """Script the graph and freeze it, with nothing else done to it."""
+    """Script the graph and freeze it, without further optimization."""
     with jit_without_autocast(), without_modes():
         frozen = torch.jit.freeze(_scripted(graph_module(fx_g), inps).eval())
     return boxed(_plain_call(frozen))
@@ -66,9 +65,9 @@ def _plain_call(scripted: Any) -> Callable[..., Any]:
 
 
 def _scripted(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    ready = _made_ready(gm, inputs)
+    ready = _prepared(gm, inputs)
     try:
-        # AOTAutograd compiles inside of a fake mode, and TorchScript looks at real constants.
+        # AOTAutograd compiles inside of a fake mode, and TorchScript reads real constants.
         with without_modes():
             return torch.jit.script(ready)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -78,25 +77,25 @@ def _scripted(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         ) from error
 
 
-def _made_ready(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def _prepared(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     ready = copy_graph_module(gm)
     ready.graph.set_codegen(CodeGen())
     number = 0
     for node in ready.graph.nodes:
-        node.type = None  # as the user wrote it, perhaps as text; TorchScript would look it up
+        node.type = None  # the user's annotation, perhaps a string; TorchScript would resolve it
         if node.op == "placeholder":
             value = inputs[number] if number < len(inputs) else node.meta.get("val")
             node.type = _annotation(value, node.meta.get("val"))
             number += 1
         elif node.op == "call_function":
-            _make_call_ready(node)
+            _prepare_call(node)
         elif node.op == "output" and isinstance(node.args[0], list):
             node.args = (tuple(node.args[0]),)
     ready.recompile()
     return ready
 
 
-def _make_call_ready(node: fx.Node) -> None:
+def _prepare_call(node: fx.Node) -> None:
     node.kwargs = {key: str(arg) if isinstance(arg, torch.device) else arg for key, arg in node.kwargs.items()}
     target = node.target
     if target in _LIKE_EAGER:

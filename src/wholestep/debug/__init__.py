@@ -1,4 +1,4 @@
-"""Find the node that is wrong: make a failing graph small, compare two versions, search the way of a step."""
+"""Find the node that is wrong: minimise a failing graph, compare two versions, bisect the stages of a step."""
 
 from wholestep.debug.bisect import Found, bisect
 from wholestep.debug.check.findings import Finding, Status

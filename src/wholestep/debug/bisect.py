@@ -62,10 +62,10 @@ def bisect(
     minimise: bool = True,
     quiet: bool = False,
 ) -> Found:
-    """Find out where a compiled step goes wrong on a call; prints and returns it.
+    """Find the stage and node at which a compiled step goes wrong on a call; prints and returns it.
 
-    Nothing of the user's changes. `folder`: for the minimised repro (`minimise=False`: none is made). `timeout`:
-    seconds for each question. With a plan, call it on all ranks.
+    No object of the user changes. `folder`: for the minimised repro (`minimise=False`: none is written). `timeout`:
+    seconds for each check. With a plan, call it on all ranks.
     """
     options = options_of(step)
     if options is None:
@@ -108,7 +108,7 @@ class _Bisect:
         self._right: list[str] = []
 
     def run(self) -> Found:
-        """Walk the way of the step, and stop at what is wrong."""
+        """Check stage after stage, and stop at the first that is wrong."""
         found = self._capture() or self._passes() or self._lowering() or self._guard()
         return found or self._found("nothing", checks.RIGHT)
 
@@ -117,7 +117,7 @@ class _Bisect:
         return Found(stage, guard_key=self._key, right=tuple(self._right), **{**known, **more})
 
     def _ask(self, question: Callable[[Note], Verdict]) -> Verdict:
-        """An answer of this rank. A process that dies of the question has said at which node it was."""
+        """The verdict of this rank. A process that dies in a check has recorded at which node it was."""
         at = self._folder / "at.json"
         at.unlink(missing_ok=True)
 
@@ -131,7 +131,7 @@ class _Bisect:
         return {**known, "what": f"the process {answer}"}
 
     def _agree(self, verdict: Verdict, order: Sequence[str]) -> Verdict:
-        """The verdict for all ranks: wrong if it is on one, with the node that comes first on any."""
+        """The verdict for all ranks: wrong if it is wrong on one, with the first wrong node of any rank."""
         if self.ranks.size == 1:
             return verdict
         if not self.ranks.any(bool(verdict["wrong"])):
@@ -219,7 +219,7 @@ class _Bisect:
         return None
 
     def _shrink(self, graph: StepGraph, predicate: Any, *, shapes: bool = True) -> Path | None:
-        """The repro of a graph that fails; None where it does not fail by itself, or on this rank."""
+        """The repro of a graph that fails; None where it does not fail alone, or not on this rank."""
         if not self._minimise:
             return None
         try:
@@ -258,7 +258,7 @@ class _Bisect:
         except MinifyError as error:
             self._right.append(f"(no repro: {error.what})")
             return None
-        # One of several results is taken by a node of its own, which cannot be wrong.
+        # `getitem` takes one of several results, and cannot be wrong.
         calls = [n for n in found.gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         return found.repro_path, calls[-1].name if calls else ""
 
@@ -278,10 +278,10 @@ def _kept_graph(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 @dataclass(frozen=True)
 class Found:
-    """Where a step goes wrong. False if nothing was found."""
+    """Where a step goes wrong; falsy if nothing was found."""
 
     stage: str
-    """nothing, eager, capture, pass, lowering or guard: the first part of the way that is wrong."""
+    """nothing, eager, capture, pass, lowering or guard: the first stage that is wrong."""
     what: str = ""
     node: str = ""
     """The node that is wrong."""
@@ -290,12 +290,12 @@ class Found:
     was: str = ""
     """What it was before the pass that is wrong, if that is another text."""
     guard_key: int | None = None
-    """Which of `step.graphs` the call would run; None: it would be captured anew."""
+    """Which of `step.graphs` the call would run; None: it would be captured."""
     pass_name: str = ""
     region: str = ""
     repro_path: Path | None = None
     right: tuple[str, ...] = field(default=())
-    """What was looked at and is right."""
+    """What was checked and is right."""
 
     def __bool__(self) -> bool:
         return self.stage != "nothing"
@@ -326,7 +326,7 @@ class Together:
         self.rank = dist.get_rank() if self.size > 1 else 0
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on some rank."""
+        """True if it is so on some rank."""
         return self.first(0 if flag else None) is not None
 
     def first(self, place: int | None) -> int | None:
@@ -364,7 +364,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class PassIsWrong:
-    """A pass changes what a graph computes, breaks a rule, or raises: whichever it did on the whole graph."""
+    """A pass changes what a graph computes, fails verification, or raises: whichever it did on the whole graph."""
 
     def __init__(self, bound: BoundPass, kind: str, level: int) -> None:
         self._bound = bound
@@ -372,7 +372,7 @@ class PassIsWrong:
         self._level = level
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> bool:
-        """Whether the pass is wrong on this graph too."""
+        """True if the pass is wrong on this graph too."""
         after, bound = _copy(gm), self._bound
         by_value = self._kind in ("value", "died")
         level = 0 if by_value else self._level
@@ -399,28 +399,28 @@ class PassIsWrong:
 
 
 class MetaIsWrong:
-    """Some node gives another shape or dtype than its metadata say, or raises."""
+    """Some node has another shape or dtype than its metadata says, or raises."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> bool:
-        """Whether this graph does too."""
+        """True if this graph does too."""
         found = judge_meta(gm, inputs)
         return bool(found["wrong"]) and found["kind"] == self._kind
 
 
 class LowersWrong:
-    """A graph computes something else when it is compiled."""
+    """A graph computes other values when it is compiled."""
 
     def __init__(self, options: LowerOptions) -> None:
         self._options = LowerOptions(1, True, options.remat, options.config)
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> bool:
-        """Whether this graph does."""
+        """True if this graph does."""
         lowered = partial_lower(_copy(gm), options=self._options)
         versions = Version("graph", gm, tuple(inputs)), Version("lowered", lowered, tuple(inputs))
-        with torch.no_grad():  # regions run compiled only where nobody wants gradients
+        with torch.no_grad():  # regions run compiled only where autograd does not record
             return compare_versions(*versions, "reassociates").first is not None
 
     def script(self) -> tuple[str, str]:

@@ -1,11 +1,11 @@
-"""The questions of a search along the way of a step; each is answered in a process of its own, by data.
+"""The checks of `bisect`, one for each stage; each runs in its own process and returns plain data.
 
-meta        does every node give what its metadata say?
+meta        does every node return what its metadata says?
 eager       does the captured graph compute what the function computes?
 passes      is the graph right after the first k passes: verified, and with the results that it had?
 one pass    which node differs across it, or breaks a rule?
 lowering    which node of the lowered graph differs, and in which region?
-guard       does the graph that was captured earlier compute what one for this call computes?
+guard       does the graph of an earlier call compute what one captured for this call computes?
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NAME = re.compile(r"%?([A-Za-z_]\w*)")
 
 
 def wrong(what: str, node: str = "", text: str = "", *, kind: str = "value", region: str = "") -> Verdict:
-    """A verdict against something."""
+    """The verdict on what is wrong."""
     return {"wrong": True, "what": what, "node": node, "text": text, "kind": kind, "region": region}
 
 
 def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any], note: Note | None = None) -> Verdict:
-    """The first node whose real value has another dtype, size or stride than its metadata say, or that raises."""
+    """The first node whose real value has another dtype, size or stride than its metadata says, or that raises."""
     seen: list[Verdict] = []
     symbols = SymbolValues()
 
@@ -66,14 +66,14 @@ def meta_apart(node: fx.Node, value: Any, symbols: SymbolValues) -> str:
     if said is None or value is None:
         return ""
     found = list(differences(said, value, symbols, shifts=None, plain_numbers=False, skip=unknown_places(node)))
-    # Graphs with collectives run on the CPU wherever they belong, where kernels may choose other strides.
+    # Graphs with collectives run on the CPU whatever their device, and its kernels may choose other strides.
     moved = any(each.what == "device" for each in found)
     other = ("device", "stride", "contiguity") if moved else ()
     return next((str(each) for each in found if each.what not in other and not is_known(node, each)), "")
 
 
 def judge_eager(call: CapturedCall, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
-    """Run the function itself, on the user's own objects: for a process that nobody needs any more."""
+    """Run the function itself, on the user's own objects: for a process that ends afterwards."""
     captured = call.captured
     left: list[Any] = []
     outputs = run_nodes(call.step_graph.gm, call.inputs, lambda node, value: True, left)
@@ -102,7 +102,7 @@ def judge_eager(call: CapturedCall, fn: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def judge_passes(base: StepGraph, inputs: Sequence[Any], passes: Sequence[BoundPass], level: int) -> Verdict:
-    """Whether a graph is right after some passes. What a pass may change is the measure for those behind it."""
+    """Check a graph after some passes. The result of a pass that may change values is the reference for later ones."""
     try:
         graph = with_passes(base, passes, level)
     except WholestepError as error:
@@ -118,7 +118,7 @@ def judge_passes(base: StepGraph, inputs: Sequence[Any], passes: Sequence[BoundP
 def judge_one_pass(
     before: StepGraph, inputs: Sequence[Any], bound: BoundPass, level: int, note: Note | None = None
 ) -> Verdict:
-    """What one pass does wrong: by values first, since they name the node itself; then by the rules."""
+    """What one pass does wrong: by values first, since they name the node; then by the verifier."""
     after = before.copy()
     numerics = bound.graph_pass.contract.numerics
     try:
@@ -140,7 +140,7 @@ def judge_one_pass(
 
 
 def _with_texts(found: Verdict, before: fx.Graph, after: fx.Graph) -> Verdict:
-    """The node as the pass left it, and as it was: a reader of what the pass removed or put in says so itself."""
+    """The node after the pass and before it: a user of a node that the pass removed or inserted shows that itself."""
     was, now = (
         next((format_node(node) for node in graph.nodes if node.name == found["node"]), "") for graph in (before, after)
     )
@@ -162,7 +162,7 @@ def judge_lowering(call: CapturedCall, graph: StepGraph, options: Options, note:
 
 
 def judge_guard(kept: StepGraph, fresh: StepGraph, inputs: Sequence[Any]) -> Verdict:
-    """Whether a graph of an earlier call is right for this one."""
+    """True if a graph of an earlier call is right for this one."""
     names = [[node.name for node in graph.gm.graph.find_nodes(op="placeholder")] for graph in (kept, fresh)]
     if names[0] != names[1]:
         return wrong("the graph that was captured earlier has other inputs than one for this call", kind="guard")
@@ -191,7 +191,7 @@ def _edges(gm: fx.GraphModule, region: str) -> tuple[list[str], list[str]]:
 
 
 def describe(node: fx.Node) -> Verdict:
-    """What is said of a node before it runs, for the case that nothing can be said after."""
+    """The verdict that is recorded before a node runs, in case the process does not survive it."""
     region = str(node.target) if node.op == "call_module" else ""
     found = wrong("", "" if region else node.name, format_node(node), kind="died", region=region)
     if region:
@@ -200,12 +200,12 @@ def describe(node: fx.Node) -> Verdict:
 
 
 def of_comparison(found: Comparison) -> Verdict:
-    """What a comparison says."""
+    """The verdict of a comparison."""
     first = found.first
     if first is None:
         return dict(RIGHT)
     kind = "raised" if first.gap.kind == "raised" else "value"
-    # A single new node is what makes the value that differs: the fault is in it, not in its reader.
+    # A single new node computes the value that differs: the fault is in it, not in its user.
     node = first.new[0] if len(first.new) == 1 and kind == "value" else first.node
     return wrong(str(first.gap), node, first.text if node == first.node else "", kind=kind)
 

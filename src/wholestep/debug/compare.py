@@ -60,15 +60,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. False if nothing differs."""
+    """The result of a comparison; falsy if nothing differs."""
 
     first: Difference | None
     compared: int
-    """Nodes whose values were held against each other."""
+    """How many nodes were compared."""
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     numerics: Numerics
-    """The contract: exact, or sums in another order."""
+    """The contract: exact, or reassociates."""
     labels: tuple[str, str]
 
     def __bool__(self) -> bool:
@@ -99,7 +99,7 @@ def compare(
 ) -> Comparison:
     """Run two versions node by node and print the first that differs; returns what was found.
 
-    `numerics`: what is allowed; by default what the passes promise that only one of the two went through, and
+    `numerics`: what is allowed; by default the contract of passes that only one of the two went through, and
     "reassociates" for compiled regions.
     """
     if numerics is not None and numerics not in _NUMERICS:
@@ -117,7 +117,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     wanted = set(pairs.values())
     first = _seen(a, a.inputs, wanted)
     values = first.values
-    # What rounding errors of the inputs change, sums in another order may change too.
+    # Reassociated sums may change as much as rounding errors of the inputs do.
     nudge = _seen(a, nudged(list(a.inputs)), wanted) if numerics != "exact" else _Seen({}, {}, {})
     noise = nudge.values
     seen: list[Difference] = []
@@ -155,12 +155,12 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
 
 @dataclass(frozen=True)
 class _Seen:
-    """Values by name, as each was when it was made, and what became of the inputs; of a graph that raises, a part."""
+    """Values by name, as they were computed, and the inputs after the run; partial if the graph raises."""
 
     values: dict[str, Any]
     left: dict[str, Any]
     eps: dict[str, float]
-    """The rounding error of the coarsest type that a value was computed in."""
+    """The rounding error of the coarsest dtype on the way to a value."""
 
 
 def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
@@ -185,8 +185,8 @@ def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
 def _state_apart(
     before: _Seen, noise: dict[str, Any], b: Version, left: list[Any], numerics: Numerics
 ) -> list[Difference]:
-    """Inputs that the two versions leave with other contents. A compiled region writes without a node that shows it."""
-    coarsest = max(before.eps.values(), default=0.0)  # who wrote an input is not followed
+    """Inputs that the two versions leave with different contents: a compiled region writes without a node."""
+    coarsest = max(before.eps.values(), default=0.0)  # which node wrote an input is not tracked
     for node, value in zip(b.gm.graph.find_nodes(op="placeholder"), left, strict=True):
         if node.name in before.left:
             gap = gap_between(before.left[node.name], value, noise.get(node.name), numerics, coarsest)
@@ -212,7 +212,7 @@ def _difference(node: fx.Node, counterpart: str, gap: Gap, pairs: dict[str, str]
 
 
 _MOST_ALIGNED = 5000
-"""Aligning takes time that grows with the square; larger graphs correspond by name."""
+"""Alignment is quadratic; larger graphs correspond by name."""
 
 
 def by_name(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
@@ -241,7 +241,7 @@ def by_order(a: fx.Graph, b: fx.Graph) -> dict[str, str]:
     for tag, start, stop, first, last in matcher.get_opcodes():
         if tag == "equal" or (tag == "replace" and stop - start == last - first):
             for old, new in zip(there[start:stop], here[first:last], strict=True):
-                # An operator with another number in it is the same one, changed.
+                # The same operator with another constant argument corresponds.
                 if _kind(old) == _kind(new):
                     pairs[new.name] = old.name
     return pairs

@@ -1,6 +1,6 @@
-"""Run a graph node by node, on copies, while somebody looks at every value; the other ranks are computed.
+"""Run a graph node by node, on copies, with a callback for every value; other ranks are simulated.
 
-Nothing of the user's is written: inputs are copied, the random state and the constants of the graph are put back.
+No object of the user is written: inputs are copied, RNG states and constants of the graph are restored.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class NodeRaised(Exception):  # noqa: N818 (it carries an error)
         self.error = error
 
 
-class _Enough(Exception):  # noqa: N818 (it is no error)
-    """Nobody wants to see more."""
+class _Enough(Exception):  # noqa: N818 (not an error)
+    """The callback ended the run."""
 
 
 def run_nodes(
@@ -50,9 +50,9 @@ def run_nodes(
     left: list[Any] | None = None,
     note: Note | None = None,
 ) -> Any:
-    """Run a graph and show every value to `look`; the results, or None if it said that it has seen enough.
+    """Run a graph and call `look` with every value; the results, or None if `look` ended the run.
 
-    `left` is filled with what became of the copies of the inputs. `note` is told of each node before it runs.
+    `left` is filled with the copies of the inputs as the run left them. `note` is called with each node before it runs.
     """
     pretends = any(node.op == "call_function" and is_communication(node.target) for node in gm.graph.nodes)
     runner = (_SimulatedRanksRunner if pretends else _PlainRunner)(gm)
@@ -70,7 +70,7 @@ def run_nodes(
 
 
 def _is_empty(target: Any) -> bool:
-    """Whether an operator gives memory as it finds it."""
+    """True if an operator returns uninitialised memory."""
     return isinstance(target, OpOverload) and op_name(target).split(".")[0] in _EMPTY
 
 
@@ -88,18 +88,18 @@ class _Looking(fx.Interpreter):
         except Exception as error:
             raise NodeRaised(n, error) from error
         if n.op == "call_function" and _is_empty(n.target):
-            value.zero_()  # whatever lay there differs from run to run, and is no difference
+            value.zero_()  # uninitialised memory differs from run to run
         if n.op != "output" and not self.look(n, value):
             raise _Enough
         return value
 
 
 class _PlainRunner(_Looking):
-    """As the graph is."""
+    """Collectives, if any, are real."""
 
 
 class _SimulatedRanksRunner(_Looking, PretendRanks):
-    """With collectives that no other process takes part in."""
+    """Collectives are simulated: no other process takes part."""
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a person calls a version of a step (a function, a compiled step, a StepGraph, a graph module) as a graph.
+"""A version of a step (a function, a compiled step, a StepGraph, a graph module) as a graph with its inputs.
 
-Steps are captured anew for the arguments of one call, which changes nothing; inputs are read from the user's objects.
+Steps are captured again for the arguments of one call, which changes no state; inputs are read from the user's objects.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Version:
     """What was captured, where that is known."""
 
     def has_names_of(self, other: Version) -> bool:
-        """Whether a name is the same node in both: unless they are captures of two functions."""
+        """True if a name is the same node in both: unless they are captures of two functions."""
         is_known = self.function is not None and other.function is not None
         return not is_known or self.lowered or other.lowered or self.function == other.function
 
     def contract_with(self, other: Version) -> Numerics:
-        """What may differ between two versions: the least strict promise of what only one of them went through."""
+        """What may differ between two versions: the least strict contract of passes that only one of them had."""
         if self.lowered or other.lowered:
             return "reassociates"
         names = [{contract.name for contract in version.contracts} for version in (self, other)]
@@ -88,7 +88,7 @@ def capture_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
 
 
 def with_passes(step_graph: StepGraph, passes: Sequence[BoundPass], level: int) -> StepGraph:
-    """A copy of a graph after some passes, each verified at a level whatever it says of itself."""
+    """A copy of a graph after some passes, each verified at the given level."""
     made = step_graph.copy()
     run_passes(made, [replace(bound, verify=level) for bound in passes], level=level)
     return made
@@ -137,7 +137,7 @@ def _of_step(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plans: li
     options = options_of(step)
     if options is None and not callable(step):
         raise BisectError(
-            f"a {type(step).__name__} is no version of a step.",
+            f"a {type(step).__name__} is not a version of a step.",
             fix="give a function, a compiled step, a StepGraph or a graph module.",
         )
     fn = getattr(step, "__wholestep_function__", step)
@@ -182,12 +182,12 @@ def _with_inputs(given: StepGraph | fx.GraphModule, by_name: dict[str, Any]) -> 
 
 
 def _same_inputs(a: Version, b: Version) -> tuple[Version, Version]:
-    """Raise unless the inputs that both have look the same."""
+    """Raise unless inputs that both have agree in shape or type."""
     one, other = _named(a), _named(b)
     for name in one.keys() & other.keys():
-        looks = [tuple(v.shape) if isinstance(v, Tensor) else type(v) for v in (one[name], other[name])]
-        if looks[0] != looks[1]:
-            raise BisectError(f"{name} is {looks[0]} in one version and {looks[1]} in the other.")
+        forms = [tuple(v.shape) if isinstance(v, Tensor) else type(v) for v in (one[name], other[name])]
+        if forms[0] != forms[1]:
+            raise BisectError(f"{name} is {forms[0]} in one version and {forms[1]} in the other.")
     if not one.keys() & other.keys() and (one or other):
         raise BisectError("the two versions have no input in common.", fix="give two versions of the same step.")
     return a, b

@@ -1,8 +1,8 @@
 """How far apart two values are, and whether a contract allows that.
 
-exact            the same bits (any NaN is like any other)
-reassociates     some rounding errors of the largest element, and a multiple of what those of the inputs change; the
-                 errors are those of the coarsest type that a value was computed in (compilers skip such roundings)
+exact            the same bits (all NaNs are equal)
+reassociates     some rounding errors of the largest element, and a multiple of what rounding errors of the inputs
+                 change; errors are those of the coarsest dtype on the way to a value (compilers skip such roundings)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wholestep.torch_private.pytrees import pytree
 _ROUNDINGS = 64
 _NOISE = 64
 _AT_MOST = 1e-3
-"""However noisy a graph is: of its largest element, or of 1."""
+"""The most that noise may excuse: of the largest element, or of 1."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +35,7 @@ class Gap:
     largest: float = 0.0
     """The largest difference."""
     ulps: int | None = None
-    """The same in units of the last place; None where one side is no finite number, or whole numbers differ."""
+    """The same in units of the last place; None where one side is not finite, or integers differ."""
     text: str = ""
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics, eps: float) 
 def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None, eps: float) -> bool:
     noise = 0.0 if noisy is None else float((wide - _wide(noisy)).abs().nan_to_num(0, 0, 0).max())
     if not (a.is_floating_point() or a.is_complex()):
-        return noise > 0  # where a rounding error moves a whole number, so may another order of a sum
+        return noise > 0  # where a rounding error moves an integer, so may a reassociated sum
     finite = wide[wide.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     eps = max(eps, torch.finfo(a.dtype).eps)
@@ -114,7 +114,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def max_ulps(a: Tensor, b: Tensor) -> int | None:
-    """How many numbers of their type lie between two tensors, at most; None if one of them is not finite there."""
+    """The largest distance of two tensors in representable values; None if one of them is not finite there."""
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.is_floating_point() or a.dtype != b.dtype:
@@ -129,13 +129,13 @@ def max_ulps(a: Tensor, b: Tensor) -> int | None:
     left, right = _places(one), _places(other)
     same_side = (left < 0) == (right < 0)
     near = int((left - right).abs()[same_side].max()) if bool(same_side.any()) else 0
-    # As doubles: what lies on both sides of zero is so far apart that the last digits do not matter.
+    # As doubles: values on both sides of zero are so far apart that the last digits do not matter.
     across = (left.double().abs() + right.double().abs())[~same_side]
     return max(near, int(across.max()) if across.numel() else 0)
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """The number of each float in the order of all floats of its type; zero is 0."""
+    """The rank of each float among all floats of its dtype; zero is 0."""
     bits = tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).to(torch.int64)
     lowest = -(1 << (8 * tensor.dtype.itemsize - 1))
     return torch.where(bits < 0, lowest - bits, bits)

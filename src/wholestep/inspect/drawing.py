@@ -29,7 +29,7 @@ from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.operators import OpOverload, op_name
 
 _CHARACTER = 7.1
-"""Browsers that do not place letters between pixels make them 7 wide."""
+"""Browsers without sub-pixel positioning make letters 7 wide."""
 _SMALL_CHARACTER = 5.0
 _WIDE = 200.0
 _LINE = 15.0
@@ -43,7 +43,7 @@ MOST_BOXES = 150
 """A drawing with more boxes than this is collapsed further, as long as module paths allow it."""
 
 MOST_INPUTS = 24
-"""Where there are more, each is a line of the first box that reads it, in a drawing that is collapsed."""
+"""Where there are more, each is a line in the first box that reads it, in a collapsed drawing."""
 
 KINDS = {
     "input": ("#e8f1fb", "#4a7ab5"),
@@ -71,7 +71,7 @@ _RANDOM = "rand randn bernoulli dropout normal uniform randint randperm multinom
 
 @dataclass
 class Box:
-    """One thing that is drawn."""
+    """One box of a drawing."""
 
     key: int
     title: str
@@ -190,10 +190,10 @@ class _Drawer:
         return found
 
     def _collapsed(self, depth: int, *, adopt: bool = False, run: int = 1) -> Drawing:
-        """Boxes of modules to a depth; what optimizers do is one of its own.
+        """One box per module to a depth of its path; the optimizer is a box too.
 
-        `adopt`: nodes of no module go with those of the same phase before them, in very large graphs. `run`: so many
-        nodes of no module go together, where nobody knows modules.
+        `adopt`: nodes without a module join those of the same phase before them, in very large graphs. `run`: how many
+        nodes without a module form one box, where modules are not recorded.
         """
         groups: list[list[int]] = []
         last: tuple[str, str] | None = None
@@ -371,11 +371,11 @@ def _svg_box(
         )
     for keys, y, sign in ((far_in.get(box.key), top - 4, "←"), (far_out.get(box.key), top + height + 11, "→")):
         if keys:
-            # Lines over half of the drawing would hide it: their ends say where they lead, beside the other lines.
+            # An edge over half of the drawing would hide it: both ends name the other one instead.
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             x = left + width / 2 + 8 if width > _WIDE else left
-            room = max(int((left + width - x) / _SMALL_CHARACTER) - len(more), 8)
-            note = f"{sign} {_cut(titles[keys[0]].rsplit(' · ', 1)[0], room)}{more}"
+            length = max(int((left + width - x) / _SMALL_CHARACTER) - len(more), 8)
+            note = f"{sign} {_cut(titles[keys[0]].rsplit(' · ', 1)[0], length)}{more}"
             parts.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="9" fill="#a33">{escape(_clean(note))}</text>')
     return "".join([*parts, "</g>"])
 
@@ -395,7 +395,7 @@ def _edge(placed: Placed, edge: tuple[int, int], size: dict[int, tuple[float, fl
 
 
 def _cut(text: str, length: int = _LONGEST) -> str:
-    """The end of a text: that of a module's path says more than its beginning."""
+    """The end of a text: the end of a module path says more than its beginning."""
     return text if len(text) <= length else f"…{text[1 - length :]}"
 
 

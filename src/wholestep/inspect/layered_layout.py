@@ -3,7 +3,7 @@
 1. A box lies one layer below the lowest box that it reads; a box that only feeds others is pulled down next to them.
 2. An edge over several layers gets a point in each of them; one over very many is not drawn as a line (`far`).
 3. Layers are ordered by the mean place of their neighbours, in a few sweeps up and down.
-4. A layer that is too wide becomes several rows; boxes then move towards their neighbours as far as there is room.
+4. A layer that is too wide becomes several rows; boxes then move towards their neighbours as far as there is space.
 
 Sweeps are linear in boxes and edges but for sorting, so that thousands of boxes take seconds.
 """
@@ -18,7 +18,7 @@ GAP_X = 18.0
 GAP_Y = 34.0
 WIDEST = 2600.0
 _TO_CENTRE = 0.85
-"""Boxes go so far to where their neighbours are: a long graph would wander off to one side."""
+"""The fraction by which boxes move towards their neighbours: a long graph would drift to one side."""
 FAR = 14
 """An edge over more layers than this is named at both ends rather than drawn."""
 
@@ -158,7 +158,8 @@ def _place_rows(rows: list[list[int]], points: dict[int, _Point]) -> dict[int, f
 def _pack(row: list[int], points: dict[int, _Point], wanted: list[float]) -> None:
     """Put the boxes of a row as near as possible to where they want to be, in order and without overlap.
 
-    Neighbours that would overlap become a block, which lies at the mean of what its boxes want (least squares).
+    Neighbours that would overlap become a block, which is placed at the mean of the wanted positions
+    of its boxes (least squares).
     """
     blocks: list[tuple[float, int, float]] = []  # sum of wanted starts, number of boxes, width
     for key, centre in zip(row, wanted, strict=True):
@@ -177,7 +178,7 @@ def _pack(row: list[int], points: dict[int, _Point], wanted: list[float]) -> Non
             start += points[key].width + GAP_X
     left = points[row[0]].x - points[row[0]].width / 2
     right = points[row[-1]].x + points[row[-1]].width / 2
-    # Rows that follow their neighbours step by step would wander off to one side.
+    # Rows that follow their neighbours step by step would drift to one side.
     back = max(0.0, -WIDEST / 2 - left) or min(0.0, WIDEST / 2 - right)
     for key in row if back else ():
         points[key].x += back

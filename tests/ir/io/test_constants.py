@@ -95,7 +95,7 @@ def test_names_that_torch_or_python_uses_cannot(name: Any) -> None:
         check_constant_name(name)
 
 
-def test_an_attribute_that_is_not_a_tensor_is_no_constant() -> None:
+def test_an_attribute_that_is_not_a_tensor_is_refused() -> None:
     gm = fx.GraphModule({"inner": torch.nn.Linear(1, 1)}, fx.Graph())
     with pytest.raises(GraphFormatError, match="not a tensor"):
         find_constant(gm, "inner")

@@ -57,7 +57,7 @@ def dumps(tmp_path: Path) -> tuple[list[Path], list[Any]]:
     return folders, given
 
 
-def test_forward_and_backward_have_folders_of_their_own(dumps: tuple[list[Path], list[Any]]) -> None:
+def test_forward_and_backward_have_their_own_folders(dumps: tuple[list[Path], list[Any]]) -> None:
     folders, _ = dumps
     assert ["backward" in folder.name for folder in folders] == [False, True]
     for folder in folders:
@@ -65,7 +65,7 @@ def test_forward_and_backward_have_folders_of_their_own(dumps: tuple[list[Path],
         assert names == {"repro.py", "graph.py", "graph.json", "inputs.json", "inputs.safetensors"}
 
 
-def test_the_repro_of_a_graph_gives_its_results_to_the_bit_with_the_same_random_numbers(
+def test_a_repro_returns_the_same_bits_with_the_same_random_numbers(
     dumps: tuple[list[Path], list[Any]],
 ) -> None:
     for folder, expected in zip(*dumps, strict=True):
@@ -94,7 +94,7 @@ def test_a_repro_needs_torch_and_nothing_of_ours(dumps: tuple[list[Path], list[A
     assert "output 0: torch.float32 [3, 7, 4]" in made.stdout
 
 
-def test_inputs_that_are_made_up_have_sizes_strides_and_the_range_of_integers(
+def test_random_inputs_have_the_recorded_layout_and_range_of_integers(
     dumps: tuple[list[Path], list[Any]],
 ) -> None:
     [_, backward], _ = dumps
@@ -148,7 +148,7 @@ def test_any_input_comes_back_as_it_was(tmp_path: Path) -> None:
     assert int((found[1] == -1).sum()) == 5  # they still share memory
 
 
-def test_a_conjugate_that_shares_memory_comes_back_as_its_own_numbers(tmp_path: Path) -> None:
+def test_a_conjugate_view_comes_back_as_its_own_values(tmp_path: Path) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 1j])
     GraphDump(tmp_path / "one", fx.symbolic_trace(lambda a, b: (a + b,)), [numbers, numbers.conj()], "one")
     found = get_inputs(tmp_path / "one", values=True)
@@ -156,13 +156,13 @@ def test_a_conjugate_that_shares_memory_comes_back_as_its_own_numbers(tmp_path: 
     assert torch.equal(found[1], numbers.conj())
 
 
-def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
+def test_scalars_come_back_unchanged(tmp_path: Path) -> None:
     gm = fx.symbolic_trace(lambda x, n, f, b, o: (x,))
     GraphDump(tmp_path / "one", gm, [torch.ones(2), 7, 0.1, True, None], "one")
     assert get_inputs(tmp_path / "one")[1:] == [7, 0.1, True, None]
 
 
-def test_a_graph_of_another_device_runs_here(tmp_path: Path) -> None:
+def test_a_graph_of_a_missing_device_runs_on_the_cpu(tmp_path: Path) -> None:
     gm = make_fx(lambda x: x + torch.full((2,), 3.0, device="cpu"))(torch.ones(2))
     full = next(node for node in gm.graph.nodes if "full" in node.name)
     full.kwargs = {**full.kwargs, "device": torch.device("cuda", 5)}
@@ -299,7 +299,7 @@ def test_links_pipes_and_large_files_are_refused(tmp_path: Path) -> None:
         {"surprise": 1},
     ],
 )
-def test_a_record_that_asks_for_too_much_or_makes_no_sense_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_that_is_invalid_or_too_large_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     folder = dumped(tmp_path, lambda x: x + 1, torch.ones(2)).folder
     document = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
     document["inputs"][0].update(change)

@@ -36,7 +36,7 @@ def round_trip(value: Any) -> tuple[Any, ValueReader]:
         torch.empty(2, device="meta"),
     ],
 )
-def test_a_tensor_comes_back_as_a_fake_one_of_the_same_geometry(tensor: Tensor) -> None:
+def test_a_tensor_comes_back_as_a_fake_tensor_of_the_same_layout(tensor: Tensor) -> None:
     fake, reader = round_trip(tensor)
     assert isinstance(fake, FakeTensor)
     assert fake.fake_mode is reader.mode
@@ -53,7 +53,7 @@ def test_a_tensor_of_a_device_that_is_not_here_comes_back() -> None:
     assert reader.read(0).device == torch.device("cuda:3")
 
 
-def test_two_nodes_of_the_same_geometry_get_tensors_of_their_own() -> None:
+def test_two_nodes_of_the_same_layout_get_two_tensors() -> None:
     reader = ValueReader([{"tensor": [2], "stride": [1], "dtype": "float32", "device": "cpu"}], [])
     assert reader.read(0) is not reader.read(0)
 
@@ -76,7 +76,7 @@ def symbolic(env: ShapeEnv) -> tuple[Any, Any]:
     return rows, env.create_unbacked_symfloat()
 
 
-def test_numbers_without_a_known_value_stay_unknown() -> None:
+def test_unbacked_scalars_stay_unbacked() -> None:
     rows, scale = symbolic(ShapeEnv())
     (again_rows, again_scale, flag), _ = round_trip((rows, scale, rows > 3))
     assert (str(again_rows), str(again_scale)) == (str(rows), str(scale))
@@ -84,7 +84,7 @@ def test_numbers_without_a_known_value_stay_unknown() -> None:
     assert hint_of(again_rows) is None
 
 
-def test_a_number_of_our_own_capture_is_written_by_kind_and_hint() -> None:
+def test_a_symbolic_scalar_of_capture_is_written_by_kind_and_hint() -> None:
     class Node:
         hint = 0.25
 

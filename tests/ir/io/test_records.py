@@ -82,6 +82,6 @@ def test_operators_in_records_go_through_the_allow_list() -> None:
         RecordReader(TargetReader()).read(NodeMeta, {"in_place": {"op": "mylib::evil_"}}, "here")
 
 
-def test_what_has_no_form_is_not_written() -> None:
+def test_a_value_without_a_json_form_is_refused() -> None:
     with pytest.raises(GraphFormatError):
         write_record(Signature(result=object()))

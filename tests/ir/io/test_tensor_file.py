@@ -60,7 +60,7 @@ def test_a_file_of_the_first_writer_is_still_read(tmp_path):
     assert found["a"].stride() == (1, 2)
 
 
-def test_tensors_that_share_memory_are_written_each(tmp_path):
+def test_each_of_several_aliases_is_written(tmp_path):
     base = torch.arange(6.0)
     write_tensors(tmp_path / "x", {"all": base, "part": base[2:], "again": base})
     found = read_tensors(tmp_path / "x")
@@ -68,7 +68,7 @@ def test_tensors_that_share_memory_are_written_each(tmp_path):
     assert torch.equal(found["all"], found["again"])
 
 
-def test_what_has_no_form_is_said():
+def test_a_tensor_without_a_form_is_refused():
     assert not can_write(3)
     assert not can_write(torch.empty(2, device="meta"))
     with pytest.raises(GraphFormatError):

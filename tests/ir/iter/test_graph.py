@@ -131,7 +131,7 @@ def test_a_value_that_several_moves_need_crosses_once() -> None:
     assert {"grad_p", "grad_q"} < names  # and the learning rate
 
 
-def test_a_pending_update_has_the_numbers_of_its_own_step() -> None:
+def test_a_pending_update_uses_the_scalars_of_its_own_step() -> None:
     sides = Sides(moved_module("p", "q"))
     lr = torch.tensor(0.5)
     for _ in range(4):
@@ -151,7 +151,7 @@ def test_a_destination_after_the_first_use_raises_and_changes_nothing() -> None:
     assert str(module.graph) == before
 
 
-def test_what_the_output_or_others_need_cannot_move() -> None:
+def test_nodes_with_users_in_the_same_iteration_cannot_move() -> None:
     graph = IterGraph(two_parameters().graph)
     with pytest.raises(ValueError, match="the user's output needs loss"):
         graph.move_to_next_iter_before(nodes(graph, "loss"), nodes(graph, "scaled")[0])
@@ -218,7 +218,7 @@ def test_edits_reach_all_versions_before_and_after_a_move() -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
-def test_the_output_can_be_made_anew_after_a_move() -> None:
+def test_the_output_can_be_replaced_after_a_move() -> None:
     module = IterGraphModule(two_parameters())
     graph = module.graph
     graph.move_to_next_iter_before(nodes(graph, "step_p", "new_p", "write_p"), nodes(graph, "scaled")[0])
@@ -231,7 +231,7 @@ def test_the_output_can_be_made_anew_after_a_move() -> None:
     assert module.has_pending
 
 
-def test_nodes_without_users_survive_if_they_are_to_be_kept() -> None:
+def test_nodes_named_by_keep_unused_nodes_survive_dead_code_elimination() -> None:
     seen: list[Tensor] = []
 
     def note(value: Tensor) -> None:

@@ -35,7 +35,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("moved", [("p",), ("p", "q")])
-def test_an_iteration_that_raises_does_not_do_twice_what_was_pending(moved: tuple[str, ...]) -> None:
+def test_an_iteration_that_raises_does_not_apply_a_pending_update_twice(moved: tuple[str, ...]) -> None:
     module, mine = moved_module(*moved), state()
     module(*mine, *ONE)
     with pytest.raises(RuntimeError, match="must match"):
@@ -68,7 +68,7 @@ def test_an_iteration_that_raises_does_not_count() -> None:
     assert same(mine, after(2))
 
 
-def test_what_is_pending_goes_to_the_tensors_that_it_belongs_to() -> None:
+def test_pending_updates_are_applied_to_their_own_tensors() -> None:
     module, first, second = moved_module("p", "q"), state(), state()
     module(*first, *ONE)
     module(*second, *ONE)
@@ -78,7 +78,7 @@ def test_what_is_pending_goes_to_the_tensors_that_it_belongs_to() -> None:
     assert same(first, after(1))
 
 
-def test_the_same_memory_under_another_name_goes_on() -> None:
+def test_an_alias_of_the_same_memory_continues_the_sequence() -> None:
     module, mine = moved_module("p", "q"), state()
     module(*mine, *ONE)
     views = [tensor.detach() for tensor in mine]
@@ -87,7 +87,7 @@ def test_the_same_memory_under_another_name_goes_on() -> None:
     assert same(mine, after(2))
 
 
-def test_finalize_setup_completes_what_is_pending() -> None:
+def test_finalize_setup_completes_pending_updates() -> None:
     module, mine = moved_module("p", "q"), state()
     module(*mine, *ONE)
     module.finalize_setup()
@@ -95,7 +95,7 @@ def test_finalize_setup_completes_what_is_pending() -> None:
     assert not module.has_pending
 
 
-def test_a_module_that_is_forgotten_completes_what_is_pending() -> None:
+def test_a_collected_module_completes_pending_updates() -> None:
     module, mine = moved_module("p", "q"), state()
     module(*mine, *ONE)
     del module
@@ -117,7 +117,7 @@ def test_a_write_between_two_iterations_raises_once_instead_of_mixing_with_the_u
         module.flush()
 
 
-def test_a_copy_of_a_module_runs_by_itself_with_the_moves_and_nothing_pending() -> None:
+def test_a_copy_of_a_module_has_the_moves_and_no_pending_updates() -> None:
     module, mine = moved_module("p", "q"), state()
     module(*mine, *ONE)
     other = copy.deepcopy(module)

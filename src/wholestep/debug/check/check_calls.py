@@ -27,7 +27,7 @@ Between = Callable[[], Any]
 
 
 def check_calls(step: Any, calls: list[CheckedCall], between: Between | None = None) -> CheckReport:
-    """Compare calls one after the other; the first that is different is the last. Nothing of the user's changes."""
+    """Compare calls one after the other, up to the first that is different. The user's objects are restored."""
     more = [] if between is None else [("", between)]
     start = Snapshot([*(root for call in calls for root in call.roots), *more])
     seen: list[Compared] = []
@@ -58,7 +58,7 @@ def check_calls(step: Any, calls: list[CheckedCall], between: Between | None = N
 
 
 def first_of(different: list[Finding]) -> Finding:
-    """The difference that others follow from: parts are compared in the order in which a step computes them."""
+    """The difference that others follow from: parts are ordered as a step computes them."""
     order = list(Part)
     return min(different, key=lambda each: order.index(each.part))
 
@@ -139,7 +139,7 @@ _METHOD = "_run"
 
 
 class FirstCalls:
-    """Stands in for `CompiledStep._run` until enough calls were equal."""
+    """Replaces `CompiledStep._run` until enough calls were equal."""
 
     def __init__(self, step: Any, count: int) -> None:
         self._step = step
@@ -148,7 +148,7 @@ class FirstCalls:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
         if is_tracing():
-            return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
+            return fn(*args, **kwargs)  # a compiled step inside of another one is part of its graph
         last = not step._has_own_last and kwargs.get(_LAST)
         named = kwargs if step._has_own_last else {key: value for key, value in kwargs.items() if key != _LAST}
 
@@ -166,5 +166,5 @@ class FirstCalls:
 
     @classmethod
     def stand_in(cls, step: Any, count: int) -> None:
-        """Put a check in the place of a step's method."""
+        """Replace a step's method by a check."""
         vars(step)[_METHOD] = cls(step, count)

@@ -36,7 +36,7 @@ from wholestep.passes.engine.contract import Numerics
 _AS_CLOSE = 4.0
 """How many times eager's own distance from float64 the compiled step may have."""
 _EXPLAINED = 16.0
-"""How many times what rounding moves eager by, eager may be from float64 for the two to be the same computation."""
+"""How far eager may be from float64, in multiples of what rounding moves it by, to be the same computation."""
 
 
 class Status(IntEnum):
@@ -67,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding."""
+    """What counts as a rounding difference."""
 
     numerics: Numerics
     eps: float = 0.0
@@ -186,7 +186,7 @@ def worst_of(found: Mapping[Part, list[Finding]], part: Part) -> Finding | None:
 
 @dataclass(frozen=True)
 class Observation:
-    """Values by path. Tensors that have several paths are under the first, which is the same in every observation."""
+    """Values by path. Tensors with several paths are under the first, which is the same in every observation."""
 
     values: dict[str, tuple[Part, Any]]
     aliases: dict[str, str] = field(default_factory=dict)
@@ -232,7 +232,7 @@ def _frozen(tensor: Tensor, copy: bool) -> Any:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit: the sign of zero counts, one NaN is like another."""
+    """True if equal to the bit: the sign of zero counts, all NaNs are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg().to(a.device)

@@ -1,7 +1,7 @@
 """Where in the graph and in the user's code a difference comes from.
 
-`ws.debug.bisect` walks capture, passes, lowering and guards. Where it finds nothing (the graph is right, and what was
-made of its outputs is not), the signature says which node computes the value that differs.
+`ws.debug.bisect` checks capture, passes, lowering and guards. Where it finds nothing (the graph is right, the use of
+its outputs is not), the signature says which node computes the value that differs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SECONDS = 120.0
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first node that differs, and the part of the way of the step that makes it differ."""
+    """The first node that differs, and the stage of the step that makes it differ."""
 
     stage: str
-    """capture, pass, lowering or guard; "run" where the graph is right, and what became of its outputs is not."""
+    """capture, pass, lowering or guard; "run" where the graph is right, and the use of its outputs is not."""
     what: str
     node: str = ""
     text: str = ""
@@ -51,7 +51,7 @@ class FirstDifference:
 
 
 def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Finding) -> FirstDifference:
-    """Search the way of a step for what makes a value differ. The state is that before the call."""
+    """Find the stage that makes a value differ. The state is that before the call."""
     graph: StepGraph | None = step.last
     if graph is None:  # a mode around the call makes the compiled step run in eager
         return FirstDifference("eager", f"two runs in eager differ. {finding.path}: {finding.text}")
@@ -74,7 +74,7 @@ def locate(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], finding: Fi
 
 
 def _stale_node(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-    """The first node of the graph that ran which differs from one that is captured for this call."""
+    """The first node of the graph that ran that differs from a graph captured for this call."""
     entry = step._last
     inputs = entry.gather.read(leaves_of((args, kwargs))[0])
     if inputs is None:
@@ -94,7 +94,7 @@ def _node(graph: fx.Graph, name: str) -> fx.Node | None:
 
 
 def _maker(graph: StepGraph, path: str) -> fx.Node | None:
-    """The node whose value becomes what a path leads to, or the input that it is."""
+    """The node whose value is written to a path, or the input at that path."""
     signature = graph.signature
     path = path.removesuffix(".requires_grad")
     by_path = {signature.input(write.target).path: write.value for write in signature.write_backs}

@@ -59,7 +59,7 @@ def children_of(obj: Any) -> list[Child]:
 
 
 def saved(obj: Any) -> Restore | None:
-    """How to put back what one object holds. Contents that are the same objects are left alone."""
+    """How to restore what one object holds. Contents that are still the same objects are left alone."""
     if isinstance(obj, OrderedDict):
         return _saved_mapping(obj, OrderedDict.clear, OrderedDict.__setitem__)
     if isinstance(obj, dict):
@@ -94,7 +94,7 @@ def saved(obj: Any) -> Restore | None:
 
 
 def saved_variable(place: CellType | dict[str, Any], name: str) -> Restore:
-    """How to bind a closure variable or a global again as it is now, or to unbind it."""
+    """How to rebind a closure variable or a global to its current value, or to unbind it."""
     if isinstance(place, dict):
         missing = object()
         value = place.get(name, missing)
@@ -119,14 +119,14 @@ def saved_variable(place: CellType | dict[str, Any], name: str) -> Restore:
 
 
 def is_random_object(obj: Any) -> bool:
-    """A generator of torch's, Python's or numpy's."""
+    """True for a random generator of torch, Python or NumPy."""
     if isinstance(obj, torch.Generator | random.Random):
         return True
     return type(obj).__module__.startswith("numpy.random") and hasattr(obj, "bit_generator")
 
 
 def random_state_of(obj: Any) -> Any:
-    """The state of a generator, as something that can be given back."""
+    """The state of a generator, in the form in which it can be set."""
     if isinstance(obj, torch.Generator):
         return obj.get_state()
     if isinstance(obj, random.Random):
@@ -161,7 +161,7 @@ def _saved_array(array: np.ndarray[Any, Any]) -> Restore | None:
 
 
 def has_contents(obj: Any) -> bool:
-    """Whether an object holds something that `children_of` and `saved` see."""
+    """True if an object holds something that `children_of` and `saved` see."""
     if isinstance(obj, dict | list | tuple | deque | set | frozenset | bytearray | np.ndarray) or is_random_object(obj):
         return True
     return _dict_of(obj) is not None or any("__slots__" in vars(cls) for cls in type(obj).__mro__[:-1])
@@ -196,7 +196,7 @@ def _dict_of(obj: Any) -> dict[str, Any] | None:
 
 
 def _slots_of(obj: Any) -> Iterator[tuple[str, MemberDescriptorType, Any]]:
-    """Filled slots of classes written in Python; C types have members that only look alike."""
+    """Filled slots of classes written in Python; C types have members of the same kind that are not slots."""
     for cls in type(obj).__mro__:
         if "__slots__" not in vars(cls):
             continue
@@ -258,7 +258,7 @@ def _saved_class(cls: type) -> Restore:
 
 
 def _own_names(cls: type) -> dict[str, Any]:
-    """What a class holds, apart from what Python keeps there itself."""
+    """The attributes of a class without Python's own (dunder) ones."""
     return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
 
 
@@ -275,7 +275,7 @@ def _both(first: Restore | None, second: Restore | None) -> Restore | None:
 
 
 def is_optimizer(obj: Any) -> bool:
-    """An optimizer of torch's, or one of its kind that only looks alike."""
+    """True for an optimizer of torch, or an object with the same interface."""
     return isinstance(obj, Optimizer) or (hasattr(type(obj), "step") and "param_groups" in (_dict_of(obj) or {}))
 
 
@@ -339,7 +339,7 @@ def unwrapped(member: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def is_foreign(module: str | None) -> bool:
-    """Whether a module is torch's, Python's or an installed package: not the user's own code."""
+    """True if a Python module is torch's, the standard library's or an installed package: not the user's own code."""
     root = (module or "builtins").split(".")[0]
     if root in _KNOWN or root in _STANDARD:
         return True

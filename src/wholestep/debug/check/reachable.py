@@ -7,7 +7,7 @@
                                              self.seen, counts['loss']  Python attributes
 
 The walk starts at the arguments and the function (its closure, the globals it names, `self`) and goes through
-containers, attributes, slots, closures and classes of the user's, however deep. What cannot be saved or must not be
+containers, attributes, slots, closures and the user's classes, to any depth. What cannot be saved or must not be
 copied (a logger, a lock, a data set, a process group) is not entered; `shared` names it.
 """
 
@@ -92,7 +92,7 @@ _CLOSED = (
     "torch.profiler",
     "torch.cuda",
 )
-"""Packages whose objects talk to the world outside of the step: they are shared."""
+"""Packages whose objects do I/O, or synchronise: both runs share them."""
 _TABLES = ("torch._ops", "torch._library", "typing")
 """Modules whose objects are tables of functions and types, filled as they are used."""
 _WITHOUT_STATE = (
@@ -127,7 +127,7 @@ class Seen:
     part: Part
     obj: Any
     observed: bool = True
-    """Whether the user can see a difference in it; torch's own bookkeeping is saved and not compared."""
+    """True if the user can see a difference in it; torch's own bookkeeping is saved and not compared."""
 
 
 @dataclass
@@ -191,7 +191,7 @@ class _StateWalk:
         if isinstance(obj, _WITHOUT_STATE) or _is_of(obj, _TABLES):
             return
         self._paths[id(obj)] = path
-        self._alive.append(obj)  # no other object gets its identity meanwhile
+        self._alive.append(obj)  # alive, so that no other object gets its id
         if isinstance(obj, type):
             if not is_foreign(obj.__module__) and not issubclass(obj, Enum):
                 self._holder(Seen(path, Part.PYTHON, obj, observed=False))
@@ -325,6 +325,6 @@ def _is_of(obj: Any, modules: tuple[str, ...]) -> bool:
 
 
 def _is_bookkeeping(obj: Any, part: Part) -> bool:
-    """Whether an object is torch's own and no state of training: an entered `torch.autocast` notes what was before."""
+    """True if an object is torch's own and not training state: an entered `torch.autocast` stores the previous mode."""
     is_torchs = type(obj).__module__.split(".")[0] == "torch" and not isinstance(obj, nn.Module | dict)
     return is_torchs and part not in (Part.OPTIMIZER, Part.SCHEDULE, Part.RNG)

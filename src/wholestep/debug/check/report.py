@@ -66,7 +66,7 @@ class CheckReport:
     """Calls that were compared; a difference ends the check."""
     asked: int
     numerics: Numerics
-    """What the way of the step promises: the same bits, or sums in another order."""
+    """The contract of the step: the same bits, or reassociated sums."""
     rows: tuple[CheckRow, ...]
     first_difference: FirstDifference | None = None
     reference: str = ""
@@ -81,16 +81,16 @@ class CheckReport:
     """Seconds and peak bytes of one call; None where the check ended at a difference."""
     compiled: CallCost | None = None
     shared: dict[str, str] = field(default_factory=dict)
-    """Path to type of what both runs used as it is: it cannot be saved and put back."""
+    """Path to type of objects that both runs shared, because they cannot be saved and restored."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is different."""
+        """True if nothing is different."""
         return all(row.status is not Status.DIFFERENT for row in self.rows)
 
     @property
     def exact(self) -> bool:
-        """Whether everything is equal to the bit."""
+        """True if everything is equal to the bit."""
         return all(row.status is Status.EQUAL for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -195,7 +195,7 @@ class CallCost:
 
 
 def cost_of(run: Callable[[], Any], device: torch.device) -> CallCost:
-    """Run a call a few times. The caller puts the state back."""
+    """Run a call a few times. The caller restores the state."""
     seconds = min(_timed(run, device) for _ in range(_TIMES))
     _, peak = bytes_at_most(run, device)
     return CallCost(seconds, peak)

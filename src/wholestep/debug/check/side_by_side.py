@@ -51,7 +51,7 @@ class CheckedCall:
 
 @dataclass
 class Compared:
-    """What one call came to."""
+    """The result of one call on both sides."""
 
     findings: list[Finding]
     counts: dict[Part, int]
@@ -64,7 +64,7 @@ class Compared:
 
     @property
     def different(self) -> list[Finding]:
-        """What is not explained by rounding."""
+        """Findings that rounding does not explain."""
         return [each for each in self.findings if each.status is Status.DIFFERENT]
 
 
@@ -78,7 +78,7 @@ def compare_call(
 ) -> Compared:
     """Run a call in eager and compiled. If they differ, or anything raises, the state is as before the call.
 
-    `on_difference` is called then, in that state.
+    `on_difference` is called in that state.
     """
     roots = [*call.roots, *(more_roots or [])]
     step.flush()
@@ -114,7 +114,7 @@ def _without_unstable(
 ) -> list[Finding]:
     """The findings again, where values that eager computes differently from run to run may differ as much.
 
-    Kernels that add in the order of threads do that. The state is again the one that the compiled step left.
+    Kernels that add with atomics do that. Afterwards the state is again the one that the compiled step left.
     """
     after = Snapshot([*roots, ("result", compared.result)])
     now = observe(roots, compared.result, copy=True)
@@ -138,7 +138,7 @@ def _eager(before: Snapshot, roots: Roots, call: CheckedCall) -> Observation:
     advanced = before.advanced_iterators()
     if advanced:
         raise CheckError(
-            f"the step takes items from {', '.join(advanced)}, which cannot be put back for a second run.",
+            f"the step takes items from {', '.join(advanced)}, which cannot be rewound for a second run.",
             fix="take the items outside of the step, and pass them as arguments.",
         )
     before.restore()
@@ -146,7 +146,7 @@ def _eager(before: Snapshot, roots: Roots, call: CheckedCall) -> Observation:
 
 
 def run_compiled(step: Any, call: CheckedCall) -> Any:
-    """The compiled step, with nothing left pending."""
+    """Run the compiled step, and flush pending updates."""
     try:
         result = type(step)._run(step, call.fn, call.args, dict(call.kwargs))
         step.flush()
@@ -161,13 +161,13 @@ def run_compiled(step: Any, call: CheckedCall) -> Any:
 
 
 def run_eager(call: CheckedCall) -> Any:
-    """The function itself, in a context of its own: what it sets in context variables does not stay."""
+    """Call the function in a copy of the context: context variables that it sets do not stay."""
     with steps_as_functions():
         return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
 
 
 def _numerics(options: Any) -> Numerics:
-    """What the way of the step promises."""
+    """The contract of the step: the least strict one of its passes and lowering."""
     promised = {bound.graph_pass.contract.numerics for bound in options.passes}
     if options.lower == "inductor":
         promised.add("reassociates")
@@ -192,7 +192,7 @@ def _tolerance(
     try:
         noise = observe(roots, run_eager(call), copy=True)
     except Exception:
-        noise = None  # the step looks at its numbers, and refuses those next to them
+        noise = None  # the step branches on values, and raises for those one rounding error away
     before.restore()
     reference, why = None, "not asked for"
     if in_double:
@@ -218,7 +218,7 @@ class NoReference(Exception):  # noqa: N818 (it says why there is none)
 
 
 def move_by_rounding(reached: Reached) -> None:
-    """Change every float that the step reads by a rounding error. Counts and loss scales stay what they are."""
+    """Change every float that the step reads by a rounding error; not counters and loss scales."""
     for seen in reached.tensors:
         tensor = seen.obj
         counts = seen.part is Part.SCHEDULE or (seen.part is Part.OPTIMIZER and tensor.dim() == 0)
@@ -259,7 +259,7 @@ def usable_reference(eager: Observation, wide: Observation) -> str:
     for path, (part, value) in eager.values.items():
         other = wide.at(path)
         if part is Part.RNG and isinstance(value, Tensor) and not torch.equal(value, other):
-            return "in float64 the step draws other random numbers"
+            return "in float64 the step makes other RNG calls"
         if part is Part.RESULT and isinstance(value, Tensor) and value.is_floating_point():
             if not isinstance(other, Tensor) or other.shape != value.shape:
                 return "in float64 the step returns something else"
@@ -271,7 +271,7 @@ def usable_reference(eager: Observation, wide: Observation) -> str:
 
 
 class _InFloat64(DispatchMode):
-    """Replaces dtypes that operators are asked for, and refuses results that are still narrower."""
+    """Replaces dtype arguments of operators, and refuses results that are still narrower."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(_widened, (args, kwargs or {}))

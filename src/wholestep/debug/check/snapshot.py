@@ -35,7 +35,7 @@ Roots = list[tuple[str, Any]]
 
 
 class Snapshot:
-    """What to put back, and how."""
+    """What to restore, and how."""
 
     def __init__(self, roots: Roots) -> None:
         self.reached: Reached = reach(roots)
@@ -63,19 +63,19 @@ class Snapshot:
         return next((seen.obj.device for seen in self.reached.tensors if seen.obj.is_cuda), None)
 
     def restore(self) -> None:
-        """Put everything back; safe to do more than once."""
+        """Restore everything; safe to call more than once."""
         torch.clear_autocast_cache()
         for put_back in self._python:
             put_back()
         self._tensors.restore()
 
     def advanced_iterators(self) -> list[str]:
-        """Iterators that something was taken from and that cannot be put back."""
+        """Iterators that were advanced and cannot be rewound."""
         return [position.path for position in self._positions if not position.put_back()]
 
 
 def default_generators() -> list[tuple[str, torch.Generator]]:
-    """Torch's own generators, of the CPU and of every CUDA device in use."""
+    """Torch's default generators, of the CPU and of every CUDA device in use."""
     found = [("torch.default_generator", torch.default_generator)]
     if cuda_is_initialized():
         found += [(f"torch.cuda.default_generators[{i}]", g) for i, g in enumerate(torch.cuda.default_generators)]
@@ -83,7 +83,7 @@ def default_generators() -> list[tuple[str, torch.Generator]]:
 
 
 def process_state() -> list[Callable[[], None]]:
-    """Random state of the process, environment variables and torch's modes, as functions that put them back."""
+    """Random state of the process, environment variables and torch's modes, as functions that restore them."""
     found: list[Callable[[], None]] = []
     for _, generator in default_generators():
         put_back = saved(generator)
@@ -146,9 +146,9 @@ class _SavedTensor:
 
     def put_back(self) -> None:
         now, before = self.tensor, self.alias
-        if not _lies_as(now, before):
+        if not _same_layout(now, before):
             if now.is_leaf and now.grad is not None and now.dtype != before.dtype:
-                now.grad = None  # it has the dtype that the tensor has now
+                now.grad = None  # it has the present dtype of the tensor
             now.data = before
         if now.is_leaf and now.requires_grad != self.requires_grad:
             now.requires_grad_(self.requires_grad)
@@ -199,7 +199,7 @@ class SavedTensors:
         return sum(saved.content.numel() for saved in self.storages)
 
     def restore(self) -> None:
-        """Put everything back; safe to do more than once."""
+        """Restore everything; safe to call more than once."""
         with torch.no_grad(), torch.inference_mode(False):
             for saved in self.tensors:
                 saved.put_back()
@@ -210,7 +210,7 @@ class SavedTensors:
 
 
 def can_be_saved(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory and nothing else."""
+    """True if a tensor is plain strided memory."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
     return plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
@@ -221,7 +221,7 @@ def _saved_storage(storage: torch.UntypedStorage, device: torch.device, first: i
     return _SavedStorage(storage, device, first, content, storage.nbytes())
 
 
-def _lies_as(now: Tensor, before: Tensor) -> bool:
+def _same_layout(now: Tensor, before: Tensor) -> bool:
     same = now.dtype == before.dtype and now.device == before.device and now.shape == before.shape
     if not same or now.stride() != before.stride() or now.storage_offset() != before.storage_offset():
         return False
@@ -243,7 +243,7 @@ class IteratorPosition:
         self._position = _position(iterator)
 
     def put_back(self) -> bool:
-        """Whether the iterator is where it was, put back if need be."""
+        """True if the iterator is where it was, rewound if need be."""
         if _same(_position(self._iterator), self._position):
             return True
         state = self._position[2] if isinstance(self._position, tuple) and len(self._position) > 2 else None
@@ -274,7 +274,7 @@ def _word(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_word, value))
     if isinstance(value, range):
-        return repr(value)  # an iterator over one makes another each time that it is asked
+        return repr(value)  # an iterator over one returns another range each time
     return _position(value) if hasattr(value, "__next__") else id(value)
 
 

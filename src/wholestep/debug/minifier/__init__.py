@@ -1,1 +1,1 @@
-"""Make a failing graph small, in processes that may fail."""
+"""Minimise a failing graph, in processes that may crash."""

@@ -1,12 +1,12 @@
-"""A graph with its inputs, and the edits that make it smaller; every edit is data, so that it can be sent and kept.
+"""A graph with its inputs, and the edits that make it smaller; every edit is data that can be sent and stored.
 
     outputs    other nodes are the results           suffix: what comes after them is dead
     given      nodes become inputs, with their values     prefix and nodes: what they were computed from is dead
-    dropped    effects that nobody reads go
+    dropped    effects without users are removed
     shorter    a list argument loses items           cat([a, b, c, d]) -> cat([a, b])
     size       a dimension becomes smaller, in all inputs that have it (and in constants of the graph)
 
-Nodes keep their names through all edits: a name is who a node is.
+Nodes keep their names through all edits: edits refer to nodes by name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _VALUES = ("val", "tensor_meta", "example_value")
 
 @dataclass(frozen=True)
 class Edit:
-    """One way to make a case smaller; empty: only dead code goes."""
+    """One way to make a case smaller; empty: only dead code is removed."""
 
     outputs: tuple[str, ...] | None = None
     given: tuple[str, ...] = ()
     before: str | None = None
-    """Values of `given` are those right before this node runs; None: when each was made."""
+    """Values of `given` are those right before this node runs; None: right after each was computed."""
     dropped: tuple[str, ...] = ()
     shorter: tuple[str, int, int] | None = None
-    """A node, and the range of items that its lists keep."""
+    """A node, and the range of items that stays in its lists."""
     size: tuple[int, int, bool] | None = None
     """Old size, new size, and whether constants of the graph follow."""
 
@@ -63,12 +63,12 @@ class Case:
 
     @cached_property
     def effects(self) -> tuple[fx.Node, ...]:
-        """Nodes that stay for what they do, whether or not somebody reads them."""
+        """Nodes that are live for their effects, with or without users."""
         return tuple(effects_of(self.nodes))
 
     @property
     def size(self) -> tuple[int, int]:
-        """What is made smaller: nodes, then elements of the inputs."""
+        """What is minimised: nodes, then elements of the inputs."""
         elements = sum(value.numel() for value in self.inputs if isinstance(value, Tensor))
         return len(self.gm.graph.nodes), elements
 
@@ -81,7 +81,7 @@ def results_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def effects_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Nodes that stay for what they do, whether or not somebody reads them."""
+    """Nodes that are live for their effects, with or without users."""
     return [n for n in nodes if n.op not in ("placeholder", "output") and is_needed(n)]
 
 

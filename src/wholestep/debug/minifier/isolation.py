@@ -47,7 +47,7 @@ TrialAnswer = tuple[Outcome, Recorded]
 
 
 class Isolation(Protocol):
-    """Where trials run."""
+    """How trials are run."""
 
     def run(self, job: TrialJob) -> TrialAnswer: ...
 
@@ -55,7 +55,7 @@ class Isolation(Protocol):
 
 
 def place_for(isolate: str, job: TrialJob, timeout: float, log: Path) -> Isolation:
-    """The place that was asked for, or the safest one that is possible."""
+    """The isolation that `isolate` names; for "auto" the safest one that is possible."""
     if isolate == "auto":
         on_cuda = cuda_is_initialized()
         sendable = job.predicate is None or importable(job.predicate) is not None
@@ -75,10 +75,10 @@ def place_for(isolate: str, job: TrialJob, timeout: float, log: Path) -> Isolati
 
 
 class Here:
-    """No isolation: a crash is a crash, and there is no time-out."""
+    """No isolation: a crash takes this process with it, and there is no timeout."""
 
     def run(self, job: TrialJob) -> TrialAnswer:
-        """The outcome of one trial. Random numbers are where they were afterwards."""
+        """The outcome of one trial. RNG states are restored."""
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda_is_initialized() else []):
             return perform(job, lambda recorded: None)
 
@@ -87,7 +87,7 @@ class Here:
 
 
 class Forked:
-    """A fork for each trial: it has everything that this process has, and takes nothing back but an answer."""
+    """A fork for each trial: it has everything that this process has, and returns nothing but the outcome."""
 
     def __init__(self, timeout: float, log: Path) -> None:
         self._timeout = timeout
@@ -110,7 +110,7 @@ class Forked:
 
 
 def run_forked(work: Callable[[int], bytes], timeout: float, log: Path) -> tuple[bytes, bool, int]:
-    """What a fork of this process writes, and then returns; whether it ended in time, and its exit code."""
+    """What a fork of this process writes and returns; True if it ended in time; its exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
@@ -129,7 +129,7 @@ def run_forked(work: Callable[[int], bytes], timeout: float, log: Path) -> tuple
 
 
 def apart(work: Callable[[], dict[str, Any]], timeout: float, log: Path) -> dict[str, Any] | Outcome:
-    """What a function returns (as JSON) in a process that may die of it; here, where forks are not possible."""
+    """What a function returns (as JSON) in a process of its own; in this one where it cannot fork."""
     if cuda_is_initialized() or not hasattr(os, "fork"):
         return work()
     text, in_time, code = run_forked(lambda _: json.dumps(work()).encode(), timeout, log)
@@ -158,10 +158,10 @@ def _recorded_before(tested: bytes) -> Recorded:
 
 
 def _child(work: Callable[[int], bytes], writing: int, log: Path) -> None:
-    """The whole life of a fork. It leaves by `_exit`: nothing of its parent's is flushed, closed or removed."""
+    """The whole life of a fork. It ends by `_exit`: nothing of its parent is flushed, closed or removed."""
     code = 1
     try:
-        os.setsid()  # with whatever it starts itself, to be ended together
+        os.setsid()  # a process group, to be killed with its own children
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -170,14 +170,14 @@ def _child(work: Callable[[int], bytes], writing: int, log: Path) -> None:
         warnings.simplefilter("ignore")
         _write(writing, work(writing))
         code = 0
-    except BaseException as error:  # there is nobody above to raise to
+    except BaseException as error:  # a fork has no caller to raise to
         os.write(2, "".join(traceback.format_exception(error)).encode())
     finally:
         os._exit(code)
 
 
 def perform_and_tell(job: TrialJob, writing: int) -> bytes:
-    """The answer as JSON; what was recorded is told before the test, for a test that does not come back."""
+    """The outcome as JSON; recorded values are reported before the test, in case it does not return."""
 
     def testing(recorded: Recorded) -> None:
         _write(writing, json.dumps(asdict(recorded)).encode() + b"\n")
@@ -193,7 +193,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _read_until(file: int, end: float) -> tuple[bytes, bool]:
-    """All that comes, until the other side closes (True) or the time is over (False)."""
+    """All bytes until the other side closes (True) or the deadline passes (False)."""
     pieces: list[bytes] = []
     while True:
         ready, _, _ = select.select([file], [], [], max(0.0, end - time.monotonic()))
@@ -206,7 +206,7 @@ def _read_until(file: int, end: float) -> tuple[bytes, bool]:
 
 
 def _end(pid: int) -> int:
-    """The exit code of a child that has closed its pipe or is out of time; negative: a signal."""
+    """The exit code of a child that has closed its pipe or passed its deadline; negative: a signal."""
     end = time.monotonic() + 0.2
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -222,14 +222,14 @@ def _end(pid: int) -> int:
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Python 3.12 warns about forks of processes with threads; a lock that is held ends in the time-out."""
+    """Python 3.12 warns about forks of processes with threads; a held lock ends in the timeout."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"This process .*is multi-threaded, use of fork\(\)", DeprecationWarning)
         yield
 
 
 class Worker:
-    """One process for all trials, started again after one that died or was killed. For graphs on CUDA."""
+    """One process for all trials, restarted after it died or was killed. For graphs on CUDA."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -327,7 +327,7 @@ class Packed:
 
 
 def pack_job(job: TrialJob) -> Packed:
-    """A job without graph objects. Tensors travel by way of the CPU."""
+    """A job without graph objects. Tensors travel through the CPU."""
     number: dict[fx.Node, int] = {}
     lines = []
     attributes: dict[str, Any] = {}
@@ -344,7 +344,7 @@ def pack_job(job: TrialJob) -> Packed:
 
 
 def _down(value: Any) -> Any:
-    """Memory of a GPU belongs to the process that has it, which may die: values go by way of the CPU."""
+    """Memory of a GPU belongs to its process, which may die: values travel through the CPU."""
     on_device = isinstance(value, Tensor) and value.device.type != "cpu"
     return _Placed(value.detach().cpu(), str(value.device)) if on_device else value
 

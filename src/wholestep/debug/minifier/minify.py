@@ -53,17 +53,17 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Minified:
-    """What is left of a graph that fails."""
+    """A minimised graph that fails."""
 
     gm: fx.GraphModule
     inputs: list[Any]
     repro_path: Path
-    """A script that shows the failure; its folder also keeps the state of the search."""
+    """A program that reproduces the failure, in a dump (`ws.compilers.read_dump`); its folder has the trial log too."""
     failure: str
     """How it fails."""
     trials: int
     left_out: tuple[str, ...] = ()
-    """What the script could not be given: modules and functions that have no form as text."""
+    """What the program could not be given: modules and functions that have no form as text."""
 
     @property
     def num_nodes(self) -> int:
@@ -91,12 +91,12 @@ def minify(
     assume_fails: bool = False,
     longest_run: int | None = None,
 ) -> Minified:
-    """Make a graph that fails as small as possible.
+    """Minimise a graph that fails.
 
     It fails if `predicate(gm, inputs)` is true, or, without one, if running it raises (`error`: what it has to raise;
     every smaller graph has to raise the same at the same node). `crash` and `hang`: dying of a signal and running
-    longer than `timeout` seconds are failures too. `folder`: where `repro.py` goes; a search that was interrupted there
-    goes on. `isolate`: "fork", "worker" (a process, for CUDA), "none", or "auto". `progress`: None shows it on a
+    longer than `timeout` seconds are failures too. `folder`: where `repro.py` goes; an interrupted search there is
+    resumed. `isolate`: "fork", "worker" (a process, for CUDA), "none", or "auto". `progress`: None shows it on a
     terminal. `max_trials`: stop with what there is. `assume_fails`: with a predicate, do not try the whole graph first.
     `longest_run`: how many nodes become inputs at once, at most.
     """
@@ -131,7 +131,7 @@ def _finish(run: _Minification, folder: Path, predicate: Predicate | None) -> Mi
 def _check(gm: Any, predicate: Any, timeout: Any) -> None:
     if not isinstance(gm, fx.GraphModule):
         raise OptionError(
-            f"a {type(gm).__name__} is no graph module.", fix="give an fx.GraphModule (StepGraph: its .gm)."
+            f"a {type(gm).__name__} is not a graph module.", fix="give an fx.GraphModule (StepGraph: its .gm)."
         )
     if predicate is not None and not callable(predicate):
         raise invalid_value("predicate", predicate, "give a function of (gm, inputs), or an error.")
@@ -140,7 +140,7 @@ def _check(gm: Any, predicate: Any, timeout: Any) -> None:
 
 
 def _case(gm: fx.GraphModule, inputs: Sequence[Any]) -> Case:
-    """A copy that takes its inputs one by one, whatever calling convention the graph has."""
+    """A copy with flat inputs, whatever calling convention the graph has."""
     values = list(inputs) if has_plain_codegen(gm.graph) else pytree.tree_leaves(tuple(inputs))
     places = gm.graph.find_nodes(op="placeholder")
     if len(values) != len(places):
@@ -155,12 +155,12 @@ def _case(gm: fx.GraphModule, inputs: Sequence[Any]) -> Case:
     return Case(lazy_graph_module(gm, graph, "Case"), tuple(plain))
 
 
-class _Stop(Exception):  # noqa: N818 (it is no error)
-    """As many trials as were allowed."""
+class _Stop(Exception):  # noqa: N818 (not an error)
+    """`max_trials` is reached."""
 
 
 class _Minification:
-    """A search with its answers."""
+    """A search with its trial log."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Minification:
         self._most = max_trials
 
     def begin(self, error: Any, crash: bool, hang: bool, *, assume_fails: bool = False) -> None:
-        """Find out how the whole graph fails: nothing else counts from then on."""
+        """Find out how the whole graph fails: only the same failure counts from then on."""
         known = self._answers.first
         if known is None and assume_fails and self._predicate is not None:
             self.wanted = Outcome(TRUE)
@@ -285,7 +285,7 @@ class Progress:
         self._started = time.monotonic()
 
     def show(self, stage: str, nodes: int, trials: int) -> None:
-        """Say where the search is, at most ten times a second."""
+        """Show where the search is, at most ten times a second."""
         now = time.monotonic()
         if not self._shown or now - self._last < _EVERY:
             return
@@ -352,7 +352,7 @@ def _check_lines(failure: Outcome) -> str:
 
 
 def _predicate(predicate: Predicate) -> tuple[str, str]:
-    """Lines that define the predicate, and lines that ask it."""
+    """Lines that define the predicate, and lines that call it."""
     script = getattr(predicate, "script", None)
     if script is not None:
         setup, check = script()

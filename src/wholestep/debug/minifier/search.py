@@ -1,16 +1,16 @@
 """Delta debugging of a graph: which edits to try, in an order that makes big graphs small in few trials.
 
     suffix     results earlier and earlier            binary search, the graph ends right after what matters
-    prefix     inputs later and later                 binary search, the graph begins right before it
+    prefix     inputs later and later                 binary search, the graph begins right before what matters
     results    fewer of them
     nodes      halves, quarters, ... become inputs    only what matters is computed
-    effects    writes and draws that do not matter go
+    effects    writes and random ops that do not matter are removed
     ends       what a last node reads is returned instead of its result
     lists      cat and foreach of fewer tensors
     shapes     dimensions become 1, 2 or half
 
-Until nothing helps any more. A search only asks (`try_edit`): it runs nothing, and it asks the same questions whenever
-it gets the same answers, so that one that was interrupted can be repeated from its answers.
+Repeated until no edit succeeds. A search only proposes edits (`try_edit`): it runs nothing, and it is deterministic
+given the results, so that an interrupted search is resumed by replaying the trial log.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from wholestep.ir.slices import reachable
 
 _ROUNDS = 8
 _MOST_PEELED = 100
-"""Nodes up to which last ones are taken off one by one."""
+"""The size up to which last nodes are removed one by one."""
 _NOT_MADE = ("placeholder", "get_attr", "output")
 
 
 class Search:
-    """Makes a case smaller by asking. `current` says what the case is now."""
+    """Minimises a case by proposing edits. `current` returns the case as it is now."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Search:
         self._longest_run = longest_run
 
     def run(self) -> None:
-        """Ask until nothing helps."""
+        """Propose edits until none succeeds."""
         self._try("dead code", Edit())
         for _ in range(_ROUNDS):
             before = self._current().size
@@ -93,7 +93,7 @@ class Search:
         return edits
 
     def _prefix(self) -> None:
-        """The graph that begins as late as it can."""
+        """The graph that begins as late as possible."""
         low, high = 0, len(self._body())
         names = [node.name for node in self._body()]
         while high - low > 1:
@@ -109,7 +109,7 @@ class Search:
         ends = set(results_of(case.gm.graph))
 
         def behind(node: fx.Node) -> list[fx.Node]:
-            # It may be a tuple, which cannot be an input: then what it is computed from has to be one.
+            # A tuple cannot be an input: then its producers have to be.
             return [source for source in node.all_input_nodes if source.name in away] if _has_parts(node) else []
 
         read = [n for n in case.nodes if n.name in away and (n in ends or any(u.name not in away for u in n.users))]
@@ -164,13 +164,13 @@ class Search:
                 if (not given and not effects) or not self._try("nodes", edit):
                     start += width
                 elif len(self._body()) >= len(body):
-                    start += width  # it holds, and nothing became smaller
+                    start += width  # still fails, and nothing became smaller
             if width == 1:
                 return
             width = max(1, width // 2)
 
     def _peel(self) -> None:
-        """Last nodes go, one after the other, and what they read is returned: what matters may be on branches."""
+        """Remove last nodes one by one and return their inputs instead: the failure may be on branches."""
         if len(self._body()) > _MOST_PEELED:
             return
         done: set[str] = set()

@@ -30,7 +30,7 @@ _NUMBERS = (bool, int, float)
 
 @dataclass(frozen=True)
 class TrialJob:
-    """What a trial needs."""
+    """The inputs of a trial."""
 
     case: Case
     edit: Edit
@@ -58,13 +58,13 @@ class Recorded:
                 values[name] = tensors[name].to(device).requires_grad_(name in self.requires_grad)
             except (KeyError, RuntimeError) as error:
                 raise GraphFormatError(
-                    f"{path} does not hold the value of {name[:60]!r} that is said of it."
+                    f"{path} does not hold the value of {name[:60]!r} that the log says it holds."
                 ) from error
         return values
 
 
 def perform(job: TrialJob, testing: Callable[[Recorded], None]) -> tuple[Outcome, Recorded]:
-    """Run a trial here. `testing` is told what was recorded, when everything before the test itself went well."""
+    """Run a trial in this process. `testing` is called with what was recorded, right before the test itself."""
     torch.manual_seed(job.seed)
     nothing = Recorded({}, {}, ())
     try:
@@ -72,7 +72,7 @@ def perform(job: TrialJob, testing: Callable[[Recorded], None]) -> tuple[Outcome
         case = apply_edit(job.case, job.edit, values)
         own = copies_of(case.inputs)
     except Exception as error:
-        # An edit that makes no graph (a shape that does not fit) is only an edit to refuse.
+        # An edit that makes no valid graph (shapes that do not fit) is rejected, and no failure of the graph.
         return Outcome(BROKEN, message=f"{type(error).__name__}: {error}"), nothing
     recorded = _keep(values, job.values)
     testing(recorded)
@@ -100,7 +100,7 @@ def run_to_error(gm: fx.GraphModule, inputs: list[Any]) -> Outcome:
 
 
 class _Named(fx.Interpreter):
-    """Knows where it is. Torch's own note on that stays out of messages, which have to be comparable."""
+    """Knows which node it runs. Torch's own note on that stays out of messages, which have to be comparable."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -113,7 +113,7 @@ class _Named(fx.Interpreter):
 
 
 class _NamedPretending(_Named, PretendRanks):
-    """With collectives that no other process takes part in: a trial is alone."""
+    """Collectives are simulated: no other process takes part in a trial."""
 
 
 def named_runner(gm: fx.GraphModule) -> _Named:
@@ -123,7 +123,7 @@ def named_runner(gm: fx.GraphModule) -> _Named:
 
 
 def _record(case: Case, edit: Edit) -> dict[str, Any]:
-    """Values of the nodes that are to become inputs: those that are tensors or numbers, and that can be computed."""
+    """Values of the nodes that are to become inputs: those that are tensors or scalars, and that can be computed."""
     wanted = set(edit.given)
     nodes = case.nodes
     last = max(i for i, node in enumerate(nodes) if node.name in wanted or node.name == edit.before)
@@ -143,7 +143,7 @@ def _record(case: Case, edit: Edit) -> dict[str, Any]:
             env[node] = runner.run_node(node)
         except Exception:
             if edit.before is None:
-                break  # the failure itself: what came before it is known
+                break  # the failure itself: what ran before it is recorded
             raise
         if node.name in wanted and edit.before is None and usable(env[node]):
             values[node.name] = copy_of(env[node])
@@ -157,14 +157,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value may become an input where all inputs are finite: NaN as an input hides who made it."""
+    """True if a value may become an input where all inputs are finite: NaN as an input hides its origin."""
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return can_write(value) and bool(value.isfinite().all())
     return _is_plain(value)
 
 
 def copy_of(value: Any) -> Any:
-    """A value that can be written without anybody noticing."""
+    """A copy of a value that may be written."""
     if isinstance(value, Tensor):
         return copy_tensor(value)
     if isinstance(value, torch.Generator):
@@ -200,7 +200,7 @@ class Outcome:
     """How a run of a graph, or of a predicate on it, ended."""
 
     kind: str
-    """true, false: what a predicate said; returned, raised: a graph; signal, hang; broken: not even tested."""
+    """true, false: of a predicate; returned, raised: of a graph; signal, hang; broken: the test did not begin."""
     type: str = ""
     message: str = ""
     node: str = ""
@@ -227,7 +227,7 @@ def raised(error: BaseException, node: str = "") -> Outcome:
 
 
 def same_failure(wanted: Outcome, found: Outcome) -> bool:
-    """Whether a smaller case fails as the first one did."""
+    """True if a smaller case fails as the first one did."""
     if wanted.kind != found.kind:
         return False
     if wanted.kind == SIGNAL:
@@ -239,12 +239,12 @@ def same_failure(wanted: Outcome, found: Outcome) -> bool:
 
 
 def plain(message: str) -> str:
-    """A message without what changes with shapes and from run to run."""
+    """A message without digits and addresses, which change with shapes and from run to run."""
     return re.sub(r"(#[, ]*)+", "#", _DIGITS.sub("#", message)).strip()
 
 
 def is_asked_for(error: Any, found: Outcome) -> bool:
-    """Whether the first failure is the one that the user named: a class, an instance, or nothing."""
+    """True if the first failure is the one that the user named: a class, an instance, or nothing."""
     if error is None:
         return True
     if found.kind != RAISED:

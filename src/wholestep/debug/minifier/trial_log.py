@@ -1,11 +1,11 @@
-"""The answers of a search, on disk as they come: a search that was interrupted begins again with them.
+"""The results of all trials of a search, on disk as they come: an interrupted search is resumed from them.
 
     trials.jsonl            {"format": "wholestep.minify", "version": 1, "case": digest, "outcome": {..}}
                             {"edit": digest, "fails": true, "values": "values-12.safetensors", "numbers": {..}, ..}
     values-12.safetensors   of nodes that became inputs in trial 12
 
-The graph itself is not in it: who goes on gives the same graph, inputs and predicate again. A last line that is not
-whole (the process died while writing) is dropped.
+The graph itself is not in it: the caller passes the same graph, inputs and predicate again. A partial last line (the
+process died while writing) is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE = "trials.jsonl"
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial came to."""
+    """The result of one trial."""
 
     fails: bool
     recorded: Recorded
@@ -39,7 +39,7 @@ class TrialResult:
 
 
 class TrialLog:
-    """All answers of one search, old ones first."""
+    """All results of one search, old ones first."""
 
     def __init__(self, folder: Path, case: Case) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class TrialLog:
 
     @property
     def first(self) -> Outcome | None:
-        """How the whole graph failed, if that is known from before."""
+        """How the whole graph failed, if the log has it."""
         return None if self._old is None else _outcome(self._old[0])
 
     def begin(self, outcome: Outcome) -> None:
@@ -65,13 +65,13 @@ class TrialLog:
         return self._folder / f"values-{self._count}.safetensors"
 
     def known(self, edit: Edit) -> TrialResult | None:
-        """The answer to the next question, if it was asked before."""
+        """The result of the next trial, if the log has it."""
         lines = [] if self._old is None else self._old[1:]
         if self._next >= len(lines):
             return None
         line = lines[self._next]
         if line.get("edit") != edit.digest:
-            # Another wholestep asks other questions: what is known up to here stays, the rest is asked again.
+            # Another version of wholestep proposes other edits: the log up to here stays, the rest is run again.
             self._old = self._old[: self._next + 1] if self._old is not None else None
             self._rewrite()
             return None
@@ -84,7 +84,7 @@ class TrialLog:
         return TrialResult(bool(line.get("fails")), recorded, values)
 
     def add(self, edit: Edit, answer: TrialResult) -> None:
-        """One more answer."""
+        """Append a result."""
         line: dict[str, Any] = {"edit": edit.digest, "fails": answer.fails}
         if answer.fails:
             line |= asdict(answer.recorded)
@@ -107,10 +107,10 @@ class TrialLog:
                 break
             lines.append(line)
         if not lines or lines[0].get("format") != FORMAT or lines[0].get("version") != VERSION:
-            raise GraphFormatError(f"{self._path} is not the state of a search that this wholestep can go on with.")
+            raise GraphFormatError(f"{self._path} is not the log of a search that this wholestep can resume.")
         if lines[0].get("case") != self._case:
             raise MinifyError(
-                f"{self._folder} holds the search in another graph, or with other inputs.",
+                f"{self._folder} has the log of another graph, or of other inputs.",
                 fix="give another folder=, or the graph and inputs that it was begun with.",
             )
         return lines
@@ -124,7 +124,7 @@ class TrialLog:
 def _outcome(line: dict[str, Any]) -> Outcome:
     found = line.get("outcome")
     if not isinstance(found, dict) or not all(isinstance(found.get(k), str) for k in ("kind", "type", "message")):
-        raise GraphFormatError("the first line of the search's state does not say how the graph failed.")
+        raise GraphFormatError("the first line of the trial log does not say how the graph failed.")
     return Outcome(found["kind"], found["type"], found["message"], str(found.get("node", "")))
 
 
@@ -132,23 +132,23 @@ def _recorded(line: dict[str, Any]) -> Recorded:
     numbers, devices = line.get("numbers", {}), line.get("devices", {})
     with_grad = line.get("requires_grad", [])
     if not isinstance(numbers, dict) or not isinstance(devices, dict) or not isinstance(with_grad, list):
-        raise GraphFormatError("a line of the search's state does not say which values it recorded.")
+        raise GraphFormatError("a line of the trial log does not say which values it recorded.")
     if not all(value is None or isinstance(value, bool | int | float) for value in numbers.values()):
-        raise GraphFormatError("a line of the search's state has something else than numbers.")
+        raise GraphFormatError("a line of the trial log has something else than numbers.")
     return Recorded(numbers, {str(k): str(v) for k, v in devices.items()}, tuple(map(str, with_grad)))
 
 
 def digest_of(case: Case) -> str:
-    """Equal for the same graph and inputs that look the same."""
+    """Equal for the same graph and inputs of the same layout."""
     found = hashlib.sha256()
     for node in case.gm.graph.nodes:
         found.update(f"{node.op} {node.name} {_target(node.target)} {node.args} {node.kwargs}\n".encode())
     for value in case.inputs:
-        found.update(f"{_looks(value)}\n".encode())
+        found.update(f"{_layout(value)}\n".encode())
     return found.hexdigest()[:32]
 
 
-def _looks(value: Any) -> str:
+def _layout(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     stride = value.stride() if value.layout is torch.strided else value.layout

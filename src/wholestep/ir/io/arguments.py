@@ -49,7 +49,7 @@ _PLAIN = frozenset({int, bool, str, type(None)})
 
 
 class ArgumentWriter:
-    """Turns arguments into JSON. What stands for a node or a device can be chosen (the fingerprint does)."""
+    """Turns arguments into JSON. The form of nodes and devices can be chosen (the fingerprint does)."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ def check_identifier(name: object, what: str) -> str:
 
 
 def shown(data: object) -> str:
-    """A piece of a file for an error message, never long."""
+    """A piece of a file for an error message, shortened."""
     text = repr(data) if isinstance(data, str | int | float | bool | type(None)) else type(data).__name__
     if isinstance(data, dict):
         text = "an object with keys " + ", ".join(repr(k)[:30] for k in list(data)[:5]) if data else "an empty object"
@@ -254,7 +254,7 @@ _PRIM_OPS = frozenset({"prim::device", "prim::dtype", "prim::layout"})
 """The rest of `prim` is TorchScript's interpreter: Python calls, RPC, prints."""
 
 _FILE_ARGUMENTS = frozenset({"filename"})
-"""`aten::save` and `aten::from_file` reach the file system: no step needs them."""
+"""`aten::save` and `aten::from_file` access the file system: no step needs them."""
 
 _OPERATOR = (
     "add sub mul truediv floordiv mod pow neg pos abs getitem eq ne lt le gt ge and_ or_ xor not_ lshift rshift invert "

@@ -33,7 +33,7 @@ from wholestep.ir.io.input_records import (
     InputRecord,
     check_record,
     check_size,
-    made_up,
+    random_input,
     record_of,
     save_values,
     value_of,
@@ -115,7 +115,7 @@ class GraphDump:
         return [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
 
     def _write_json(self) -> str:
-        """graph.json; or why the graph has no such form: higher-order operators, functions of the user's."""
+        """graph.json; or why the graph has no such form: higher-order operators, functions of the user."""
         try:
             text = step_graph_of(self._gm, self._names).to_json()
         except GraphFormatError as error:
@@ -124,7 +124,7 @@ class GraphDump:
         return ""
 
     def add_values(self, inputs: Sequence[Any]) -> None:
-        """Add what a run is given: values, ranges of integers, states of random generators."""
+        """Add the inputs of a run: values, ranges of integers, RNG states."""
         self.complete = True
         self._write_inputs(inputs, self._records(inputs))
 
@@ -134,7 +134,7 @@ class GraphDump:
         self._write_records(self._records(inputs))
 
     def take_ranges(self, other: GraphDump) -> None:
-        """Add what another graph of the same trace learned about the inputs that both have."""
+        """Add what another graph of the same trace recorded of inputs that both have."""
         known = {record.name: record for record in other.records}
         fields = ("shape", "stride", "low", "high", "value")
         self._write_records(
@@ -168,7 +168,7 @@ class GraphDump:
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         listed = ",\n".join(json.dumps(write_record(record)) for record in records)
         lines.append(f'"inputs": [\n{listed}]')
-        write_whole(self.folder / "inputs.json", "{" + ",\n".join(lines) + "}\n")
+        write_atomically(self.folder / "inputs.json", "{" + ",\n".join(lines) + "}\n")
 
 
 def write_repro(
@@ -201,7 +201,7 @@ def step_graph_of(gm: fx.GraphModule, names: Mapping[str, str]) -> StepGraph:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """A folder that did not exist: `name`_0, `name`_1 and so on. Processes that ask at once get different ones."""
+    """A folder that did not exist: `name`_0, `name`_1 and so on. Concurrent processes get different ones."""
     parent.mkdir(parents=True, exist_ok=True)
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("._") or "graph"
     number = 0
@@ -222,7 +222,7 @@ def read_dump(
     allow_ops: Iterable[str] = (),
     max_bytes: int = LARGEST,
 ) -> Dump:
-    """Read a folder: graph and inputs, with the values that were kept and others made up. Nothing in it is executed."""
+    """Read a folder: graph and inputs, with saved values where there are any, and random ones. Nothing is executed."""
     path = Path(folder)
     inputs = get_inputs(path / "inputs.json", values=True, device=device, max_bytes=max_bytes)
     records = _read_records(path / "inputs.json")
@@ -247,27 +247,27 @@ def get_inputs(
 ) -> list[Any]:
     """Inputs like those of a dumped graph, from its `inputs.json` (or its folder).
 
-    Sizes, strides, dtypes and numbers are those recorded, integers are in their range; devices too, where this machine
-    has them. `values=True` gives the values that were kept instead of made-up ones, where there are any.
+    Sizes, strides, dtypes and scalars are those recorded, integers are in their range; devices too, where this machine
+    has them. `values=True` returns saved values instead of random ones, where there are any.
     """
     path = Path(input_data_path)
     path = path / "inputs.json" if path.is_dir() else path
     records = _read_records(path)
     check_size(records, max_bytes)
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     stored = path.with_name("inputs.safetensors")
     if values and (stored.exists() or stored.is_symlink()):
-        kept = _read_values(stored, max_bytes)
+        saved = _read_values(stored, max_bytes)
     where = None if device is None else torch.device(device)
     generator = torch.Generator().manual_seed(seed)
     found = []
     for record in records:
         try:
-            if record.kind == "tensor" and record.memory and kept:
-                found.append(value_of(record, kept, where))
+            if record.kind == "tensor" and record.memory and saved:
+                found.append(value_of(record, saved, where))
             else:
                 plain = InputRecord(**{**vars(record), "start": 0})
-                found.append(made_up(plain, where, generator))
+                found.append(random_input(plain, where, generator))
         except (RuntimeError, ValueError, OverflowError, TypeError) as error:
             if isinstance(error, DumpError):
                 raise
@@ -317,7 +317,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     if path.is_symlink():
         raise DumpError(f"{path.name} is a link, which a dump does not have.")
     try:
-        # Not blocking: a pipe in the place of a file would wait for ever.
+        # Non-blocking: opening a named pipe would wait for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
         raise DumpError(f"{path} cannot be read: {error.strerror}.") from error
@@ -332,15 +332,15 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, format_name: str, version: int) -> dict[str, Any]:
-    """The document of a file of ours, of this format and version."""
+    """The document of a wholestep file of this format and version."""
     try:
         document = json.loads(read_bytes(path, MOST_JSON), parse_constant=_refuse, parse_float=_refuse)
     except DumpError:
         raise
     except (ValueError, RecursionError) as error:
-        raise DumpError(f"{path.name} is not JSON of ours: {str(error)[:200]}.") from error
+        raise DumpError(f"{path.name} is not JSON of wholestep: {str(error)[:200]}.") from error
     if not isinstance(document, dict) or document.get("format") != format_name:
-        raise DumpError(f"{path.name} is no {format_name}: the key 'format' says so in files of ours.")
+        raise DumpError(f"{path.name} is not a {format_name}: the key 'format' must say so.")
     if type(document.get("version")) is not int or document["version"] != version:
         raise DumpError(
             f"{path.name} has version {str(document.get('version'))[:20]}, this wholestep reads {version}.",
@@ -349,8 +349,8 @@ def read_json(path: Path, format_name: str, version: int) -> dict[str, Any]:
     return document
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that a reader sees whole or not at all."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

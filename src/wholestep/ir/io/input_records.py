@@ -28,7 +28,7 @@ from wholestep.ir.memory import spanned
 from wholestep.torch_private.fake_tensors import FakeTensor, storage_key
 
 LARGEST = 1 << 32
-"""Bytes that made-up or kept inputs may take, unless the caller allows more."""
+"""Bytes that random or saved inputs may take, unless the caller allows more."""
 _DIMENSIONS = 64
 _LIMIT = 1 << 62
 _NUMBERS = {"int": int, "float": float, "bool": bool}
@@ -36,7 +36,7 @@ _NUMBERS = {"int": int, "float": float, "bool": bool}
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One input. Numbers have a `value`; tensors a geometry, and a range if they hold integers."""
+    """One input. Scalars have a `value`; tensors a layout, and a range if they hold integers."""
 
     name: str
     kind: str
@@ -121,7 +121,7 @@ def check_record(record: InputRecord) -> None:
 
 
 def check_size(records: Sequence[InputRecord], max_bytes: int) -> None:
-    """Raise DumpError if inputs like these would take too much memory, or more elements than they have memory for."""
+    """Raise DumpError if such inputs would take too much memory, or repeat their memory too often."""
     total = 0
     for record in records:
         if record.kind == "tensor":
@@ -134,8 +134,8 @@ def check_size(records: Sequence[InputRecord], max_bytes: int) -> None:
         )
 
 
-def made_up(record: InputRecord, device: torch.device | None, generator: torch.Generator) -> Any:
-    """An input like the one recorded: numbers as they were, integers in their range, floats between 0 and 1."""
+def random_input(record: InputRecord, device: torch.device | None, generator: torch.Generator) -> Any:
+    """An input like the recorded one: the same scalars, integers in their range, floats between 0 and 1."""
     if record.kind != "tensor":
         return _NUMBERS[record.kind]() if record.value is None and record.kind in _NUMBERS else record.value
     dtype, extent = record.torch_dtype, record.extent
@@ -150,7 +150,7 @@ def made_up(record: InputRecord, device: torch.device | None, generator: torch.G
 
 
 def placed(memory: Tensor, record: InputRecord, device: torch.device | None) -> Tensor:
-    """The tensor of a record over its memory, on the device asked for, the recorded one, or the CPU."""
+    """The tensor of a record over its memory, on the given device, the recorded one, or the CPU."""
     where = device if device is not None else _device_here(record.device)
     found = memory.to(where).as_strided(record.shape, record.stride, record.start)
     return found.requires_grad_() if record.requires_grad and found.is_floating_point() else found
@@ -170,12 +170,12 @@ def _device_here(name: str) -> torch.device:
 def save_values(
     path: Path, values: Sequence[Any], records: Sequence[InputRecord], extra: dict[str, Tensor]
 ) -> list[InputRecord]:
-    """Write the values of tensors, and `extra` ones under their names; the records that say where they lie."""
+    """Write the values of tensors, and `extra` ones under their names; the records with their places in the file."""
     found = list(records)
     by_memory: dict[tuple[Any, ...], list[int]] = {}
     for i, (value, record) in enumerate(zip(values, records, strict=True)):
         if isinstance(value, Tensor) and record.kind == "tensor":
-            # A conjugate shares memory, but a file has numbers as they are read: it gets its own.
+            # A conjugate view shares memory, but a file has resolved values: it gets its own.
             key = (storage_key(value), value.dtype, value.is_conj(), value.is_neg())
             by_memory.setdefault(key, []).append(i)
     tensors: dict[str, Tensor] = {name: _storable(tensor.detach().cpu().clone()) for name, tensor in extra.items()}

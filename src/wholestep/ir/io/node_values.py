@@ -35,23 +35,23 @@ _NUMBERS = {"int": int, "float": float, "bool": bool}
 
 
 def is_shape_symbol(value: object) -> bool:
-    """Whether a number is an expression over the symbols of a ShapeEnv (rather than a number of our own capture)."""
+    """True if a scalar is an expression over symbols of a ShapeEnv (not a symbolic scalar of our own capture)."""
     return isinstance(value, _SYMBOLIC) and hasattr(value.node, "expr")
 
 
 def hint_of(value: Any) -> Any:
-    """The number that a symbolic number had when it was recorded, or None; plain numbers are themselves."""
+    """The hint of a symbolic scalar: its value at trace time, or None; a plain scalar itself."""
     return getattr(value.node, "hint", None) if isinstance(value, _SYMBOLIC) else value
 
 
 def size_hint(size: Any) -> int:
-    """A size as a number: that of the traced call where it is symbolic, 1 where nobody knows."""
+    """A size as an int: its hint where it is symbolic, 1 where it has none."""
     known = hint_of(size)
     return 1 if known is None else int(known)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes that a new tensor of this form takes."""
+    """The bytes that a new tensor of this layout takes."""
     if tensor.layout is not torch.strided:
         return size_hint(tensor.numel()) * tensor.element_size()
     shape = [size_hint(n) for n in tensor.shape]
@@ -62,7 +62,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether elements lie row by row without gaps. Asked of the traced sizes: nothing is guarded."""
+    """True if a tensor is contiguous. Decided by hints: no guard is added."""
     expected = 1
     for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size_hint(size) != 1 and size_hint(step) != expected:
@@ -72,7 +72,7 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """int, float or bool, for plain and symbolic numbers."""
+    """int, float or bool, for plain and symbolic scalars."""
     for kind, types in (
         ("bool", (bool, torch.SymBool)),
         ("int", (int, torch.SymInt)),
@@ -162,7 +162,7 @@ class ValueWriter:
 
 
 class ValueReader:
-    """Makes the values of a file's table, each use a value of its own."""
+    """Makes the values of a file's table, a new one for each use."""
 
     def __init__(self, table: Any, symbols: Any) -> None:
         if not isinstance(table, list):
@@ -262,7 +262,7 @@ def _read_hint(data: dict[str, Any], kind: object) -> Any:
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...] | None:
-    """A hashable description of a tensor's geometry; None where a dimension is symbolic."""
+    """A hashable description of a tensor's layout; None where a dimension is symbolic."""
     shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     for dim in (*shape, *stride, offset):
         if type(dim) is not int:
@@ -287,7 +287,7 @@ _SYMPY = (
     sympy.Not,
 )
 FUNCTIONS: dict[str, Any] = {cls.__name__: cls for cls in _SYMPY} | symbolic_functions()
-"""Every function that may stand in an expression, by name."""
+"""Every function that an expression may use, by name."""
 
 _NAME = re.compile(r"[a-z]{1,4}\d{1,20}", re.ASCII)
 _MAX_EXPRESSION_DEPTH = 60

@@ -23,8 +23,8 @@ _MAX_DEPTH = 100
 def describe(tree: object, is_tensor_output: Callable[[object], int | dict[str, Any] | None]) -> dict[str, Any]:
     """The description of a result.
 
-    `is_tensor_output` gives the output number of a leaf, None if it is not an output, or the description of a leaf that
-    stands for something else (see `describe_leaf`).
+    `is_tensor_output` returns the output number of a leaf, None if it is not an output, or the description of a leaf
+    that stands for another value (see `describe_leaf`).
     """
     output = is_tensor_output(tree)
     if output is not None:

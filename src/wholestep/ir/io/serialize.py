@@ -117,7 +117,7 @@ def read_step_graph(text: str, *, allow_ops: Iterable[str] = ()) -> tuple[fx.Gra
     except GraphFormatError:
         raise
     except Exception as error:
-        # torch and sympy have many ways to refuse a damaged file; to the caller they are all the same one.
+        # torch and sympy raise many kinds of errors for a damaged file; the caller sees one.
         raise GraphFormatError(f"the file cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
@@ -186,7 +186,7 @@ class _StepGraphReader:
             raise GraphFormatError(f"expected a node, found {shown(line)}.")
         op, target = line.get("op"), line.get("target")
         if op not in _OPS or (op == "output") != last:
-            raise GraphFormatError(f"the op {shown(op)} cannot stand here: the output is the last node, and only one.")
+            raise GraphFormatError(f"the op {shown(op)} is not allowed here: there is one output, the last node.")
         unknown = line.keys() - _NODE_KEYS
         if unknown:
             raise GraphFormatError(f"unknown key {shown(min(unknown))}.")
@@ -250,7 +250,7 @@ class _StepGraphReader:
         outputs = len(signature.outputs)
         [results] = next(reversed(self._nodes.values())).args
         if not isinstance(results, tuple) or len(results) != outputs:
-            raise GraphFormatError(f"the signature has {outputs} outputs, the graph another number.")
+            raise GraphFormatError(f"the signature has {outputs} outputs, and the graph has not.")
         for write in signature.write_backs:
             if write.target not in self._nodes or write.value not in self._nodes:
                 raise GraphFormatError(f"the write-back of {write.target!r} names a node that does not exist.")

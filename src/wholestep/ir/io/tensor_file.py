@@ -95,7 +95,7 @@ def from_bytes(raw: bytes, path: str) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
-        with torch.device("cpu"):  # whatever the default device is
+        with torch.device("cpu"):  # not the default device
             found = load(raw)
     except SafetensorError as error:
         raise GraphFormatError(f"{path} is not a file of tensors: {str(error)[:200]}.") from error
@@ -119,13 +119,13 @@ def _strided(name: str, tensor: Tensor, text: Any) -> Tensor:
         stride = [int(part) for part in text.split(",")] if isinstance(text, str) and text else []
     except ValueError as error:
         raise GraphFormatError(f"{shown(name)}: {shown(text)} is not a stride.") from error
-    largest = max(stride, default=0)  # of a size of one a stride may be anything, and counts nowhere else
+    largest = max(stride, default=0)  # the stride of a dimension of size 1 is arbitrary
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=False) if size)
     is_wrong = len(stride) != tensor.dim() or min(stride, default=0) < 0 or largest >= _MOST_STRIDE
     if is_wrong or extent > 64 * tensor.numel() + 1024:
         raise GraphFormatError(f"{shown(name)}: the stride {shown(text)} does not fit the shape {list(tensor.shape)}.")
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
-    if 0 in stride:  # expanded: elements that lie in the same place are the same
+    if 0 in stride:  # expanded: several indices refer to one element
         made.as_strided((extent,), (1,)).zero_()
         firsts = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
         made[firsts].copy_(tensor[firsts])

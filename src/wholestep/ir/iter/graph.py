@@ -45,13 +45,13 @@ CROSS = "cross_iter_input"
 
 
 def kept(value: Any) -> Any:
-    """A value that nobody else can change."""
+    """A copy that no other node writes."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What an IterGraph knows besides its nodes: enough to make it again from copies of them."""
+    """What an IterGraph has besides its nodes: enough to rebuild it from copies of them."""
 
     late_outputs: frozenset[int]
     late_results: Mapping[int, fx.Node]
@@ -64,7 +64,10 @@ class Moved:
 
 
 class NodeEdits:
-    """The `node_*` methods and moves of an IterGraph."""
+    """The `node_*` methods and moves of PyTorch's `IterGraph`: each does what `fx.Node` does itself.
+
+    There they kept three graphs in sync; here the other graphs are derived from the main one.
+    """
 
     def move_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
         """Move nodes, in their order, to right before another."""
@@ -125,7 +128,7 @@ class IterGraph(NodeEdits, fx.Graph):
         self.late_outputs = frozenset(late_outputs)
         """Places in the user's result that may be filled by the next iteration; until then they hold None."""
         self.late_results: dict[int, fx.Node] = {}
-        """What was moved of those."""
+        """The moved nodes among those."""
         self._numbers: dict[fx.Node, int] = {}
         """The move of each moved node."""
         self._moves = 0
@@ -140,7 +143,7 @@ class IterGraph(NodeEdits, fx.Graph):
 
     @property
     def moved(self) -> Moved:
-        """What has to be told to a copy of the nodes, to make it a copy of the graph."""
+        """What a copy of the nodes needs to become a copy of the graph."""
         return Moved(
             self.late_outputs,
             dict(self.late_results),
@@ -154,7 +157,7 @@ class IterGraph(NodeEdits, fx.Graph):
 
     @classmethod
     def of_copies(cls, graph: fx.Graph, moved: Moved, made: Mapping[fx.Node, fx.Node]) -> IterGraph:
-        """The graph with the nodes of `graph`, which `made` says are copies of those that `moved` speaks of."""
+        """The graph with the nodes of `graph`; `made` maps the nodes in `moved` to their copies there."""
         new = cls(fx.Graph(), late_outputs=moved.late_outputs)
         env: dict[fx.Node, fx.Node] = {}
         copy_nodes(graph.nodes, new, env)
@@ -199,17 +202,17 @@ class IterGraph(NodeEdits, fx.Graph):
 
     @property
     def has_moves(self) -> bool:
-        """Whether some nodes run in the next iteration; the output then is a pair (user's result, what is carried)."""
+        """True if some nodes run in the next iteration; the output then is a pair (user's result, what is carried)."""
         return self._moves > 0
 
     @property
     def cross_iter_inputs(self) -> tuple[fx.Node, ...]:
-        """Placeholders for what the last iteration carried over."""
+        """Placeholders for values carried from the last iteration."""
         return tuple(self._cross)
 
     @property
     def cross_iter_values(self) -> tuple[fx.Node, ...]:
-        """What this iteration carries over, one value per input."""
+        """The values that this iteration carries over, one per input."""
         result: Any = find_output(self).args[0]
         return tuple(result[1]) if self.has_moves else ()
 
@@ -220,13 +223,13 @@ class IterGraph(NodeEdits, fx.Graph):
 
     @property
     def user_result(self) -> Any:
-        """What the output node gives to the user."""
+        """The user's part of the output node."""
         result: Any = find_output(self).args[0]
         return result[0] if self.has_moves else result
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The moved nodes as the graph is now; a node that reads what a moved node makes has moved with it."""
+        """The moved nodes as the graph is now; a user of a moved node has moved with it."""
         found: dict[int, list[fx.Node]] = {number: [] for number in range(self._moves)}
         for node in self.nodes:
             number = self._number_of(node)
@@ -263,7 +266,7 @@ class IterGraph(NodeEdits, fx.Graph):
             self._apply(plan)
 
     def check_moves(self) -> None:
-        """Raise IterMoveError if an edit made a move illegal: something reads state before what is pending is done."""
+        """Raise IterMoveError if an edit made a move illegal: a node reads state before its pending update."""
         check_moves(self, self.moves)
 
     def _apply(self, plan: MovePlan) -> None:
@@ -287,7 +290,7 @@ class IterGraph(NodeEdits, fx.Graph):
         find_output(self).args = ((result, values),)
 
     def _own_views(self, plan: MovePlan) -> dict[fx.Node, fx.Node]:
-        """New nodes for views of the state that others read too."""
+        """New nodes for views of the state that other nodes read too."""
         made: dict[fx.Node, fx.Node] = {}
         with super().inserting_before(plan.target):
             for view in plan.views:
@@ -296,7 +299,7 @@ class IterGraph(NodeEdits, fx.Graph):
         return made
 
     def _result_without(self, moved: set[fx.Node]) -> Any:
-        """The user's result before what was moved is there: state itself, None for late outputs."""
+        """The user's result without moved nodes: state itself, None for late outputs."""
         result: Any = self.user_result
         if self.late_outputs:
             late = {i: value for i, value in enumerate(result) if i in self.late_outputs and value in moved}
@@ -319,7 +322,7 @@ class IterGraph(NodeEdits, fx.Graph):
         return made
 
     def _own(self, value: fx.Node) -> fx.Node:
-        """A copy, made before anything can write to what `value` shares memory with."""
+        """A copy, taken before any write to memory that `value` shares."""
         after = value
         while after.op == "placeholder" and after.next.op == "placeholder":
             after = after.next
@@ -332,10 +335,10 @@ class IterGraph(NodeEdits, fx.Graph):
         """Refuse further moves."""
         self._frozen = True
 
-    # Editing, as PyTorch's IterGraph had it: the other graphs are made from this one, so they follow.
+    # Editing, as PyTorch's IterGraph had it: the other graphs are derived from this one, so they follow.
 
     def erase_node(self, to_erase: fx.Node) -> None:
-        """Remove a node that nobody uses."""
+        """Remove a node without users."""
         if to_erase.op == "output":
             self._carried_without_output = list(self.cross_iter_values)
         super().erase_node(to_erase)
@@ -369,21 +372,21 @@ class IterGraph(NodeEdits, fx.Graph):
         self._never_dead.add(node)
 
     def node_remove_user(self, node: fx.Node, user: Any) -> None:
-        """Take `node_add_user` back; a user that reads the node stays one."""
+        """Undo `node_add_user`; real users stay."""
         self._never_dead.discard(node)
 
     def functionalize_optim(self) -> int:
-        """Turn optimizers that write in place into operators that give new values, and a `copy_` for each.
+        """Turn optimizers that write in place into functional operators, and a `copy_` for each.
 
-        What has moved already stays as it is. Returns how many operators that were.
+        Nodes that have moved already stay as they are. Returns the number of operators.
         """
         return functionalize(self, self._numbers)
 
     def defunctionalize_optim(self) -> None:
-        """Nothing: PyTorch's removed the users that it had made up, and ours makes up none."""
+        """Does nothing: PyTorch's removed artificial users, and there are none here."""
 
     def keep_unused_nodes(self) -> None:
-        """Dead-code elimination leaves nodes that have no users now: they are run for their effects."""
+        """Dead-code elimination leaves nodes that have no users now: they run for their effects."""
         self._never_dead |= {node for node in self.nodes if not node.users and node.op != "output"}
 
 
@@ -428,7 +431,7 @@ def single_graph(main: IterGraph) -> fx.Graph:
 
 
 def running_graph(version: fx.Graph, main: IterGraph, ran: Callable[[int], None]) -> fx.Graph:
-    """A copy of the main or the cleanup graph that calls `ran` with the number of each move that is done."""
+    """A copy of the main or the cleanup graph that calls `ran` with the number of each completed move."""
     last = {move.nodes[-1].name: number for number, move in enumerate(main.moves)}
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -440,7 +443,7 @@ def running_graph(version: fx.Graph, main: IterGraph, ran: Callable[[int], None]
 
 
 def flush_graph(move: Move, results: Iterable[fx.Node] = ()) -> fx.Graph:
-    """What one move left pending. Inputs: the move's `state`, then what it is `given`; returns some of its nodes."""
+    """The pending part of one move. Inputs: the move's `state`, then what it is `given`; returns some of its nodes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs = [*move.state, *move.given]

@@ -60,7 +60,7 @@ _COPY = torch.ops.aten.copy_.default
 class IterGraphModule(nn.Module):
     """Three versions of one graph (`setup_gm`, `main_gm`, `cleanup_gm`), edited together through `graph`.
 
-    Moves that a pass marked in the given graph are made at once.
+    Moves that a pass marked in the given graph are performed at once.
     """
 
     main_gm: fx.GraphModule
@@ -93,21 +93,21 @@ class IterGraphModule(nn.Module):
         self._cleanup_gm: fx.GraphModule
         self._single_gm: fx.GraphModule
         self._running: dict[str, fx.GraphModule] = {}
-        """What runs if something is pending: main and cleanup, with nodes that say which moves are done."""
+        """What runs if updates are pending: main and cleanup, with nodes that report completed moves."""
         self._inputs = inspect.Signature()
         self._max_iters = max_iters
         self._iter = 0
         self._finalized = False
-        self._left = LeftOver()
+        self._left = PendingUpdates()
         self._complete_at_last()
         self.recompile()
 
     def _complete_at_last(self) -> None:
-        """A module that goes out of scope completes what is pending; at the end of the process nobody needs it."""
+        """A module that goes out of scope completes pending updates, except at the end of the process."""
         weakref.finalize(self, flush_at_last, self._left).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IterGraphModule:
-        """A copy has nothing pending: that belongs to tensors which are not part of the module."""
+        """A copy has no pending updates: those belong to tensors which are not part of the module."""
         self.flush()
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -118,14 +118,14 @@ class IterGraphModule(nn.Module):
         made._lower, made._lowered = self._lower, {}
         made._iter, made._finalized = 0, self._finalized
         made._running = {}
-        made._left = LeftOver()
+        made._left = PendingUpdates()
         made._complete_at_last()
         made.recompile()
         return made.train(self.training)
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The metadata of the main graph module: which passes ran, and what they noted."""
+        """The metadata of the main graph module: which passes ran, and what they recorded."""
         return self.main_gm.meta
 
     @property
@@ -151,11 +151,11 @@ class IterGraphModule(nn.Module):
 
     @property
     def has_pending(self) -> bool:
-        """Whether the last iteration left something to do."""
+        """True if updates of the last iteration are pending."""
         return self._left.exists
 
     def recompile(self) -> PythonCode:
-        """Make all versions follow the main graph."""
+        """Derive all versions from the main graph again."""
         graph = self.graph
         self._lowered.clear()
         code = self.main_gm.recompile()
@@ -183,8 +183,8 @@ class IterGraphModule(nn.Module):
     def marked(self) -> fx.GraphModule:
         """One graph that computes what an iteration does, with marks on the nodes that run in the next one.
 
-        What a StepGraph has instead of three graphs: its runtime makes the moves. A step that creates the state of its
-        optimizer has nothing to move yet.
+        A StepGraph has this instead of three graphs: its runtime performs the moves. A step that creates optimizer
+        state has nothing to move yet.
         """
         graph, destinations = marked_graph(self.graph)
         meta = dict(self.meta)
@@ -202,7 +202,7 @@ class IterGraphModule(nn.Module):
         return made
 
     def setup(self, max_iters: int = 0) -> None:
-        """Say how many iterations there will be, as the first versions of PyTorch's had it; moves may follow."""
+        """Set the number of iterations, as the first versions of PyTorch's had it; moves may follow."""
         if max_iters <= 0:
             raise OptionError(
                 f"max_iters={max_iters} must be greater than 0.", fix="leave setup() out if it is unknown."
@@ -212,7 +212,7 @@ class IterGraphModule(nn.Module):
         self._iter = 0
 
     def finalize_setup(self) -> None:
-        """Refuse further moves and begin with a first iteration; what is pending is completed."""
+        """Refuse further moves and begin with a first iteration; pending updates are completed."""
         self.flush()
         if not self._finalized:
             self.graph.freeze_cross_iter_movement()
@@ -232,7 +232,7 @@ class IterGraphModule(nn.Module):
             args, kwargs = tuple(self._codegen.process_inputs(*args, **kwargs)), {}
         inputs = self._bound(args, kwargs)
         if self.has_pending and not self._left.goes_on(inputs):
-            self._left.flush()  # other tensors: it belongs to those of the last iteration
+            self._left.flush()  # other tensors: the update belongs to those of the last iteration
         last = last_iter or last_train_step or self._iter + 1 == self._max_iters
         if self.has_pending:
             result = self._complete_and_run(args, kwargs, last)
@@ -256,7 +256,7 @@ class IterGraphModule(nn.Module):
         return self._lowered[id(gm)][1]
 
     def _complete_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool) -> Any:
-        """An iteration that does what the last one left. If it fails, what it has done is not pending any more."""
+        """An iteration that applies pending updates. If it fails, those it has applied are not pending any more."""
         left = self._left
         left.check_unchanged()
         names = (str(cross.target) for cross in self.graph.cross_iter_inputs)
@@ -273,13 +273,13 @@ class IterGraphModule(nn.Module):
         return result
 
     def flush(self) -> None:
-        """Complete what the last iteration left; the next one is a first one."""
+        """Apply pending updates; the next iteration is a first one."""
         if self.has_pending:
             self._left.flush()
             self._iter = 0
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the step by name, where somebody will ask."""
+        """The inputs of the step by name, where moves need them."""
         if not self.graph.has_moves:
             return {}
         bound = self._inputs.bind(*args, **kwargs)
@@ -327,7 +327,7 @@ class Flush:
 
 
 class Ran:
-    """A target of nodes that say which move is done."""
+    """The target of nodes that report a completed move."""
 
     __name__ = "ran"
 
@@ -338,8 +338,8 @@ class Ran:
         self._done.append(move)
 
 
-class LeftOver:
-    """What is pending. It knows nothing of the module that made it, so that it can outlive that."""
+class PendingUpdates:
+    """Pending updates. They have no reference to the module, so that they can outlive it."""
 
     def __init__(self) -> None:
         self.flushes: list[Flush] = []
@@ -353,23 +353,23 @@ class LeftOver:
 
     @property
     def exists(self) -> bool:
-        """Whether something is pending."""
+        """True if something is pending."""
         return bool(self._left)
 
     @property
     def carried(self) -> tuple[Any, ...]:
-        """What the last iteration gives to the next."""
+        """The values that the last iteration carries over."""
         return self._carried
 
     def left(self, carried: Iterable[Any], inputs: Mapping[str, Any]) -> None:
-        """An iteration with these inputs left something for each move."""
+        """Record that an iteration with these inputs left each move pending."""
         self._carried = tuple(carried)
         self._state = {name: inputs[name] for flush in self.flushes for name in flush.state}
         self._left = list(range(len(self.flushes)))
         self._versions = self._seen()
 
     def goes_on(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether an iteration with these inputs can do it all: it has the same tensors."""
+        """True if an iteration with these inputs can apply all of them: it has the same tensors."""
         if len(self._left) != len(self.flushes):
             return False
         return all(_is_same(inputs[name], value) for name, value in self._state.items())
@@ -386,7 +386,7 @@ class LeftOver:
                 )
 
     def keep_all_but(self, moves: Iterable[int]) -> None:
-        """Some moves are done; the others are still pending."""
+        """Mark some moves as done; the others stay pending."""
         gone = set(moves)
         self._left = [number for number in self._left if number not in gone]
         self._versions = self._seen()
@@ -394,7 +394,7 @@ class LeftOver:
             self._carried, self._state, self._versions = (), {}, []
 
     def flush(self) -> None:
-        """Do what is pending; what fails stays pending."""
+        """Apply pending updates; those that fail stay pending."""
         if not self._left:
             return
         self.check_unchanged()
@@ -411,16 +411,16 @@ class LeftOver:
         return [_identity(value) for value in self._state.values()]
 
 
-def flush_at_last(left: LeftOver) -> None:
-    """The module is gone, its parameters may live on."""
+def flush_at_last(left: PendingUpdates) -> None:
+    """Flush for a module that was collected: its parameters may live on."""
     try:
         left.flush()
     except Exception:
-        log.exception("what an IterGraphModule had left pending could not be completed")
+        log.exception("pending updates of an IterGraphModule could not be applied")
 
 
 def _identity(value: Any) -> tuple[Any, ...]:
-    """Changes with every write that torch counts, and with every other memory (`p.data = ...`, a cast)."""
+    """Changes with every write that torch counts, and with the storage (`p.data = ...`, a cast)."""
     if not isinstance(value, Tensor):
         return (id(value),)
     local: Tensor = local_of(value)
@@ -428,7 +428,7 @@ def _identity(value: Any) -> tuple[Any, ...]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are one tensor, perhaps under two names (`p` and `p.detach()`)."""
+    """True if two values are one tensor, perhaps under two names (`p` and `p.detach()`)."""
     if one is other:
         return True
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or type(one) is not type(other):
@@ -475,7 +475,7 @@ def _is_write_back(node: fx.Node) -> bool:
 
 
 def make_marked_moves(graph: IterGraph, meta: Mapping[str, Any]) -> None:
-    """Make the moves that are marked in a graph, whose module has that metadata; the marks are gone then."""
+    """Perform the moves that are marked in a graph, and remove the marks; `meta` is that of its module."""
     marked = marked_moves(graph)
     if not marked:
         return

@@ -21,7 +21,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import reachable
 
 _COPY = torch.ops.aten.copy_.default
-# The same memory under another name: who reads that reads the state, later.
+# An alias of the same memory: its users read the state later.
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _NOTHING: frozenset[fx.Node] = frozenset()
 
@@ -43,15 +43,15 @@ class MovePlan:
     nodes: tuple[fx.Node, ...]
     target: fx.Node
     carried: Mapping[fx.Node, bool]
-    """What the nodes read of their own iteration, and whether it shares memory that others may write."""
+    """What the nodes read of their own iteration; True where it shares memory that others may write."""
     constants: tuple[fx.Node, ...]
     """`get_attr` nodes that have to come before the target."""
     views: tuple[fx.Node, ...] = ()
-    """Views of the state that others use too: the nodes get their own, taken when they run."""
+    """Views of the state that other nodes use too: moved nodes get their own, taken when they run."""
 
 
 def move_of(nodes: Iterable[fx.Node], cross: set[fx.Node]) -> Move:
-    """The nodes of a move that was made."""
+    """The nodes of a performed move."""
     nodes = tuple(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     state = dict.fromkeys(root for node in nodes for written in written_inputs(node) for root in roots_of(written))
@@ -71,7 +71,7 @@ def plan_moves(
 
 
 def check_moves(graph: fx.Graph, moves: Sequence[Move]) -> None:
-    """Raise IterMoveError if a node reads state, or another move writes it, before a move that was made wrote it."""
+    """Raise IterMoveError if a node reads state, or another move writes it, before a performed move wrote it."""
     if not moves:
         return
     place = {node: i for i, node in enumerate(graph.nodes)}
@@ -95,7 +95,7 @@ def check_moves(graph: fx.Graph, moves: Sequence[Move]) -> None:
 
 
 def needed_outputs(graph: fx.Graph, late_outputs: Collection[int] = ()) -> set[fx.Node]:
-    """The nodes that the output needs at once: all but those that it has only where a value may come later."""
+    """The nodes that the output needs in this iteration: all but those at late places only."""
     output = next(iter(reversed(graph.nodes)))
     result = output.args[0] if output.args else ()
     if not late_outputs or not isinstance(result, tuple | list):
@@ -115,7 +115,7 @@ def _input_behind(value: Any) -> fx.Node | None:
 
 
 def first_readers(graph: fx.Graph, besides: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
-    """For each placeholder, the first node not in `besides` that reads it. The output and `detach` are no readers."""
+    """For each placeholder, the first node not in `besides` that reads it. The output and `detach` do not count."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output" and node not in besides and node.target not in _SAME:
@@ -147,7 +147,7 @@ class _MovePlanner:
         """The nodes in graph order, now taken as moved."""
         for node in subgraph:
             if self._place.get(node) is None or node.op in ("placeholder", "output"):
-                raise IterMoveError(f"{node} is no node of this graph that can be moved.")
+                raise IterMoveError(f"{node} is not a node of this graph that can be moved.")
             if node in self._number:
                 raise IterMoveError(f"{node.name} is moved twice.", node=node.name)
             self._number[node] = self._moves
@@ -193,7 +193,7 @@ class _MovePlanner:
 
     def _check_target(self, target: fx.Node) -> None:
         if self._place.get(target) is None or target.op == "placeholder":
-            raise IterMoveError(f"{target} is no destination: it is an input, or not in this graph.")
+            raise IterMoveError(f"{target} is not a destination: it is an input, or not in this graph.")
         if target in self._number:
             raise IterMoveError(f"the destination {target.name} runs in the next iteration itself.", node=target.name)
 
@@ -213,7 +213,7 @@ class _MovePlanner:
             )
 
     def _check_state(self, nodes: tuple[fx.Node, ...], target: fx.Node, own: int) -> set[fx.Node]:
-        """The placeholders that the nodes write; nobody may read those later in the same iteration."""
+        """The placeholders that the nodes write; no node may read those later in the same iteration."""
         first_write: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             for written in written_inputs(node):
@@ -243,7 +243,7 @@ class _MovePlanner:
         return set(first_write)
 
     def _check_carried(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether a copy has to be carried."""
+        """True if a copy has to be carried."""
         roots = self._shares.get(value, _NOTHING)
         for root in roots or (value,):
             for writer in self._writers.get(root, ()):
@@ -276,11 +276,11 @@ DESTINATIONS = "wholestep_destinations"
 LATE = "wholestep_late_outputs"
 """In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
 CREATES = "wholestep_creates_state"
-"""In the `meta` of a graph module: whether its step is one that creates the state of its optimizer."""
+"""In the `meta` of a graph module: True if its step creates optimizer state."""
 
 
 def gm_meta(gm: Any) -> dict[str, Any]:
-    """Where a graph module, or the main one of an IterGraphModule, keeps what passes know."""
+    """Where a graph module, or the main one of an IterGraphModule, stores what passes recorded."""
     meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
     return meta
 
@@ -312,7 +312,7 @@ def deadline(
 def requested_moves(
     graph: fx.Graph, marked: Mapping[int, list[fx.Node]], names: Mapping[int, str]
 ) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Where each move goes: as it was asked for, but not after the first use of what it writes."""
+    """Where each move goes: as requested, but not after the first use of what it writes."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     by_name = {node.name: node for node in graph.nodes}
     readers = first_readers(graph, {node: None for nodes in marked.values() for node in nodes})
