@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.torch_private.fake_tensors import no_torch_function
+from wholestep.torch_private.fake_tensors import no_torch_function, wrapper_tensor
 from wholestep.torch_private.pytrees import pytree
 
 
@@ -24,9 +24,7 @@ class LateTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: Any, ask: Callable[[], Tensor]) -> LateTensor:
-        made: LateTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        made: LateTensor = wrapper_tensor(cls, like)
         return made
 
     def __init__(self, like: Any, ask: Callable[[], Tensor]) -> None:

@@ -24,6 +24,7 @@ from wholestep.pipelining.run.stage import Stage
 from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
 from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
+from wholestep.torch_private.modules_and_optimizers import incompatible_keys
 from wholestep.torch_private.pytrees import pytree
 
 
@@ -204,7 +205,7 @@ class Pipe(torch.nn.Module):
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise RuntimeError(f"Error(s) in loading state_dict for Pipe: missing {missing}, unexpected {unexpected}")
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return incompatible_keys(missing, unexpected)
 
 
 def _shown(shape: Sequence[int | None]) -> str:

@@ -90,7 +90,7 @@ def held_by_torch(tensor: Tensor) -> int:
 
     Before torch 2.12 none, unless Python has none.
     """
-    return _COUNTED if tensor._use_count() > 1 else 0  # type: ignore[attr-defined]
+    return _COUNTED if tensor._use_count() > 1 else 0
 
 
 def _counted() -> int:
@@ -167,6 +167,13 @@ def storage_of(tensor: Tensor) -> int:
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """For tensor classes that only want `__torch_dispatch__`. 2.11, 2.13."""
+
+
+def wrapper_tensor(cls: type[Tensor], like: Tensor) -> Any:
+    """A tensor of a class with the layout of another and no memory (`Tensor._make_wrapper_subclass`). 2.11, 2.13."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
 
 
 def why_unreadable(tensor: torch.Tensor) -> str:

@@ -182,3 +182,8 @@ WATCHED_METHODS: tuple[tuple[type, str], ...] = (
 def is_non_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether a buffer stays out of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
     return name in module._non_persistent_buffers_set
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """What `load_state_dict` returns (`torch.nn.modules.module._IncompatibleKeys`). 2.11, 2.13."""
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
