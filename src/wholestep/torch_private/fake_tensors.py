@@ -90,7 +90,7 @@ def held_by_torch(tensor: Tensor) -> int:
 
     Before torch 2.12 none, unless Python has none.
     """
-    return _COUNTED if tensor._use_count() > 1 else 0
+    return _COUNTED if tensor._use_count() > 1 else 0  # type: ignore[attr-defined]
 
 
 def _counted() -> int:
