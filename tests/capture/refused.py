@@ -82,7 +82,7 @@ def assert_refused(step: Callable[..., Any], *kinds: type[ws.errors.CaptureError
     assert f"[{caught.value.code}]" in said
     assert caught.value.fix
     assert caught.value.fix in said
-    assert f"docs/errors/{caught.value.code}.md" in said
+    assert f"python -m wholestep explain {caught.value.code}" in said
     return said
 
 
