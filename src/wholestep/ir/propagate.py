@@ -38,7 +38,7 @@ from wholestep.torch_private.fake_tensors import (
     has_symbolic_sizes,
 )
 from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_KEYWORDS, NODE_SOURCES
-from wholestep.torch_private.operators import OpOverload
+from wholestep.torch_private.operators import OpOverload, op_name
 
 Fail = Callable[[fx.Node, str], NoReturn]
 
@@ -245,8 +245,13 @@ def _is_checkable(node: fx.Node, recorded: Any) -> bool:
 
 @lru_cache(maxsize=10_000)
 def _is_opaque(target: Any) -> bool:
-    """True if the result of a target does not follow from the layouts of its inputs."""
-    return target in SIDE_EFFECTS or target in _OF_STORAGE or is_data_dependent(target)
+    """True if the result of a target does not follow from the layouts of its inputs alone.
+
+    Collectives of DTensor ask the process group for its size, and a graph may be rewritten where there is none.
+    """
+    if target in SIDE_EFFECTS or target in _OF_STORAGE or is_data_dependent(target):
+        return True
+    return isinstance(target, OpOverload) and op_name(target).startswith("_dtensor::")
 
 
 def has_same_layout(one: Any, other: Any) -> bool:
