@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import distributed as dist
 
 from wholestep.ranks.board import Board
@@ -26,6 +28,14 @@ def test_a_rank_that_aborted_its_groups_names_the_rank_that_failed() -> None:
     left = Failure(Kind.LEFT, 1, "train_step", 4, "has ended or destroyed its process group")
     watchdog.peers.note(0, aborted_for(left))
     assert watchdog.lost(0, HERE, 1.0) == left
+
+
+def test_a_rank_that_aborted_its_groups_for_a_disagreement_hands_on_the_disagreement() -> None:
+    watchdog = rank_2_of_3()
+    for rank in (0, 2):  # the rank that it is about: either side
+        apart = Failure(Kind.DESYNC, rank, "train_step", 4, "Ranks disagree on the graph of call 4 of train_step")
+        watchdog.peers.note(0, replace(aborted_for(apart), number=rank + 1))
+        assert watchdog.lost(0, HERE, 1.0) == apart
 
 
 def test_a_rank_that_aborted_its_groups_for_this_one_is_named_itself() -> None:

@@ -170,7 +170,7 @@ class Watchdog(threading.Thread):
         if there.state is State.ABORTED:
             # The rank that aborted its groups is not the one that failed: it says which one did.
             cause = None if beat.cause is None else Failure.read(beat.cause)
-            if cause is not None and cause.rank not in (rank, self.rank):
+            if cause is not None and (cause.kind is Kind.DESYNC or cause.rank != self.rank):
                 return cause
             return Failure(Kind.ABORTED, rank, position.step, position.call, words)
         if there.state is State.LEFT:
