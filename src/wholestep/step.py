@@ -243,6 +243,9 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for a call, or raise GuardError with the guard that failed."""
+        mode = "the capture of another step" if is_tracing() else mode_that_needs_eager()
+        if mode is not None:
+            raise needs_eager(mode)
         leaves, structure = leaves_of((args, kwargs))
         pending.flush_all()
         state = self.read(leaves, structure)
@@ -454,8 +457,8 @@ class CompiledStep(Generic[P, R]):
     def flush(self) -> None:
         """Complete what the last call left for the next one, if anything: parameters are then what eager has.
 
-        Needs no other rank. Happens by itself before `state_dict()`, `load_state_dict()` and eager forwards of the
-        models of this step, other compiled steps, other graphs of this one, and at the end of `with step:`.
+        Needs no other rank. Happens by itself before anything that reads or writes whole models (`state_dict()`, eager
+        forwards), before other graphs, and at the end of `with step:`.
         """
         self._work.release()
         self._last_left = None
@@ -472,16 +475,12 @@ class CompiledStep(Generic[P, R]):
     def _find(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
         """A graph that may run for this call, and its inputs."""
         last = self._last
-        if last is not None:
-            state = last.read(leaves, structure)
-            if state is not None:
-                return last, state
+        if last is not None and (state := last.read(leaves, structure)) is not None:
+            return last, state
         for entry in reversed(self._entries):
-            if entry is not last:
-                state = entry.read(leaves, structure)
-                if state is not None:
-                    self._last = entry
-                    return entry, state
+            if entry is not last and (state := entry.read(leaves, structure)) is not None:
+                self._last = entry
+                return entry, state
         return None
 
     def _capture(

@@ -117,3 +117,18 @@ def test_capture_of_a_compiled_step_has_its_options() -> None:
     eager = Training()
     assert torch.equal(executable(batch(rows=9)), eager.train_step(batch(rows=9)))
     assert list(training.step.capture(batch()).signature.dynamic.values()) == [(2, 16)]
+
+
+def test_an_executable_refuses_modes_that_act_on_the_operators_of_eager() -> None:
+    training = Training()
+    executable = ws.build(ws.capture(training.train_step, batch()), lower="eager")
+    before = training.state()
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(ws.errors.UnsupportedError, match="is on around"),
+    ):
+        executable(batch())
+    with pytest.raises(ws.errors.UnsupportedError, match="the capture of another step"):
+        ws.compile(lambda x: executable(x), lower="eager")(batch())
+    for now, then in zip(training.state(), before, strict=True):
+        assert torch.equal(now, then)
