@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholestep.guards.arguments import (
+from wholestep.guards.arguments_and_scalars import (
     FoundElsewhere,
     NoGradients,
+    SameBranches,
     SameContents,
+    SameNumberTypes,
     SameObjects,
     SameStructure,
     SameTensorTwice,
+    SizesInRange,
 )
-from wholestep.guards.gradients import SameGradients, SameHooks, SameRequiresGrad
 from wholestep.guards.guard import Call, Guard
 from wholestep.guards.modules import (
     EmptyBuffers,
@@ -25,25 +27,29 @@ from wholestep.guards.modules import (
     watched_parameters,
 )
 from wholestep.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
-from wholestep.guards.python_objects import (
+from wholestep.guards.python_state import (
     SameArrays,
     SameChains,
+    SameClasses,
     SameClassReads,
     SameContainers,
-    SameKinds,
-    SameReads,
-    SameTensors,
-    SameVariables,
-)
-from wholestep.guards.scalars import SameBranches, SameNumberTypes, SizesInRange
-from wholestep.guards.tensors import AllThere, SameForm, SameTensorAttributes
-from wholestep.guards.value_sources import (
-    SameClasses,
     SameEnvironment,
     SameFiles,
     SameFunctions,
+    SameKinds,
     SameModes,
+    SameReads,
+    SameTensors,
     SameThreadLocals,
+    SameVariables,
+)
+from wholestep.guards.tensors import (
+    AllThere,
+    SameForm,
+    SameGradients,
+    SameHooks,
+    SameRequiresGrad,
+    SameTensorAttributes,
 )
 from wholestep.ir.guard_specs import GuardSpecs
 from wholestep.runtime.gather import Gather
