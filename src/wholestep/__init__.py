@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from wholestep.errors import RecompileWarning as RecompileWarning
     from wholestep.errors import WholestepError as WholestepError
     from wholestep.ir.step_graph import StepGraph as StepGraph
-    from wholestep.lower import partial_lower as partial_lower
+    from wholestep.lower.partial_lower import partial_lower as partial_lower
     from wholestep.options import Dim as Dim
     from wholestep.options import Options as Options
     from wholestep.parallel.plan import FullyShard as FullyShard
     from wholestep.parallel.plan import Replicate as Replicate
-    from wholestep.partition import split_module as split_module
+    from wholestep.partition.split_module import split_module as split_module
     from wholestep.step import CompiledStep as CompiledStep
     from wholestep.step import Executable as Executable
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from wholestep.environment import LOWER, default_lower
 from wholestep.errors import OptionError, invalid_value
-from wholestep.ir.dynamic_sizes import Dim as Dim
+from wholestep.ir.captured_step import Dim as Dim
 from wholestep.lower.options import LowerOptions
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, GraphPass, check_list

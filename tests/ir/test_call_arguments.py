@@ -15,7 +15,7 @@ from wholestep.ir.call_arguments import (
     nodes_in,
     operator_of,
 )
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.graph_functions import call_on_copies
 
 aten = torch.ops.aten
 

@@ -45,8 +45,7 @@ from wholestep.ir.effects import (
     written_positions,
 )
 from wholestep.ir.effects.nodes import COLLECTIVE, EFFECT, RANDOM
-from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.rng import get_rng_state, set_rng_state
+from wholestep.ir.graph_functions import call_on_copies, get_rng_state, set_rng_state
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -13,7 +13,7 @@ from torch import fx
 from ir.step_graphs import aten, chain, dynamic_step, find, sgd_step, with_everything
 from wholestep.errors import Location
 from wholestep.ir import GroupSpec, NodeMeta, Signature, StepGraph, node_digests, set_node_meta
-from wholestep.ir.rng import get_rng_state
+from wholestep.ir.graph_functions import get_rng_state
 
 
 @pytest.mark.parametrize("make", [sgd_step, with_everything, dynamic_step])

@@ -12,8 +12,8 @@ from ir.collectives import Build, comm
 from ir.step_graphs import aten, sgd_step
 from ranks import run_ranks
 from wholestep.ir import GroupSpec, StepGraph, group_table, node_digests, rebind_groups
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.groups import group_of, renamed_groups
-from wholestep.ir.mutable import call_on_copies
 
 
 def two_axes(dp: str, tp: str) -> StepGraph:

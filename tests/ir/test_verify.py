@@ -23,8 +23,7 @@ from wholestep.ir import (
     tensor_spec,
     verify,
 )
-from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.rng import get_rng_state, manual_seed, set_rng_state
+from wholestep.ir.graph_functions import call_on_copies, get_rng_state, manual_seed, set_rng_state
 
 c10d = torch.ops._c10d_functional
 

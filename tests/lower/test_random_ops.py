@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from lower.graphs import graph_of, interpreted
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.lower import LowerOptions, partial_lower, plan_regions
 
 __all__ = ["interpreted"]

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 
 import wholestep as ws
 from remat.steps import Trained
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.runtime.program import program
 
 

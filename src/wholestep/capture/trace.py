@@ -51,9 +51,9 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.ir.captured_step import CapturedStep, HostCall
+from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.graphs import collector_paused
-from wholestep.ir.origin import location_of_exception, location_of_function, user_location
-from wholestep.ir.rng import KnownDraws
+from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
 from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents

@@ -21,9 +21,8 @@ from wholestep.compilers.boxed import Compiled, boxed, graph_module
 from wholestep.compilers.metadata_check import MetadataDifference, SymbolValues, differences, is_known, unknown_places
 from wholestep.errors import DebugError, Location
 from wholestep.ir.effects import draws, written_positions
-from wholestep.ir.meta import KEY, node_meta
-from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.origin import location_of_node, module_path
+from wholestep.ir.graph_functions import call_on_copies
+from wholestep.ir.meta import KEY, location_of_node, module_path, node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fake_tensors import storage_key

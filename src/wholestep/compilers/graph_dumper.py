@@ -27,7 +27,7 @@ from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
 from wholestep.compilers.run_unchanged import nop
 from wholestep.errors import DumpError, OptionError
 from wholestep.ir.io.dump import GraphDump, new_folder, read_json, write_atomically
-from wholestep.ir.origin import plain_path
+from wholestep.ir.meta import plain_path
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import aot_simplified, default_partition, graph_being_compiled
 from wholestep.torch_private.symbolic_shapes import dynamo_source, input_source

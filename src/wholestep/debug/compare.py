@@ -25,8 +25,7 @@ from wholestep.debug.node_runner import NodeRaised, Note, run_nodes
 from wholestep.debug.step_versions import Version, two_versions
 from wholestep.debug.value_distance import Gap, eps_of, gap_between
 from wholestep.errors import Location, invalid_value
-from wholestep.ir.meta import node_meta
-from wholestep.ir.origin import location_of_node
+from wholestep.ir.meta import location_of_node, node_meta
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import Numerics

@@ -51,7 +51,7 @@ from wholestep.guards.tensors import (
     SameRequiresGrad,
     SameTensorAttributes,
 )
-from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.ir.captured_step import GuardSpecs
 from wholestep.runtime.gather import Gather
 
 

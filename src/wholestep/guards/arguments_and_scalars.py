@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number
-from wholestep.ir.dynamic_sizes import out_of_range
-from wholestep.ir.guard_specs import GuardSpecs
-from wholestep.ir.known_values import ItemLeaf
-from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_array
+from wholestep.ir.captured_step import GuardSpecs, out_of_range
+from wholestep.ir.early_values import ItemLeaf
+from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_array
 from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 

@@ -7,7 +7,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 from wholestep.guards.guard import Call, Guard, Listed, Watched, is_other_number, was_and_is
-from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT

@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
-from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.call_tree import same_objects
-from wholestep.ir.user_objects.nested_containers import structure_of
+from wholestep.ir.user_objects.containers import structure_of
 from wholestep.ir.user_objects.plain_values import same_plain, skeleton
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.runtime.gather import Gather

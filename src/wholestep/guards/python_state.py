@@ -12,8 +12,8 @@ from operator import is_
 from typing import Any
 
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
-from wholestep.ir.guard_specs import GuardSpecs
-from wholestep.ir.user_objects.container_contents import ArrayCopy, Contents, is_large
+from wholestep.ir.captured_step import GuardSpecs
+from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_large
 from wholestep.ir.user_objects.plain_values import class_code, kind_of, own_dict, same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.guard_checks import DictWatch

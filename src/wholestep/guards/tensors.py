@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
-from wholestep.ir.guard_specs import GuardSpecs, TensorAttributesSpec
+from wholestep.ir.captured_step import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot

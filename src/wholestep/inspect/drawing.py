@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from wholestep.errors import OptionError
 from wholestep.inspect.layered_layout import Placed, place
 from wholestep.ir.io.arguments import describe_target
-from wholestep.ir.origin import location_of_node, module_path, phase
+from wholestep.ir.meta import location_of_node, module_path, phase
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.operators import OpOverload, op_name

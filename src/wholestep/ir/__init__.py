@@ -1,13 +1,13 @@
 """The graph of a step and what is true of it. Everything here may be imported by every other package."""
 
-from wholestep.ir.communication import Communication, communication
+from wholestep.ir.collectives import Communication, communication
 from wholestep.ir.fingerprint import node_digests
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.groups import group_table, rebind_groups
 from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta, update_node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import (
     ChangeKind,

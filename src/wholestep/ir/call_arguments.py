@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, named_arguments, schema_of
 
 _STATISTICS = ("input", "weight", "bias", "running_mean", "running_var")

@@ -1,20 +1,87 @@
-"""What leaves capture: the graph of a step, and how its inputs, state and results are found in the user's objects.
+"""What leaves capture, as frozen data: the graph of a step and how its inputs, state and results are found in the
+user's objects (`CapturedStep`), what it assumed of these objects (`GuardSpecs`) and of sizes (`DynamicSizes`).
 
-Frozen data. `guards/` decides from it whether the graph may run, `runtime/` reads inputs and applies changes by it.
+`guards/` builds its checks from it, `runtime/` reads inputs and applies changes by it. Guard specs hold the user's
+objects and the values that those had at capture, never the batch of that call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, Protocol
 
+import sympy
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep.ir.guard_specs import GuardSpecs
+from wholestep.errors import DynamicShapeError, OptionError
+from wholestep.ir.early_values import Recipe
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
-from wholestep.ir.user_objects.slots import GradSlot, Slot, in_users_objects
+from wholestep.ir.user_objects.slots import BatchSlot, GradSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.torch_private.symbolic_shapes import ShapeEnv, shape_guards
+
+SizeCondition = tuple[str, Callable[[dict[str, int]], bool]]
+"""A condition on the sizes of a call: its text, and its check by the names of symbols."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a batch tensor that may differ from call to call, between `min` and `max` (both included)."""
+
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min < 1 or (self.max is not None and self.max < self.min):
+            raise OptionError(f"Dim(min={self.min}, max={self.max}) is empty or below 1.", fix="use 1 <= min <= max.")
+
+
+@dataclass(frozen=True)
+class DynamicSizes:
+    """The symbolic sizes of one captured graph."""
+
+    dims: Mapping[int, Mapping[int, Dim]] = field(default_factory=dict)
+    """By batch leaf and dimension, the declared range."""
+    sources: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """By name of a symbol, the (batch leaf, dimension) places that have this size."""
+    env: ShapeEnv | None = None
+    """What torch assumed of the symbols. Lowering compares sizes as well and adds to it."""
+
+    def assumed(self) -> list[SizeCondition]:
+        """Conditions on the symbols that the trace, and what ran since, relied on."""
+        if self.env is None:
+            return []
+        found: list[SizeCondition] = []
+        for expression in shape_guards(self.env):
+            free = sorted(expression.free_symbols, key=str)
+            if free and not _only_excludes_one(expression):
+                found.append((str(expression), _check_of(expression, free)))
+        return found
+
+
+def out_of_range(path: str, dim: int, size: int, declared: Dim) -> DynamicShapeError:
+    """A call came with a size that the user excluded."""
+    top = "any" if declared.max is None else declared.max
+    return DynamicShapeError(
+        f"{path} has size {size} in dimension {dim}, outside of the declared {declared.min} to {top}.",
+        fix="declare a wider ws.Dim, or pad the batch.",
+    )
+
+
+def _only_excludes_one(expression: Any) -> bool:
+    """`Ne(s0, 1)`: the trace assumed no broadcasting over a declared dim, which holds for size 1 too."""
+    return isinstance(expression, sympy.Ne) and sympy.Integer(1) in expression.args
+
+
+def _check_of(expression: Any, free: Sequence[Any]) -> Callable[[dict[str, int]], bool]:
+    def check(sizes: dict[str, int]) -> bool:
+        return bool(expression.subs({symbol: sizes[str(symbol)] for symbol in free}))
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -85,3 +152,149 @@ class CapturedStep:
         unread = set(map(id, self.unread_gradients()))
         alone = (output for output, changes in users.items() if len(changes) == 1 and id(changes[0]) in unread)
         return tuple(sorted(output for output in alone if output not in shown))
+
+
+@dataclass(frozen=True)
+class ArgumentSpec:
+    """The arguments of a call."""
+
+    structure: Any
+    """Equal for arguments that are nested alike."""
+    paths: Sequence[str]
+    """What each leaf is called."""
+    slots: Sequence[Slot | None]
+    """By leaf, where a tensor was found first: among the arguments, or in the user's objects. None: no tensor."""
+    constants: Mapping[int, Any]
+    """Non-tensor leaves that the graph assumes."""
+
+    @property
+    def found_elsewhere(self) -> list[tuple[int, Slot]]:
+        """Tensors among the arguments that are state of the user's objects as well."""
+        return [(i, s) for i, s in enumerate(self.slots) if s is not None and not isinstance(s, BatchSlot)]
+
+
+@dataclass(frozen=True)
+class ParamGroupSpec:
+    """A param group: its parameters, and the options that are constants of the graph."""
+
+    params: Sequence[Tensor]
+    constants: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ScalarCondition:
+    """The graph is right only while an expression of scalar inputs has one value."""
+
+    text: str
+    leaves: Sequence[Any]
+    """Slots, and items of tensors (`ItemLeaf`), that the expression is computed from."""
+    holds: Callable[[Callable[[Any], Any], dict[int, Any]], bool]
+    """Takes what gives the value of a leaf, and a memo that conditions share."""
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectLink:
+    """One step from an object to another, by which an object that the step calls is reached."""
+
+    parent: Any
+    child: Any
+    path: str
+    """Of the child."""
+    read: Callable[[], Any] | None
+    """What the link leads to now; None where it has no name (an iterator's list)."""
+
+    def holds(self) -> bool:
+        """Whether the link still leads to the same object."""
+        if self.read is None:
+            return any(found is self.child for found in gc.get_referents(self.parent))
+        try:
+            return self.read() is self.child
+        except (AttributeError, KeyError, IndexError, ValueError, TypeError):
+            return False
+
+
+@dataclass(frozen=True, eq=False)
+class TensorAttributesSpec:
+    """Python attributes that user code put on one tensor."""
+
+    slot: Slot
+    real: Tensor | None
+    """None for a tensor of the batch."""
+    before: Mapping[str, Any]
+    set_by_step: frozenset[str]
+    """Attributes whose value the step sets or that are inputs: only their type is under a guard."""
+
+
+class FileRead(Protocol):
+    """A file as the step read it."""
+
+    path: str
+
+    def is_same(self) -> bool:
+        """Whether it still is."""
+
+
+@dataclass(frozen=True)
+class GuardSpecs:
+    """All assumptions of one captured graph."""
+
+    arguments: ArgumentSpec
+    sizes: DynamicSizes = field(default_factory=DynamicSizes)
+    modules: Sequence[tuple[nn.Module, str]] = ()
+    parameters: Sequence[tuple[Tensor, Slot]] = ()
+    module_tensors: Sequence[tuple[ModuleSlot, Tensor]] = ()
+    """Parameters and buffers by the places in modules where they lie."""
+    loose_parameters: Sequence[tuple[Slot, Tensor]] = ()
+    """Parameters that lie outside of modules (in a list, in a param group)."""
+    optimizers: Mapping[Optimizer, str] = field(default_factory=dict)
+    param_groups: Mapping[Optimizer, Sequence[ParamGroupSpec]] = field(default_factory=dict)
+    scalers: Mapping[Any, str] = field(default_factory=dict)
+    nested_state: Sequence[tuple[Slot, Any]] = ()
+    """Lists and dicts in optimizer state, and their structure."""
+    same_tensors: Sequence[tuple[Slot, Slot]] = ()
+    """Places in optimizer state that hold one tensor."""
+    tensor_attributes: Sequence[TensorAttributesSpec] = ()
+    variables: Sequence[tuple[str, Slot, Any]] = ()
+    """Closure variables, globals, class attributes: path, place, value."""
+    rebound_variables: Mapping[str, tuple[Slot, Any]] = field(default_factory=dict)
+    """Variables that the step itself binds anew, and what kind of value they held."""
+    volatile: Mapping[int, set[str]] = field(default_factory=dict)
+    """By identity of an object, the attributes that the step itself sets."""
+    kinds: Sequence[tuple[Mapping[str, Any], str, str, Any]] = ()
+    """Attributes that the step sets and may have read: where they are, and what kind of value they held."""
+    reads: Sequence[tuple[Any, str, Mapping[str, Any]]] = ()
+    """Plain objects, their paths, and the attributes that the step read with the values they had."""
+    class_reads: Sequence[tuple[Any, str, Mapping[str, Any]]] = ()
+    """The same for plain values that the step read from the classes of such objects."""
+    containers: Sequence[tuple[Any, str]] = ()
+    """Lists and dicts that the step may have read."""
+    arrays: Sequence[tuple[Any, str]] = ()
+    """NumPy arrays and the like that the step may have read."""
+    links: Sequence[ObjectLink] = ()
+    classes: Mapping[type, str] = field(default_factory=dict)
+    classes_set_by_step: frozenset[type] = frozenset()
+    functions: Sequence[tuple[FunctionType, str, frozenset[str]]] = ()
+    """Functions of the user's, and the names of their attributes."""
+    thread_locals: Sequence[tuple[Any, str]] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    whole_environment: Mapping[Any, Any] | None = None
+    files: Sequence[FileRead] = ()
+    lifted: frozenset[str] = frozenset()
+    """Paths of the scalars that are inputs because they changed between two calls."""
+    scalar_types: Sequence[tuple[Slot, type]] = ()
+    """Where those scalars lie, and of which type they are."""
+    conditions: Sequence[ScalarCondition] = ()
+    items: Recipe | None = None
+    """Computes the scalars inside of state tensors that conditions depend on."""
+    placeholder_slots: Mapping[fx.Node, Slot] = field(default_factory=dict)
+
+
+def constants_of(specs: GuardSpecs) -> Iterable[tuple[str, Any]]:
+    """Plain values that the graph assumes, by path: arguments, variables, attributes."""
+    for i, value in specs.arguments.constants.items():
+        yield specs.arguments.paths[i], value
+    for path, _, value in specs.variables:
+        yield path, value
+    for _, path, values in (*specs.reads, *specs.class_reads):
+        for name, value in values.items():
+            yield f"{path}.{name}", value

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholestep.ir.graph_functions import SIDE_EFFECTS
 from wholestep.ir.groups import GroupNumbers, group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.io.node_values import SymbolWriter, kind_of, tensor_key
 from wholestep.ir.io.serialize import write_record
 from wholestep.ir.io.tensor_file import constant_bytes, find_constant
-from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.signature import GroupSpec, Signature
 
 VERSION = 2

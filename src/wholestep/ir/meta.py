@@ -1,11 +1,30 @@
-"""The one typed key that wholestep keeps in `node.meta`."""
+"""The metadata of a node: the one typed key in `node.meta`, and where a node comes from (line, module path, phase).
+
+wholestep's capture records the origin of a node in `NodeMeta`. Graphs of dynamo, AOTAutograd and export have a
+`stack_trace` and an `nn_module_stack` instead (`fwd_nn_module_stack` on nodes of the backward). This is the one place
+that answers where a node, a frame, an exception or a function comes from.
+
+Which line of the user's code is running: the nearest frame that is neither torch's nor ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
 from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import Any
 
+import torch
 from torch import fx
 
+import wholestep
 from wholestep.errors import Location
 from wholestep.torch_private.operators import OpOverload
 
@@ -49,3 +68,143 @@ def set_node_meta(node: fx.Node, meta: NodeMeta) -> None:
 def update_node_meta(node: fx.Node, **changes: object) -> None:
     """Change some fields of a node's metadata."""
     set_node_meta(node, replace(node_meta(node), **changes))  # type: ignore[arg-type]
+
+
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<text>[^\n]*)', re.MULTILINE
+)
+_FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
+_FOREIGN_FILES = (contextlib.__file__, copy.__file__, "<frozen", "<string>")
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
+
+
+def location_of_node(node: fx.Node, *, user_only: bool = False) -> Location | None:
+    """The line of code that a node was traced from: the innermost frame outside of torch and wholestep.
+
+    Where all frames are inside of them, the innermost one; None under `user_only`.
+    """
+    recorded = node_meta(node).location
+    if recorded is not None:
+        return recorded
+    trace = node.meta.get("stack_trace")
+    frames = list(_FRAME.finditer(trace)) if isinstance(trace, str) else []
+    own = [frame for frame in frames if not frame["file"].startswith(_FOREIGN)]
+    if not own and (user_only or not frames):
+        return None
+    found = (own or frames)[-1]
+    return Location(found["file"], int(found["line"]), found["function"], found["text"].strip())
+
+
+def nearest_location(node: fx.Node | None) -> Location | None:
+    """The line of a node, or of the nearest producer that has one, with its source text."""
+    queue = [] if node is None else [node]
+    seen = set(queue)
+    for each in queue:
+        found = location_of_node(each)
+        if found is not None:
+            return replace(found, text=found.text or linecache.getline(found.file, found.line).strip())
+        new = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(new)
+        queue += new
+    return None
+
+
+def module_path(node: fx.Node) -> str:
+    """The module whose forward (or whose backward) a node belongs to, `layers.0.attn`; "" where it is not recorded."""
+    if node_meta(node).module_path:
+        return node_meta(node).module_path
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        stack = node.meta.get(key)
+        if isinstance(stack, dict) and stack:
+            path, _ = list(stack.values())[-1]
+            path = str(path)
+            return "" if re.fullmatch(r"L\['\w+'\]", path) else plain_path(path)
+    return ""
+
+
+def module_call(node: fx.Node) -> str:
+    """The innermost module call that a node was traced in, as export names it: a second call of a module differs."""
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack))) if stack else ""
+
+
+def plain_path(source: str) -> str:
+    """`L['self']._modules['layers']._modules['0'].weight` and `L['model'].layers.0.weight` as `layers.0.weight`."""
+    text = re.sub(r"^L\['\w+'\](?=\.)|^L\['self'\]|^L__self__|^self\b", "", source)
+    text = re.sub(r"\._(modules|parameters|buffers)(?=\[)", "", text)
+    parts = [next(part for part in match.groups() if part is not None) for match in _STEP.finditer(text)]
+    return ".".join(parts) if parts else text.strip(".")
+
+
+def phase(node: fx.Node) -> str:
+    """forward, backward, update, optimizer or epilogue."""
+    if KEY in node.meta:
+        return node_meta(node).phase
+    is_backward = "fwd_nn_module_stack" in node.meta or node.meta.get("partitioner_tag") == "is_backward"
+    return "backward" if is_backward else "forward"
+
+
+_is_user_code: dict[CodeType, bool] = {}
+
+
+def user_frame(depth: int = 1) -> FrameType | None:
+    """The nearest frame of the user's code above the caller."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        known = _is_user_code.get(code)
+        if known is None:
+            name = code.co_filename
+            known = not (name.startswith(_FOREIGN) or name.startswith(_FOREIGN_FILES))
+            _is_user_code[code] = known
+        if known:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def asked_by(file: str) -> bool:
+    """Whether the running line of user code is in a file with that ending."""
+    frame = user_frame(2)
+    return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(file)
+
+
+def location_of(frame: FrameType | None, *, with_text: bool = False) -> Location | None:
+    """The location a frame stands at."""
+    if frame is None:
+        return None
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip() if with_text else ""
+    return Location(code.co_filename, frame.f_lineno, code.co_name, text)
+
+
+def user_location(*, with_text: bool = True) -> Location | None:
+    """The line of the user's code that is running now."""
+    return location_of(user_frame(2), with_text=with_text)
+
+
+def location_of_exception(error: BaseException) -> Location | None:
+    """The deepest line of the user's code in a traceback."""
+    found: Location | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        name = code.co_filename
+        if not (name.startswith(_FOREIGN) or name.startswith(_FOREIGN_FILES)):
+            text = linecache.getline(name, trace.tb_lineno).strip()
+            found = Location(name, trace.tb_lineno, code.co_name, text)
+        trace = trace.tb_next
+    return found
+
+
+def location_of_function(fn: Any) -> Location | None:
+    """The first line of a function of the user's, also of one behind `functools.partial` or a callable object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    fn = fn if inspect.isroutine(fn) or not callable(fn) else type(fn).__call__
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return Location(code.co_filename, code.co_firstlineno, code.co_name, text)

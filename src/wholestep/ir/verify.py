@@ -33,12 +33,11 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes,
 )
+from wholestep.ir.graph_functions import call_on_copies, get_rng_state
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.propagate import propagate, propagate_changed
 from wholestep.ir.readable import describe_value, format_node
-from wholestep.ir.rng import get_rng_state
 from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fx_graphs import NODE_SOURCES, call_targets

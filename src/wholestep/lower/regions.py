@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import (
     communicates,
     is_collective,
@@ -35,10 +35,9 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes,
 )
+from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.rng import SIDE_EFFECTS
 from wholestep.ir.slices import postorder, reachable
 from wholestep.lower.supported_nodes import (
     NodePredicate,

@@ -31,9 +31,9 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes_into_out,
 )
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.lower.decompositions import is_foreach
 from wholestep.lower.random_ops import why_not_random
 from wholestep.lower.scalar_inputs import accepts_scalar_inputs

@@ -23,8 +23,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from wholestep.errors import ParameterDataError
-from wholestep.ir.meta import update_node_meta
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import update_node_meta, user_location
 from wholestep.ir.trace_protocol import TracedValue, TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import Form

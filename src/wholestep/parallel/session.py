@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from wholestep.errors import UnsupportedError
 from wholestep.ir.graph_functions import own_chunk
-from wholestep.ir.meta import update_node_meta
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import update_node_meta, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.parallel.axes import axes_of

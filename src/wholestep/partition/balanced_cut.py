@@ -33,7 +33,7 @@ import numpy as np
 from torch import fx, nn
 
 from wholestep.errors import CutError, PartitionError
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import communicates, shared_inputs
 from wholestep.partition.bottleneck import Line, RunMemory, best_cuts, fewest_runs, fits
 from wholestep.partition.graph_checks import (

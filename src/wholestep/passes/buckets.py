@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import CollectiveBlock, comm_block, is_part
+from wholestep.ir.collectives import CollectiveBlock, comm_block, is_part
 from wholestep.ir.effects import WriteWindows, sharing_with_outputs
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.groups import group_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import VerifyError
-from wholestep.ir.comm_block import comm_block, is_part
+from wholestep.ir.collectives import comm_block, is_part
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node

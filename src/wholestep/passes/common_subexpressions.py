@@ -34,10 +34,10 @@ from wholestep.ir.effects import (
     sharing_with_outputs,
     writes,
 )
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS, ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta, update_node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.torch_private.operators import OpOverload, op_name

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from wholestep.ir.comm_block import collective_of
+from wholestep.ir.collectives import collective_of
 from wholestep.ir.effects import is_collective, is_wait, may_draw, shared_inputs, writes
 from wholestep.ir.iter.moves import needed_outputs, roots_of, state_of
 from wholestep.ir.meta import node_meta

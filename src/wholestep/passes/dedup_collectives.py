@@ -24,12 +24,12 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.comm_block import is_part
+from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import communicates, is_collective, is_wait, keeps_elements, sharing_with_outputs, writes
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta
-from wholestep.ir.mutable import call_on_copies
 from wholestep.passes.engine.contract import graph_optimization_pass
 
 aten = torch.ops.aten

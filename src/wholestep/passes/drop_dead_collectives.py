@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import communicates, is_wait, may_draw, writes
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.passes.engine.contract import graph_optimization_pass
 
 

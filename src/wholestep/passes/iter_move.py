@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import IterMoveError
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.moves import (

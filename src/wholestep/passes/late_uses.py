@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from wholestep.ir.comm_block import is_part
+from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import WriteWindows, is_communication, may_draw, may_write
 from wholestep.ir.slices import reachable
 from wholestep.torch_private.operators import OpOverload

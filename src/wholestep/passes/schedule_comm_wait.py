@@ -20,7 +20,7 @@ import math
 
 from torch import fx
 
-from wholestep.ir.comm_block import is_part
+from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import WriteWindows, is_wait, writes
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.slices import reachable

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch import fx
 
-from wholestep.ir.communication import communication
+from wholestep.ir.collectives import communication
 from wholestep.ir.fingerprint import fingerprint, node_digests
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node

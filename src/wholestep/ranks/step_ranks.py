@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from wholestep.ir.captured_step import CapturedStep
-from wholestep.ir.guard_specs import constants_of
+from wholestep.ir.captured_step import CapturedStep, constants_of
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ranks.agreement import Agreement
 from wholestep.ranks.channel import Channel

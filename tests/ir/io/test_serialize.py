@@ -19,7 +19,7 @@ from torch import fx
 from ir.step_graphs import aten, chain, dynamic_step, find, sgd_step, with_everything
 from wholestep.errors import GraphFormatError
 from wholestep.ir import NodeMeta, Signature, StepGraph, node_meta, set_node_meta, verify
-from wholestep.ir.mutable import call_on_copies
+from wholestep.ir.graph_functions import call_on_copies
 from wholestep.torch_private.fake_tensors import FakeTensor
 
 STEPS = [sgd_step, with_everything, dynamic_step]

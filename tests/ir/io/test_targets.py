@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir import rng
+from wholestep.ir.graph_functions import call_on_copies, get_rng_state
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS, TargetReader, target_name
-from wholestep.ir.mutable import call_on_copies
 
 aten = torch.ops.aten
 
@@ -27,7 +26,7 @@ aten = torch.ops.aten
         (math.sqrt, "math.sqrt"),
         (max, "builtins.max"),
         (torch.sym_max, "torch.sym_max"),
-        (rng.get_rng_state, "wholestep.ir.rng.get_rng_state"),
+        (get_rng_state, "wholestep.ir.rng.get_rng_state"),
         (call_on_copies, "wholestep.ir.mutable.call_on_copies"),
     ],
 )

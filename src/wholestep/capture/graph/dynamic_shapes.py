@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import DynamicShapeError, Location
-from wholestep.ir.dynamic_sizes import Dim, out_of_range
-from wholestep.ir.origin import user_location
+from wholestep.ir.captured_step import Dim, out_of_range
+from wholestep.ir.meta import user_location
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (
     ShapeEnv,

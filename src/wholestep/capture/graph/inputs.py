@@ -12,7 +12,7 @@ from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.python_reads.process_state import default_generators
 from wholestep.errors import CapturedTensorError, RandomStateError, UnsupportedError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import GeneratorSlot, Slot
 from wholestep.torch_private.fake_tensors import is_unmade_zero, without_modes

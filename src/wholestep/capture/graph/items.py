@@ -13,8 +13,8 @@ from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import NumberPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
-from wholestep.ir.known_values import KNOWN_KINDS, ItemLeaf, KnownValues
-from wholestep.ir.origin import asked_by, user_location
+from wholestep.ir.early_values import KNOWN_KINDS, ItemLeaf, KnownValues
+from wholestep.ir.meta import asked_by, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import without_modes

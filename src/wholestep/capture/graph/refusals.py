@@ -15,7 +15,7 @@ from torch import Tensor
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import AliasError, DataShapeError, HookError, OverlapError, UnsupportedError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.modules_and_optimizers import (

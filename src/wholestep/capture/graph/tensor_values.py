@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from wholestep.capture.graph.refusals import opaque_view
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.errors import UnsupportedError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.ir.trace_protocol import TracedNodes
 from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
 

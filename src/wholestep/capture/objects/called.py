@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from wholestep.capture.objects.discover import World, owns
 from wholestep.errors import CapturedTensorError, SideEffectError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.options import Options
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor

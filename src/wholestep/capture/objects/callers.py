@@ -13,7 +13,7 @@ import torch
 
 import wholestep
 from wholestep.errors import Location
-from wholestep.ir.origin import location_of
+from wholestep.ir.meta import location_of
 
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))

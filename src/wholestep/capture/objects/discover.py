@@ -30,7 +30,7 @@ from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.reachable import Chain, has_own_dict, search
 from wholestep.errors import WrappedError
-from wholestep.ir.guard_specs import ObjectLink
+from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import CONTAINERS, own_dict
 from wholestep.ir.user_objects.plain_values import PLAIN as _PLAIN

@@ -36,7 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.ir.guard_specs import ObjectLink
+from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.ir.user_objects.slots import ABSENT
 

@@ -32,7 +32,7 @@ from wholestep.capture.objects.tensor_attributes import TensorAttributes
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.nested_containers import (
+from wholestep.ir.user_objects.containers import (
     OwnerSlot,
     copy_nest,
     map_leaves,

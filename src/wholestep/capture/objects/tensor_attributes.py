@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
-from wholestep.ir.guard_specs import TensorAttributesSpec
+from wholestep.ir.captured_step import TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot

@@ -26,7 +26,7 @@ from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import graph_number
 from wholestep.capture.scalars.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
 

@@ -26,7 +26,7 @@ from wholestep.capture.results.accounting import Account, StepCall
 from wholestep.capture.scalars.symbolic_scalars import HostNumber, LastRateSlot, Number, scalar_of
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import HostCall
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import Slot
 from wholestep.parallel.session import Session

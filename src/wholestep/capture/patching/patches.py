@@ -46,9 +46,8 @@ from wholestep.errors import (
     SideEffectError,
     UnsupportedError,
 )
-from wholestep.ir import rng
-from wholestep.ir.graph_functions import number_tensor
-from wholestep.ir.origin import user_location
+from wholestep.ir.graph_functions import get_rng_state, manual_seed, number_tensor, set_rng_state
+from wholestep.ir.meta import user_location
 from wholestep.parallel.norms import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator
@@ -346,13 +345,13 @@ def _extremum(method: str, a: Any, b: Any) -> Any:
 def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
     def get_state(device: str) -> Tensor:
         state = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
-        node = host.recorder.emit_function(rng.get_rng_state, (device,), state)
+        node = host.recorder.emit_function(get_rng_state, (device,), state)
         host.recorder.values.register_result(state, node)
         host.recorder.random_devices[device] = None
         return state
 
     def set_state(state: Tensor, device: str) -> None:
-        host.recorder.emit_function(rng.set_rng_state, (host.recorder.node_of(state), device), None)
+        host.recorder.emit_function(set_rng_state, (host.recorder.node_of(state), device), None)
         host.recorder.random_devices[device] = None
 
     def seed(original: Any, value: int) -> Any:
@@ -362,7 +361,7 @@ def _patch_rng(host: PatchHost, patch: Callable[..., None]) -> None:
                 fix="seed outside of the step.",
                 location=user_location(),
             )
-        host.recorder.emit_function(rng.manual_seed, (int(value),), None)
+        host.recorder.emit_function(manual_seed, (int(value),), None)
         return torch.default_generator
 
     for owner in (torch, torch.random):

@@ -20,7 +20,7 @@ import torch
 
 from wholestep.capture.objects.discover import World
 from wholestep.errors import RandomStateError, SideEffectError, UnsupportedError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.torch_private.guard_checks import cuda_is_initialized, generator_key
 from wholestep.torch_private.modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
 

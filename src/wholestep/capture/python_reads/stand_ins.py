@@ -24,8 +24,8 @@ import numpy
 
 from wholestep.capture.objects.callers import is_foreign
 from wholestep.errors import CapturedTensorError, SideEffectError
-from wholestep.ir.origin import user_location
-from wholestep.ir.user_objects.container_contents import is_large
+from wholestep.ir.meta import user_location
+from wholestep.ir.user_objects.containers import is_large
 from wholestep.ir.user_objects.slots import Slot
 
 _QUEUES = (

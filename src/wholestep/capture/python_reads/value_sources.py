@@ -22,7 +22,7 @@ from wholestep.capture.python_reads.outside_reads import OutsideReads
 from wholestep.capture.python_reads.stand_ins import StandIns
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.container_contents import ArrayCopy, is_large
+from wholestep.ir.user_objects.containers import ArrayCopy, is_large
 from wholestep.ir.user_objects.plain_values import copy_of, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot, ThreadLocalSlot
 

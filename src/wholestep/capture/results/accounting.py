@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import Location, LostError
 from wholestep.ir.effects import calls_custom_operator
-from wholestep.ir.mutable import call_on_copies
-from wholestep.ir.origin import user_location
+from wholestep.ir.graph_functions import call_on_copies
+from wholestep.ir.meta import user_location
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.torch_private.autograd import gradient_leaves
 from wholestep.torch_private.dtensor import local_of

@@ -21,7 +21,7 @@ from wholestep.capture.scalars.symbolic_scalars import HostNumber, scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, InputKind
-from wholestep.ir.user_objects.nested_containers import (
+from wholestep.ir.user_objects.containers import (
     NESTS,
     FreshContainersSlot,
     OwnerSlot,

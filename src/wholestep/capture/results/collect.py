@@ -23,14 +23,20 @@ from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
 from wholestep.capture.scalars.symbolic_scalars import HostNumber, ScalarNode, scalar_of
 from wholestep.errors import ItemError, UnsupportedError
-from wholestep.ir.captured_step import CapturedStep, Change
-from wholestep.ir.dynamic_sizes import DynamicSizes
+from wholestep.ir.captured_step import (
+    ArgumentSpec,
+    CapturedStep,
+    Change,
+    DynamicSizes,
+    GuardSpecs,
+    ParamGroupSpec,
+    ScalarCondition,
+)
+from wholestep.ir.early_values import ItemLeaf, Recipe
 from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
-from wholestep.ir.guard_specs import ArgumentSpec, GuardSpecs, ParamGroupSpec, ScalarCondition
 from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.io.result_tree import describe, describe_leaf
-from wholestep.ir.known_values import ItemLeaf, Recipe
 from wholestep.ir.signature import (
     InputKind,
     InputSpec,

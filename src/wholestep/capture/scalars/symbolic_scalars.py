@@ -29,7 +29,7 @@ from torch import fx
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.errors import ControlFlowError, Location, SideEffectError
-from wholestep.ir.origin import user_location
+from wholestep.ir.meta import user_location
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 
 Number = int | float | bool

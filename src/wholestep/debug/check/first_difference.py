@@ -17,7 +17,7 @@ from wholestep.debug.check.findings import Finding
 from wholestep.debug.compare import compare_versions
 from wholestep.debug.step_versions import Version, capture_call, with_passes
 from wholestep.errors import Location
-from wholestep.ir.origin import nearest_location
+from wholestep.ir.meta import nearest_location
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of

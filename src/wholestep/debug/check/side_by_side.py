@@ -28,7 +28,7 @@ from wholestep.debug.check.reachable import Part, Reached, roots_of
 from wholestep.debug.check.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, WholestepError
-from wholestep.ir.memory import has_plain_memory
+from wholestep.ir.tensor_copies import has_plain_memory
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.example_inputs import nudged
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key

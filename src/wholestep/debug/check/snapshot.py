@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wholestep.debug.check.object_contents import saved, saved_variable
 from wholestep.debug.check.reachable import Part, Reached, reach
-from wholestep.ir.memory import extent_of
+from wholestep.ir.tensor_copies import extent_of
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.torch_private.dumps import set_version
 from wholestep.torch_private.fake_tensors import storage_key

@@ -21,7 +21,7 @@ from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
 from wholestep.errors import GraphFormatError
 from wholestep.ir.effects import is_communication
 from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors
-from wholestep.ir.memory import copy_tensor, copy_values
+from wholestep.ir.tensor_copies import copy_tensor, copy_values
 from wholestep.passes.engine.simulated_ranks import PretendRanks
 
 Predicate = Callable[[fx.GraphModule, list[Any]], bool]

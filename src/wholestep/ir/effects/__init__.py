@@ -39,11 +39,13 @@ from wholestep.ir.effects.nodes import (
     writes,
     written_inputs,
 )
-from wholestep.ir.effects.operators import (
+from wholestep.ir.effects.order import GraphEffects, OrderEdges, order_edges
+from wholestep.ir.effects.targets import (
     COLLECTIVE_NAMESPACES,
     OperatorFacts,
     changes_layout,
     functional_variant,
+    is_arithmetic,
     is_collective,
     is_communication,
     is_custom_operator,
@@ -66,8 +68,6 @@ from wholestep.ir.effects.operators import (
     writes_into_out,
     written_positions,
 )
-from wholestep.ir.effects.order import GraphEffects, OrderEdges, order_edges
-from wholestep.ir.effects.python_calls import is_arithmetic
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects.nodes import aliased_inputs, shared_inputs, stored_in, writes, written_inputs
-from wholestep.ir.effects.operators import may_write
-from wholestep.ir.effects.python_calls import is_arithmetic
+from wholestep.ir.effects.targets import is_arithmetic, may_write
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.slices import reachable
 from wholestep.torch_private.operators import OpOverload

@@ -11,7 +11,11 @@ from typing import Any
 from torch import fx, nn
 
 from wholestep.ir.call_arguments import argument, argument_at, nodes_in, operator_of
-from wholestep.ir.effects.operators import (
+from wholestep.ir.effects.targets import (
+    SOMETIMES_VIEWS,
+    aliased_by_python,
+    drawn_by_python,
+    is_arithmetic,
     is_collective,
     is_custom_operator,
     is_point_to_point,
@@ -24,15 +28,9 @@ from wholestep.ir.effects.operators import (
     reads_layout_only,
     shared_positions,
     write_condition,
-    written_positions,
-)
-from wholestep.ir.effects.python_calls import (
-    SOMETIMES_VIEWS,
-    aliased_by_python,
-    drawn_by_python,
-    is_arithmetic,
     writes_by_name,
     written_by_python,
+    written_positions,
 )
 from wholestep.ir.groups import group_of
 from wholestep.torch_private.fx_graphs import ASSERTIONS

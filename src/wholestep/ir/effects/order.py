@@ -28,8 +28,7 @@ from wholestep.ir.effects.nodes import (
     reads_contents,
     written_inputs,
 )
-from wholestep.ir.effects.operators import may_draw, may_write
-from wholestep.ir.effects.python_calls import is_fence
+from wholestep.ir.effects.targets import is_fence, may_draw, may_write
 from wholestep.torch_private.autograd import MODE_SWITCHES
 from wholestep.torch_private.fake_tensors import storage_of
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload

@@ -9,7 +9,7 @@ an operator as an argument          {"op": "aten::_fused_adam_"}
 
 torch.ops.aten.add.Tensor as a target       "aten::add.Tensor"      (the overload `default` is left out: "aten::mm")
 operator.add, math.sqrt, max                "operator.add", "math.sqrt", "builtins.max"
-wholestep.ir.rng.get_rng_state              "wholestep.ir.rng.get_rng_state"
+get_rng_state of ir/graph_functions.py      "wholestep.ir.rng.get_rng_state"      (names stay, wherever the code is)
 
 Any operator can be written. Only what is on the allow-list can be read: a file cannot cause an import or an eval.
 """
@@ -28,8 +28,15 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir import mutable, rng
-from wholestep.ir.graph_functions import number_tensor, own_chunk, packed_weights
+from wholestep.ir.graph_functions import (
+    call_on_copies,
+    get_rng_state,
+    manual_seed,
+    number_tensor,
+    own_chunk,
+    packed_weights,
+    set_rng_state,
+)
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 
 DTYPES: dict[str, torch.dtype] = {
@@ -268,6 +275,22 @@ _BUILTINS = "max min round int float bool abs sum pow divmod len"
 _TORCH = "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sqrt sym_sum sym_fresh_size"
 
 
+_OURS: dict[str, Target] = {
+    "wholestep.ir.rng.get_rng_state": get_rng_state,
+    "wholestep.ir.rng.set_rng_state": set_rng_state,
+    "wholestep.ir.rng.manual_seed": manual_seed,
+    "wholestep.ir.mutable.call_on_copies": call_on_copies,
+    "wholestep.ir.graph_functions.packed_weights": packed_weights,
+    "wholestep.ir.graph_functions.own_chunk": own_chunk,
+    "wholestep.ir.graph_functions.number_tensor": number_tensor,
+    # Read only: names of the same functions in older files.
+    "wholestep.ir.rnn.packed_weights": packed_weights,
+    "wholestep.ir.shards.own_chunk": own_chunk,
+    "wholestep.ir.number_tensor.number_tensor": number_tensor,
+}
+"""Functions of this package by the name that they have in files, which does not change when the code moves."""
+
+
 def _python_functions() -> dict[str, Target]:
     found: dict[str, Target] = {}
     for module, names in ((operator, _OPERATOR), (math, _MATH), (builtins, _BUILTINS), (torch, _TORCH)):
@@ -275,22 +298,7 @@ def _python_functions() -> dict[str, Target]:
             if hasattr(module, name):
                 found[f"{module.__name__}.{name}"] = getattr(module, name)
     found["float.is_integer"] = float.is_integer
-    ours: tuple[Target, ...] = (
-        rng.get_rng_state,
-        rng.set_rng_state,
-        rng.manual_seed,
-        mutable.call_on_copies,
-        packed_weights,
-        own_chunk,
-        number_tensor,
-    )
-    for function in ours:
-        found[f"{function.__module__}.{function.__name__}"] = function
-    # Names in files that were written when these had modules of their own.
-    found["wholestep.ir.rnn.packed_weights"] = packed_weights
-    found["wholestep.ir.shards.own_chunk"] = own_chunk
-    found["wholestep.ir.number_tensor.number_tensor"] = number_tensor
-    return found
+    return found | _OURS
 
 
 PYTHON_FUNCTIONS = _python_functions()

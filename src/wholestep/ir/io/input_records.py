@@ -24,7 +24,7 @@ from wholestep.errors import DumpError
 from wholestep.ir.io.arguments import DTYPES
 from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.io.tensor_file import can_write, to_bytes
-from wholestep.ir.memory import spanned
+from wholestep.ir.tensor_copies import spanned
 from wholestep.torch_private.fake_tensors import FakeTensor, storage_key
 
 LARGEST = 1 << 32

@@ -29,8 +29,8 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from wholestep.ir.graphs import copy_graph_module
-from wholestep.ir.memory import copy_tensor, extent_of, shared
 from wholestep.ir.readable import clean
+from wholestep.ir.tensor_copies import copy_tensor, extent_of, shared
 from wholestep.torch_private.dumps import module_that_registers, operator_namespace
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.operators import OpOverload, op_name

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import VerifyError
-from wholestep.ir.comm_block import comm_block
+from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta

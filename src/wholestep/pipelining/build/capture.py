@@ -25,8 +25,8 @@ from torch import fx
 
 import wholestep
 from wholestep.errors import Location, PipelineCaptureError
+from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.effects import returned_position
-from wholestep.ir.rng import KnownDraws
 from wholestep.pipelining.build.call_form import Call, CallForm, export_call
 from wholestep.pipelining.build.context_regions import (
     FUNCTION_BEGIN,

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError, PipelineStateError
-from wholestep.ir.origin import location_of_node
+from wholestep.ir.meta import location_of_node
 from wholestep.pipelining.build.staged_graph import StagedGraph, writes_by_storage
 from wholestep.torch_private.modules_and_optimizers import is_non_persistent
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PipelineError, PipelineModeError
-from wholestep.ir.origin import location_of_node
+from wholestep.ir.meta import location_of_node
 from wholestep.pipelining.build.context_regions import (
     ContextRegion,
     FunctionModule,

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import WholestepError
-from wholestep.ir.origin import location_of_node, module_call
+from wholestep.ir.meta import location_of_node, module_call
 from wholestep.pipelining.build.capture import CapturedModel
 from wholestep.pipelining.build.split_points import is_split
 

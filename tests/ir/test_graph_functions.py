@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import written_positions
-from wholestep.ir.mutable import call_on_copies, copy_with_strides, returns_written, split_results
+from wholestep.ir.graph_functions import (
+    SIDE_EFFECTS,
+    call_on_copies,
+    copy_with_strides,
+    get_rng_state,
+    manual_seed,
+    returns_written,
+    set_rng_state,
+    split_results,
+)
 
 aten = torch.ops.aten
 
@@ -125,3 +134,41 @@ def test_a_copy_has_the_values_and_strides_of_the_original(tensor: Tensor) -> No
     assert torch.equal(copy, tensor)
     assert copy.stride() == tensor.stride()
     assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
+
+
+def test_a_state_that_is_put_back_draws_the_same_numbers_again() -> None:
+    state = get_rng_state("cpu")
+    first = torch.rand(3)
+    set_rng_state(state, "cpu")
+    assert torch.equal(torch.rand(3), first)
+    assert state.dtype == torch.uint8
+    assert state.device.type == "cpu"
+
+
+def test_manual_seed_is_torchs() -> None:
+    manual_seed(5)
+    ours = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), ours)
+
+
+def test_a_graph_that_calls_them_replays_and_dead_code_elimination_keeps_them() -> None:
+    graph = fx.Graph()
+    graph.call_function(manual_seed, (3,))
+    state = graph.call_function(get_rng_state, ("cpu",))
+    first = graph.call_function(torch.ops.aten.rand.default, ([4],))
+    graph.call_function(set_rng_state, (state, "cpu"))
+    second = graph.call_function(torch.ops.aten.rand.default, ([4],))
+    graph.call_function(get_rng_state, ("cpu",))
+    graph.output((first, second))
+    graph.eliminate_dead_code()
+    assert [node.target for node in graph.nodes if node.target in SIDE_EFFECTS] == [
+        manual_seed,
+        get_rng_state,
+        set_rng_state,
+        get_rng_state,
+    ]
+    a, b = fx.GraphModule({}, graph)()
+    torch.manual_seed(3)
+    assert torch.equal(a, torch.rand(4))
+    assert torch.equal(a, b)

@@ -1,4 +1,12 @@
-"""What a graph communicates, in order: the part of a step that all ranks must agree on even where batches differ.
+"""The collectives of a graph: each with the nodes behind it (`comm_block`), and all of them in order (`communication`).
+
+    started = all_reduce_coalesced([a, b], 'sum', '0')     collective
+    part = started[0]; flat = view(part, [-1])             parts: views of results that have not arrived
+    done = wait_tensor(flat)                               waits
+    n = sym_size(started, 0)                               measures: read a size, which is known before the result
+    started + 1                                            misused: reads a result without waiting (verify refuses it)
+
+What a graph communicates is the part of a step that all ranks must agree on even where batches differ:
 
     all_gather_into_tensor(dp of 4) of model.fc.weight: f32[4, 8] -> f32[16, 8], train.py:12 in step
     reduce_scatter_tensor(avg, dp of 4) of model.fc.weight: f32[16, 8] -> f32[4, 8], train.py:13 in step
@@ -11,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +27,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from wholestep.ir.call_arguments import arguments_by_name, operator_of
-from wholestep.ir.effects import communicates, is_wait, keeps_elements
+from wholestep.ir.effects import communicates, is_collective, is_measure, is_wait, keeps_elements, shared_inputs, writes
 from wholestep.ir.groups import GroupNumbers, group_of, group_table
 from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.io.node_values import SymbolWriter
@@ -26,6 +35,59 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import clean, describe_value
 from wholestep.ir.signature import Signature
 from wholestep.torch_private.operators import op_name
+
+
+@dataclass(frozen=True)
+class CollectiveBlock:
+    """A collective and the nodes behind it, each in the order in which it is found."""
+
+    collective: fx.Node
+    parts: tuple[fx.Node, ...]
+    waits: tuple[fx.Node, ...]
+    misused: tuple[fx.Node, ...]
+    measures: tuple[fx.Node, ...] = ()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nobody uses what the collective brings."""
+        return not self.misused and not self.measures and not any(wait.users for wait in self.waits)
+
+
+def comm_block(collective: fx.Node) -> CollectiveBlock:
+    """The block of one collective. Costs its users."""
+    parts: list[fx.Node] = []
+    waits: list[fx.Node] = []
+    misused: list[fx.Node] = []
+    measures: list[fx.Node] = []
+    stack = [collective]
+    while stack:
+        for user in stack.pop().users:
+            if is_wait(user.target):
+                waits.append(user)
+            elif is_part(user):
+                parts.append(user)
+                stack.append(user)
+            elif is_measure(user.target):
+                measures.append(user)
+            else:
+                misused.append(user)
+    return CollectiveBlock(collective, tuple(parts), tuple(waits), tuple(misused), tuple(measures))
+
+
+def collective_of(wait: fx.Node) -> fx.Node:
+    """The collective that a wait waits for; there may be views and parts of lists in between."""
+    node = wait
+    while node.all_input_nodes and not is_collective(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node only gives another form to its one input: an element of a list, a view."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        return False
+    return node.target is operator.getitem or (bool(shared_inputs(node)) and not writes(node))
+
 
 _GROUP_ARGUMENTS = frozenset({"group_name", "group_size"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wholestep.ir.memory import copy_tensor, copy_values
+from wholestep.ir.tensor_copies import copy_tensor, copy_values
 
 
 def test_a_copy_has_the_strides_of_what_it_copies() -> None:

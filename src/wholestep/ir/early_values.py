@@ -1,19 +1,29 @@
-"""Values that are known when a step is called: those computed only from single-element state, such as a step count.
+"""Values that are known before a graph runs: scalars computed from single-element state, comparisons of random draws.
 
 `state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch
 on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state,
 when the step is captured and again when the guard is checked.
+
+Some branches on random numbers always go the same way: `torch.rand([]) < 0.0` is False whatever is drawn. Models with
+layer drop ask so before each layer, also where the probability is 0:
+
+    if torch.rand([]) < self.layerdrop:      layerdrop == 0.0: never taken; the trace continues
+        continue                             layerdrop == 0.1: depends on the draw; tracing fails as before
+
+The draw itself stays in the graph, so that the generator advances as in eager.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from wholestep.ir.effects import is_collective, is_custom_operator, may_draw
 from wholestep.ir.signature import InputKind
@@ -147,3 +157,49 @@ def _is_small(node: fx.Node) -> bool:
     val = node.meta.get("val")
     items = val if isinstance(val, list | tuple) else [val]
     return all(not isinstance(v, Tensor) or v.numel() == 1 for v in items)
+
+
+_DRAWS = frozenset({torch.rand, torch.rand_like})
+_QUESTIONS = frozenset({torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero})
+_COMPARISONS: dict[Any, str] = {
+    **dict.fromkeys((torch.Tensor.__lt__, torch.Tensor.lt, torch.lt, torch.Tensor.less, torch.less), "<"),
+    **dict.fromkeys((torch.Tensor.__gt__, torch.Tensor.gt, torch.gt, torch.Tensor.greater, torch.greater), ">"),
+    **dict.fromkeys((torch.Tensor.__le__, torch.Tensor.le, torch.le), "<="),
+    **dict.fromkeys((torch.Tensor.__ge__, torch.Tensor.ge, torch.ge), ">="),
+}
+_BELOW = -1e-3
+"""Below 0 in every dtype that a number is rounded to."""
+
+
+class KnownDraws(TorchFunctionMode):
+    """While it is on, a question about a draw whose answer is known is answered without the value of the draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
+        self._answers: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS and args[0] in self._answers:
+            return self._answers[args[0]]
+        result = func(*args, **kwargs)
+        if func in _DRAWS and isinstance(result, Tensor):
+            self._draws[result] = None
+        elif func in _COMPARISONS and len(args) == 2 and not kwargs and args[0] in self._draws:
+            answer = compared(_COMPARISONS[func], args[1])
+            if answer is not None and result.numel() == 1:
+                self._answers[result] = answer
+        return result
+
+
+def compared(sign: str, number: Any) -> bool | None:
+    """What every number from 0 on and below 1 gives in a comparison; None where some give True and some False."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    less = sign in ("<", "<=")
+    if number >= 1:
+        return less
+    if number <= (0 if sign in ("<", ">=") else _BELOW):
+        return not less
+    return None

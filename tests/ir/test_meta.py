@@ -9,8 +9,15 @@ from torch import Tensor, fx, nn
 
 import wholestep as ws
 from wholestep.errors import Location
-from wholestep.ir.meta import NodeMeta, set_node_meta
-from wholestep.ir.origin import location_of_node, module_call, module_path, nearest_location, phase
+from wholestep.ir.meta import (
+    NodeMeta,
+    location_of_node,
+    module_call,
+    module_path,
+    nearest_location,
+    phase,
+    set_node_meta,
+)
 
 
 class Net(nn.Module):
