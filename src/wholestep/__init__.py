@@ -80,8 +80,8 @@ _NAMES = {
     "capture": "api",
     "check": "api",
     "compile": "api",
-    "partial_lower": "lower",
-    "split_module": "partition",
+    "partial_lower": "lower.partial_lower",
+    "split_module": "partition.split_module",
 }
 """Public name to the module that defines it. The same list as the imports for type checkers above: a test compares."""
 
