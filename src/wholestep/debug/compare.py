@@ -29,7 +29,7 @@ from wholestep.ir.meta import location_of_node, node_meta
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import Numerics
-from wholestep.passes.engine.example_inputs import nudged
+from wholestep.passes.engine.replay import nudged
 
 _SHOWN = 4
 _NUMERICS = ("exact", "reassociates", "changes")

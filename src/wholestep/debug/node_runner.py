@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from wholestep.debug.minifier.trial import copies_of
 from wholestep.ir.effects import is_communication
-from wholestep.passes.engine.simulated_ranks import PretendRanks
+from wholestep.passes.engine.replay import PretendRanks
 from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 from wholestep.torch_private.operators import OpOverload, op_name

@@ -30,7 +30,7 @@ from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, WholestepError
 from wholestep.ir.tensor_copies import has_plain_memory
 from wholestep.passes.engine.contract import Numerics
-from wholestep.passes.engine.example_inputs import nudged
+from wholestep.passes.engine.replay import nudged
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
 from wholestep.torch_private.pytrees import pytree
 
