@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.compilers.metadata_check import SymbolValues, differences, is_known, unknown_places
+from wholestep.compilers.debug_interpreter import SymbolValues, differences, is_known, unknown_places
 from wholestep.debug.compare import SEED, Comparison, NodeRaised, Note, compare_versions, run_nodes
 from wholestep.debug.step_versions import CapturedCall, Version, lowered_call, with_passes
 from wholestep.debug.value_distance import gap_between
