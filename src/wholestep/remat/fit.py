@@ -41,9 +41,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.graphs import collector_paused, copy_graph, tensors_in
-from wholestep.ir.memory_report import MemoryReport, SavedTensor, shown
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
-from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.step_graph import MemoryReport, SavedTensor, StepGraph, shown
 from wholestep.remat.measure import E, Measure, Measured, order_of, set_opaque_sizes
 from wholestep.remat.options import Budget, Policy, policy_of
 from wholestep.remat.problem import Plan, RematProblem, check_policy

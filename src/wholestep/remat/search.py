@@ -36,7 +36,7 @@ from typing import Generic
 import numpy as np
 
 from wholestep.errors import MemoryBudgetError
-from wholestep.ir.memory_report import shown
+from wholestep.ir.step_graph import shown
 from wholestep.remat.measure import E, Measured, peak_of
 from wholestep.remat.options import Budget
 from wholestep.remat.pointwise_recompute import RegionCut
