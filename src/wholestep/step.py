@@ -47,10 +47,9 @@ from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lo
 from wholestep.options import (
     Options,
 )
-from wholestep.passes.dedup_collectives import remove_duplicate_collectives
-from wholestep.passes.drop_dead_collectives import remove_dead_collectives
 from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
+from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.ranks.step_ranks import Ranks, RankTerms
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import policy_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.errors import DebugError, OptionError
-from wholestep.ir.io.input_records import random_input, record_of
+from wholestep.ir.io.dump import random_input, record_of
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:

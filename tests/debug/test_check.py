@@ -17,8 +17,7 @@ import wholestep as ws
 from cases import buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure
 from cases.parts import adamw, mlp, train_step
 from harness import SEED, Case, batch_of, cases_on, device, differences, frame
-from wholestep.debug.check.check_calls import check_calls
-from wholestep.debug.check.side_by_side import CheckedCall
+from wholestep.debug.check.check_calls import CheckedCall, check_calls
 
 EVERY = 12
 CASES = [buffers_and_randomness, gradients, networks, optimizers, precision, schedules, structure]

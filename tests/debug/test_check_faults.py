@@ -216,9 +216,7 @@ def test_a_fault_after_the_graph_is_reported_in_its_row(
     make: Callable[[Trainer], Fault], part: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
-    monkeypatch.setattr(
-        "wholestep.debug.check.first_difference.bisect", lambda *given, **options: ws.debug.Found("nothing")
-    )
+    monkeypatch.setattr("wholestep.debug.check.report.bisect", lambda *given, **options: ws.debug.Found("nothing"))
     inject(monkeypatch, make(trainer))
     report = checked(trainer, x)
     assert different(report) == {part}, str(report)
@@ -231,9 +229,7 @@ def test_a_fault_after_the_graph_is_reported_in_its_row(
 
 def test_a_lost_write_to_the_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, x = Trainer(), torch.ones(6, 4)
-    monkeypatch.setattr(
-        "wholestep.debug.check.first_difference.bisect", lambda *given, **options: ws.debug.Found("nothing")
-    )
+    monkeypatch.setattr("wholestep.debug.check.report.bisect", lambda *given, **options: ws.debug.Found("nothing"))
     inject(monkeypatch, lambda entry, leaves, result: (leaves[0].mul_(2), result)[1])
     report = checked(trainer, x)
     assert different(report) == {"batch"}

@@ -34,7 +34,7 @@ def run_graph(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[[list[Any]], A
 def interpreted() -> Iterator[None]:
     """Regions are traced and called as always, and run by FX where Inductor's code would."""
     with (
-        mock.patch("wholestep.lower.inductor.compile_inductor", run_graph),
+        mock.patch("wholestep.lower.compiled_region.compile_inductor", run_graph),
         mock.patch("wholestep.lower.forward_backward.compile_inductor", run_graph),
     ):
         yield

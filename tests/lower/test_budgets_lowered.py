@@ -14,7 +14,7 @@ from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.retrace import retrace
-from wholestep.remat.rewrite import decompose_norms
+from wholestep.remat.fit import decompose_norms
 from wholestep.torch_private.inductor import keeps_order_of_draws
 
 

@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         run = run_graph(gm)
         return lambda tensors: found.append(1) or run(tensors)
 
-    monkeypatch.setattr("wholestep.lower.inductor.compile_inductor", count)
+    monkeypatch.setattr("wholestep.lower.compiled_region.compile_inductor", count)
     return found
 
 

@@ -143,7 +143,7 @@ def test_settings_of_the_user_apply_to_the_trace_too(monkeypatch: pytest.MonkeyP
         marked.append(any("low_precision_pointwise_barrier" in node.meta for node in gm.graph.nodes))
         return lambda tensors: tuple(gm(*tensors))
 
-    monkeypatch.setattr("wholestep.lower.inductor.compile_inductor", look)
+    monkeypatch.setattr("wholestep.lower.compiled_region.compile_inductor", look)
     for given in ({}, {"emulate_precision_casts": True}):
         gm = make_fx(lambda x: (x * 3).relu(), tracing_mode="fake")(torch.randn(4).bfloat16())
         partial_lower(gm, options=LowerOptions(min_aten_ops=1, strict=True, config=given))

@@ -21,7 +21,7 @@ import wholestep as ws
 from lower.graphs import assert_runs_as, aten, graph_of, interpreted, lowered, no_sin, report
 from wholestep.errors import LowerError, LowerWarning, OptionError
 from wholestep.lower import LowerOptions, partial_lower
-from wholestep.lower.inductor import RegionCache
+from wholestep.lower.compiled_region import RegionCache
 
 __all__ = ["interpreted"]
 
@@ -279,7 +279,7 @@ class TestCompiling:
                 raise RuntimeError("no compiler\nand many lines more")
             return lambda tensors: tuple(gm(*tensors))
 
-        monkeypatch.setattr("wholestep.lower.inductor.compile_inductor", compile_inductor)
+        monkeypatch.setattr("wholestep.lower.compiled_region.compile_inductor", compile_inductor)
 
     @pytest.mark.usefixtures("crash")
     def test_a_region_that_does_not_compile_runs_operator_by_operator_with_a_warning(self) -> None:
@@ -306,7 +306,7 @@ class TestCompiling:
             seen.append(settings)
             return lambda tensors: tuple(gm(*tensors))
 
-        monkeypatch.setattr("wholestep.lower.inductor.compile_inductor", compile_inductor)
+        monkeypatch.setattr("wholestep.lower.compiled_region.compile_inductor", compile_inductor)
         options = LowerOptions(
             min_aten_ops=1, config={"epilogue_fusion": False}, region_config={1: {"max_fusion_size": 3}}
         )

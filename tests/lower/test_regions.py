@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lower.graphs import aten, graph_of, interpreted, report, run_graph
 from wholestep.ir.effects import is_communication
 from wholestep.lower import LowerOptions, partial_lower, plan_regions
-from wholestep.lower.inductor import RegionCache
+from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.regions import Region, RegionPlan, is_free
 
 __all__ = ["interpreted"]
@@ -138,7 +138,7 @@ def test_random_ops_keep_their_order(drawn: Drawn) -> None:
 
 def _assert_computes_the_same(drawn: Drawn) -> None:
     original = copy.deepcopy(drawn.gm)
-    with mock.patch("wholestep.lower.inductor.compile_inductor", run_graph):
+    with mock.patch("wholestep.lower.compiled_region.compile_inductor", run_graph):
         options = LowerOptions(min_aten_ops=drawn.smallest, strict=True)
         partial_lower(drawn.gm, drawn.accepts, options=options)
     inputs = [torch.randn(2, 2) for _ in original.graph.find_nodes(op="placeholder")]

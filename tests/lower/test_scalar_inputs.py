@@ -120,7 +120,7 @@ def test_scalars_of_a_region_are_passed_in_one_tensor_per_precision() -> None:
 def test_a_changing_learning_rate_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(
-        "wholestep.lower.inductor.compile_inductor",
+        "wholestep.lower.compiled_region.compile_inductor",
         lambda gm, *_, **__: (compiled.append(gm), lambda tensors: tuple(gm(*tensors)))[1],
     )
     parameter, gradient = torch.randn(4), torch.randn(4)

@@ -108,7 +108,7 @@ class TestSizes:
             assert given[0].shape[0] > 4  # a condition: the traced call had 6
             return lambda tensors: tuple(value * 1 for value in gm(*tensors))
 
-        monkeypatch.setattr("wholestep.lower.inductor.compile_inductor", compile_for_large)
+        monkeypatch.setattr("wholestep.lower.compiled_region.compile_inductor", compile_for_large)
         gm = lowered(lambda x: (x * 2).relu(), torch.randn(6, 3), tracing="symbolic", **ANYTHING)
         for rows in (5, 9):
             x = torch.randn(rows, 3)

@@ -12,7 +12,7 @@ import wholestep as ws
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower import LowerOptions
-from wholestep.lower.inductor import RegionCache
+from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.step import LoweredStep, is_compiled, lower_step, record_step
 from wholestep.runtime.program import program
 

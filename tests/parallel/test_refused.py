@@ -94,7 +94,7 @@ def test_a_model_that_was_placed_by_one_plan_is_refused_by_another() -> None:
 
 def test_a_mesh_for_another_device_is_refused() -> None:
     def code(rank: int) -> str:
-        from wholestep.parallel.axes import check_device
+        from wholestep.parallel.plan import check_device
 
         class OtherMesh:
             device_type = "cuda"

@@ -17,12 +17,15 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run
 from passes.test_optimizer_blocks import the_block
 from wholestep.errors import OptionError, WholestepError
-from wholestep.passes.dedup_collectives import dedup_collectives, remove_duplicate_collectives
-from wholestep.passes.drop_dead_collectives import drop_dead_collectives, remove_dead_collectives
 from wholestep.passes.engine.contract import applied_passes, graph_optimization_pass
 from wholestep.passes.engine.replay import Replay
-from wholestep.passes.in_place_twins import in_place_twin
-from wholestep.passes.reinplace_tail import reinplace_tail
+from wholestep.passes.redundant_collectives import (
+    dedup_collectives,
+    drop_dead_collectives,
+    remove_dead_collectives,
+    remove_duplicate_collectives,
+)
+from wholestep.passes.reinplace_tail import in_place_twin, reinplace_tail
 
 
 def test_collectives_that_are_repeated_or_dead_go() -> None:

@@ -18,7 +18,7 @@ from passes.pretend import run, shared_pairs
 from passes.random_graphs import communicating_steps
 from ranks import run_ranks
 from wholestep.ir import StepGraph, communication, verify
-from wholestep.passes.dedup_collectives import Merge, dedup_collectives, plan_merges
+from wholestep.passes.redundant_collectives import Merge, dedup_collectives, plan_merges
 
 
 def count(step: StepGraph, target: Any) -> int:

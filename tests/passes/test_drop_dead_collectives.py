@@ -13,7 +13,7 @@ from ir.step_graphs import aten
 from passes.pretend import run
 from passes.random_graphs import communicating_steps
 from wholestep.ir import StepGraph, verify
-from wholestep.passes.drop_dead_collectives import drop_dead_collectives
+from wholestep.passes.redundant_collectives import drop_dead_collectives
 
 
 def targets(step: StepGraph) -> list[object]:

@@ -22,6 +22,7 @@ from wholestep.ir import StepGraph
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
+from wholestep.passes.functionalize_optimizer import remove_copy_from_optimizer
 from wholestep.passes.iter_move import (
     DESTINATIONS,
     STAYS,
@@ -29,7 +30,6 @@ from wholestep.passes.iter_move import (
     marked_moves,
     overlap_optimizer_with_next_forward,
 )
-from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 
 pytestmark = pytest.mark.fake_group

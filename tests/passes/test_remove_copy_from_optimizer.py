@@ -15,7 +15,7 @@ from ir.step_graphs import aten
 from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from wholestep.ir import NodeMeta, set_node_meta
 from wholestep.passes.engine.contract import applied_passes
-from wholestep.passes.remove_copy_from_optimizer import plan_orphans, remove_copy_from_optimizer
+from wholestep.passes.functionalize_optimizer import plan_orphans, remove_copy_from_optimizer
 
 
 def copies(gm: fx.GraphModule) -> list[fx.Node]:

@@ -19,8 +19,7 @@ from wholestep.errors import PassError, VerifyError
 from wholestep.passes import GraphPass, graph_optimization_pass, merge_common_subexpressions
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.manager import apply_pass
-from wholestep.passes.engine.replay import Replay
-from wholestep.passes.engine.simulated_ranks import collective
+from wholestep.passes.engine.replay import Replay, collective
 
 aten = torch.ops.aten
 
@@ -102,7 +101,7 @@ def test_whole_numbers_of_other_ranks_are_others() -> None:
 def test_another_root_is_seen() -> None:
     gm = traced(lambda x: comm.wait_tensor(comm.broadcast(x * 2, 0, "0")) + 0, torch.ones(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wholestep.passes.engine.simulated_ranks.group_size", lambda node: 2)
+        patch.setattr("wholestep.passes.engine.replay.group_size", lambda node: 2)
         before = Replay(gm)
         gm.graph.find_nodes(op="call_function", target=comm.broadcast.default)[0].update_arg(1, 1)
         with pytest.raises(VerifyError, match="output 0 has other values"):

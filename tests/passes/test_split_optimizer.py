@@ -21,8 +21,8 @@ from wholestep.ir.reinplace import reinplaced
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.engine.replay import Replay
+from wholestep.passes.functionalize_optimizer import remove_copy_from_optimizer
 from wholestep.passes.optimizer_blocks import FusedOptimizerBlock, get_all_fused_optimizer_blocks
-from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.split_optimizer import plan_split, split_fused_optimizer, split_optimizer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
-from wholestep.ir.memory_report import MemoryReport
+from wholestep.ir.step_graph import MemoryReport
 
 
 class Block(nn.Module):

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from wholestep.ir.meta import NodeMeta, set_node_meta
-from wholestep.remat.minimum_cut import Anchors, PricedCut, segment_counts
-from wholestep.remat.peak import peak_of, timeline
+from wholestep.remat.fit import recompute
+from wholestep.remat.measure import peak_of, timeline
 from wholestep.remat.problem import RematProblem
-from wholestep.remat.rewrite import recompute
-from wholestep.remat.search import ParetoFront
+from wholestep.remat.search import Anchors, ParetoFront, PricedCut, segment_counts
 
 aten = torch.ops.aten
 

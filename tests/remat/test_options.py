@@ -8,7 +8,7 @@ import torch
 
 import wholestep as ws
 from wholestep.errors import OptionError
-from wholestep.ir.memory_report import shown
+from wholestep.ir.step_graph import shown
 from wholestep.remat.options import Budget
 
 

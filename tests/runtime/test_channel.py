@@ -23,8 +23,8 @@ from ranks import RanksFailed
 from ranks import run_ranks as run_unmet_ranks
 from wholestep.errors import DesyncError, Location, PeerFailedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
-from wholestep.ranks.abort import gloo_addresses
 from wholestep.ranks.channel import Channel
+from wholestep.ranks.watchdog import gloo_addresses
 from wholestep.runtime.program import program
 
 ops = torch.ops._c10d_functional

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from torch import distributed as dist
 
-from wholestep.ranks.board import Board
 from wholestep.ranks.failure import Failure, Kind
-from wholestep.ranks.peers import Beat, Position, State
+from wholestep.ranks.peers import Beat, Board, Position, State
 from wholestep.ranks.watchdog import Watchdog
 
 HERE = Position(State.RUNNING, "train_step", 4)

@@ -10,11 +10,10 @@ from typing import Any
 
 from wholestep.compilers.aot import TORCHS, aot, aot_function, aot_module
 from wholestep.compilers.backends import as_backend
-from wholestep.compilers.boxed import boxed
 from wholestep.compilers.debug_interpreter import DebugInterpreter, Mismatch, debug_nop
 from wholestep.compilers.fusion import memory_efficient_fusion
 from wholestep.compilers.graph_dumper import GraphDumper, debug_compile, graph_dumper_aot, read_index
-from wholestep.compilers.run_unchanged import draw_graph, draw_graph_compile, nop, print_compile
+from wholestep.compilers.run_unchanged import boxed, draw_graph, draw_graph_compile, nop, print_compile
 from wholestep.compilers.torchscript import nnc_jit, simple_ts_compile, ts_compile
 from wholestep.ir.io.dump import Dump, get_inputs, read_dump
 

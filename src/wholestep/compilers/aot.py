@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep.compilers.boxed import Compiler
+from wholestep.compilers.run_unchanged import Compiler
 from wholestep.errors import UnsupportedError
 from wholestep.torch_private.aot import aot_function as torchs_aot_function
 from wholestep.torch_private.dumps import shape_env_of_trace, symbols_by_value

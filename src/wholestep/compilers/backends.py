@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.compilers.boxed import Compiler
 from wholestep.compilers.debug_interpreter import debug_nop
 from wholestep.compilers.fusion import fusion_settings, with_budget
 from wholestep.compilers.graph_dumper import FOLDER, debug_compile, graph_dumper_aot
-from wholestep.compilers.run_unchanged import draw_graph_compile, nop, print_compile
+from wholestep.compilers.run_unchanged import Compiler, draw_graph_compile, nop, print_compile
 from wholestep.compilers.torchscript import simple_ts_compile, ts_compile
 from wholestep.errors import OptionError
 from wholestep.torch_private.aot import aot_backend

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.compilers.aot import aot
-from wholestep.compilers.boxed import Compiled, boxed
+from wholestep.compilers.run_unchanged import Compiled, boxed
 from wholestep.errors import OptionError
 from wholestep.ir.graphs import copy_graph_module
 from wholestep.remat.fit import partition_within

@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from wholestep.compilers.boxed import Compiled, Compiler, boxed, graph_module
-from wholestep.compilers.run_unchanged import nop
+from wholestep.compilers.run_unchanged import Compiled, Compiler, boxed, graph_module, nop
 from wholestep.errors import DumpError, OptionError
 from wholestep.ir.io.dump import GraphDump, new_folder, read_json, write_atomically
 from wholestep.ir.meta import plain_path

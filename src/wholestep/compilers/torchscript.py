@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from wholestep.compilers.aot import aot
-from wholestep.compilers.boxed import Compiled, boxed, graph_module
+from wholestep.compilers.run_unchanged import Compiled, boxed, graph_module
 from wholestep.errors import LowerError
 from wholestep.ir.graphs import copy_graph_module
 from wholestep.ir.step_graph import StepGraph

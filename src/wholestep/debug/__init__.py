@@ -2,8 +2,7 @@
 
 from wholestep.debug.bisect import Found, bisect
 from wholestep.debug.check.findings import Finding, Status
-from wholestep.debug.check.first_difference import FirstDifference
-from wholestep.debug.check.report import CheckReport, CheckRow
+from wholestep.debug.check.report import CheckReport, CheckRow, FirstDifference
 from wholestep.debug.compare import Comparison, Difference, compare
 from wholestep.debug.minifier.minify import Minified, minifier, minify
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.compilers.metadata_check import SymbolValues, differences, is_known, unknown_places
-from wholestep.debug.compare import Comparison, compare_versions
-from wholestep.debug.node_runner import SEED, NodeRaised, Note, run_nodes
+from wholestep.compilers.debug_interpreter import SymbolValues, differences, is_known, unknown_places
+from wholestep.debug.compare import SEED, Comparison, NodeRaised, Note, compare_versions, run_nodes
 from wholestep.debug.step_versions import CapturedCall, Version, lowered_call, with_passes
 from wholestep.debug.value_distance import gap_between
 from wholestep.errors import WholestepError

@@ -22,14 +22,13 @@ from torch import fx
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.effects import returned_position, written_roots
 from wholestep.ir.meta import node_meta, set_node_meta
-from wholestep.lower.compiled_region import Assumptions, CompiledRegion
+from wholestep.lower.compiled_region import Assumptions, CompiledRegion, RegionCache, compile_whole, region_settings
 from wholestep.lower.forward_backward import CompileInTwo, find_seed
-from wholestep.lower.inductor import RegionCache, compile_whole, region_settings
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region, RegionPlan, is_free, order_of, plan_regions
 from wholestep.lower.report import Lowering, RegionReport, found_lowering, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
-from wholestep.lower.scalar_inputs import pack_scalars
+from wholestep.lower.scalar_inputs import SizeConditions, WatchedSizes, pack_scalars, set_symbolic_sizes, symbols_of
 from wholestep.lower.supported_nodes import (
     NodePredicate,
     SubgraphPredicate,
@@ -39,7 +38,6 @@ from wholestep.lower.supported_nodes import (
     is_generator,
     why_not_write,
 )
-from wholestep.lower.symbolic_sizes import SizeConditions, WatchedSizes, set_symbolic_sizes, symbols_of
 from wholestep.torch_private.fx_graphs import copy_codegen
 from wholestep.torch_private.operators import OpOverload
 

@@ -17,9 +17,8 @@ from torch import Tensor, fx
 
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.step_graph import StepGraph
-from wholestep.lower.compiled_region import CompiledRegion
+from wholestep.lower.compiled_region import CompiledRegion, RegionCache
 from wholestep.lower.forward_backward import ForwardBackward
-from wholestep.lower.inductor import RegionCache
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.scalar_inputs import pack_scalars
 from wholestep.lower.step import LoweredStep, is_compiled, lower_graph

@@ -39,6 +39,7 @@ from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import postorder, reachable
+from wholestep.lower.scalar_inputs import missing_sources, symbol_sources
 from wholestep.lower.supported_nodes import (
     NodePredicate,
     SubgraphPredicate,
@@ -56,7 +57,6 @@ from wholestep.lower.supported_nodes import (
     why_not,
     why_not_exact,
 )
-from wholestep.lower.symbolic_sizes import missing_sources, symbol_sources
 from wholestep.torch_private.operators import OpOverload, may_copy, shares_storage
 
 MIN_ATEN_OPS = 10

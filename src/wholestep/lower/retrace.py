@@ -23,12 +23,14 @@ from wholestep.ir.io.node_values import hint_of
 from wholestep.lower.decompositions import (
     call_elementwise,
     call_short_attention,
+    call_with_layout,
     element_operator,
     is_foreach,
     is_short_attention,
+    make_bernoulli_opaque,
+    needs_layout,
     unscaled,
 )
-from wholestep.lower.random_ops import call_with_layout, make_bernoulli_opaque, needs_layout
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalar_inputs import ScalarInput, call
 from wholestep.torch_private.fake_tensors import FakeTensor

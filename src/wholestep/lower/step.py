@@ -20,8 +20,8 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
+from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
-from wholestep.lower.inductor import RegionCache
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
 from wholestep.lower.report import Lowering as LoweringReport

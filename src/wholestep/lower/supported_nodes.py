@@ -34,8 +34,7 @@ from wholestep.ir.effects import (
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.meta import node_meta
-from wholestep.lower.decompositions import is_foreach
-from wholestep.lower.random_ops import why_not_random
+from wholestep.lower.decompositions import is_foreach, why_not_random
 from wholestep.lower.scalar_inputs import accepts_scalar_inputs
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.inductor import keeps_roundings

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.trace_protocol import TraceRecorder
-from wholestep.parallel.axes import Axis
+from wholestep.parallel.plan import Axis
 from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
 
 _comm = torch.ops._c10d_functional

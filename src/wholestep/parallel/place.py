@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from wholestep.errors import PlanError, WrappedError
-from wholestep.parallel.axes import check_device
 from wholestep.parallel.collectives import contiguous_stride, is_dense
-from wholestep.parallel.plan import FullyShard, Plan
+from wholestep.parallel.plan import FullyShard, Plan, check_device
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 

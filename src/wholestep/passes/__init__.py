@@ -6,12 +6,10 @@ from wholestep.ir.reinplace import reinplace
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
-from wholestep.passes.dedup_collectives import dedup_collectives, remove_duplicate_collectives
-from wholestep.passes.drop_dead_collectives import drop_dead_collectives, remove_dead_collectives
 from wholestep.passes.engine.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
 from wholestep.passes.engine.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
 from wholestep.passes.engine.manager import run_passes
-from wholestep.passes.functionalize_optimizer import functionalize_optimizer
+from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.graph_utils import (
     OP,
     CommType,
@@ -33,8 +31,13 @@ from wholestep.passes.optimizer_blocks import (
     get_all_fused_optimizer_blocks,
     get_fused_optimizer_block,
 )
+from wholestep.passes.redundant_collectives import (
+    dedup_collectives,
+    drop_dead_collectives,
+    remove_dead_collectives,
+    remove_duplicate_collectives,
+)
 from wholestep.passes.reinplace_tail import reinplace_tail
-from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 from wholestep.passes.split_optimizer import split_fused_optimizer, split_optimizer
 

@@ -17,25 +17,47 @@ bucket of its forward (the last layers; in a small model all) travels once: at t
 would be held anyway.  The collectives move, their waits and the views behind them; where results are used at once (a
 division, a cast), so do these elementwise uses, as far down as the bucket needs.  The results of one bucket are views
 of one tensor.  Cost: one walk over the graph.
+
+Put buckets into a graph: operands end to end in one flat tensor, one collective, and the results taken apart.
+
+Where a bucket begins and where its results are needed is planned before (`buckets.py`). Each new node gets its value
+where the shapes are plain numbers, so that nothing has to be found out by running meta kernels.
+
+How long the uses of a result can wait: elementwise followers move down, with their results, to the first real use.
+
+    w1 = wait(a1); d1 = div(w1, 2)         d1 = div(w1, 2) can stand anywhere before the output,
+    b2 = all_reduce(g2); w2 = wait(b2)     so w1 may come as late as that,
+    d2 = div(w2, 2)                        and a1 may share a bucket with b2
+    output(d1, d2)
+
+Movable are views, casts and elementwise operators that write nothing and draw nothing; never past a write into what
+they read, nor if a collective that is just being placed reads them.  Each node is looked at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from wholestep.errors import invalid_value
-from wholestep.passes.bucket_rewrites import fuse_all_gather, fuse_all_reduce, fuse_reduce_scatter
+from wholestep.ir.collectives import is_part
+from wholestep.ir.effects import WriteWindows, is_communication, may_draw, may_write
+from wholestep.ir.groups import group_size
+from wholestep.ir.meta import node_meta
+from wholestep.ir.slices import reachable
 from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.passes.late_uses import LateUses
 from wholestep.passes.plain_collectives import make_plain
+from wholestep.torch_private.fake_tensors import FakeTensor, fake_tensor
+from wholestep.torch_private.operators import OpOverload
 
 comm = torch.ops._c10d_functional
+aten = torch.ops.aten
 
 DEFAULT_BUCKET_MB = 25.0
 
@@ -147,3 +169,272 @@ def _hoist(member: Member, positions: Positions) -> None:
         for node in (*member.prelude, member.node):
             place.append(node)
             place = node
+
+
+class Writer:
+    """Puts nodes into a graph at one place, each with its value where the shapes are plain numbers."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        self._meta = node_meta(like)
+
+    def call(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
+        """A node right before the place. Without `val` the manager finds it out, which costs more."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta["wholestep"] = self._meta
+        if val is not None:
+            node.meta["val"] = val
+        return node
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        """A tensor as one dimension."""
+        val = node.meta["val"]
+        if not val.is_contiguous():
+            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format, val=like(val, val.shape))
+        return node if val.dim() == 1 else self.call(aten.view.default, node, [-1], val=like(val, [val.numel()]))
+
+    def result(self, node: fx.Node, member: Member, sizes: list[Any]) -> fx.Node:
+        """A piece in the shape of a member's result; what is gathered or scattered is contiguous, as the piece is."""
+        return self.call(aten.view.default, node, sizes, val=member.node.meta["val"])
+
+    def view(self, node: fx.Node, wanted: Tensor, sizes: list[Any]) -> fx.Node:
+        """A tensor in the shape of another one."""
+        val = node.meta.get("val")
+        # A contiguous tensor of the same kind looks the same already.
+        same = isinstance(val, FakeTensor) and wanted.dtype == val.dtype and wanted.is_contiguous()
+        found = wanted if same and _is_plain(wanted.shape) else like(val, wanted.shape)
+        return self.call(aten.view.default, node, sizes, val=found)
+
+    def sizes(self, member: Member) -> list[Any]:
+        """The shape of a member's result, from that of its operand; symbolic sizes as nodes."""
+        shape = member.node.meta["val"].shape
+        return [s if type(s) is int else self.size(member, i) for i, s in enumerate(shape)]
+
+    def size(self, member: Member, dim: int) -> fx.Node:
+        """One size of a member's result."""
+        whole = self.call(aten.sym_size.int, member.operand, dim)
+        count = group_size(member.node)
+        if dim == 0 and member.node.target is comm.all_gather_into_tensor.default:
+            return self.call(operator.mul, whole, count)
+        if dim == 0 and member.node.target is comm.reduce_scatter_tensor.default:
+            return self.call(operator.floordiv, whole, count)
+        return whole
+
+    def numel(self, node: fx.Node) -> Any:
+        """The number of elements, as a number or a node."""
+        count = node.meta["val"].numel()
+        return count if type(count) is int else self.call(aten.sym_numel.default, node)
+
+    def cat(self, nodes: list[fx.Node], dim: int = 0) -> fx.Node:
+        """Tensors end to end."""
+        vals: list[Any] = [node.meta.get("val") for node in nodes]
+        total = sum(val.shape[dim] for val in vals) if all(isinstance(val, Tensor) for val in vals) else None
+        shape = [*vals[0].shape[:dim], total] if total is not None else None
+        return self.call(aten.cat.default, nodes, *([dim] if dim else []), val=like(vals[0], shape))
+
+    def split(self, tensor: fx.Node, sizes: list[Any], dim: int) -> list[fx.Node]:
+        """Pieces of a tensor along a dimension."""
+        val: Any = tensor.meta.get("val")
+        plain = isinstance(val, Tensor) and all(type(size) is int for size in sizes)
+        vals = [like(val, [*val.shape[:dim], size], val.stride()) for size in sizes] if plain else None
+        pieces = self.call(aten.split_with_sizes.default, tensor, sizes, dim, val=vals)
+        found = vals or [None] * len(sizes)
+        return [self.call(operator.getitem, pieces, i, val=found[i]) for i in range(len(sizes))]
+
+
+def like(val: Any, shape: Any, stride: Any = None) -> Any:
+    """A fake of another shape; None where the shape is not plain numbers."""
+    if not isinstance(val, FakeTensor) or shape is None or not _is_plain(shape):
+        return None
+    if stride is None:
+        step, strides = 1, []
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        stride = strides[::-1]
+    return fake_tensor(val.fake_mode, shape, stride, val.dtype, val.device)
+
+
+def _is_plain(shape: Iterable[Any]) -> bool:
+    return all(type(size) is int for size in shape)
+
+
+def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
+    """One all-reduce of all operands laid end to end; `place` is where the results are needed."""
+    begin = _before(graph, bucket, at)
+    whole, sizes, shapes = _end_to_end(begin, bucket)
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, whole.meta.get("val"))
+    for member, part, shape in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
+        member.wait.replace_all_uses_with(finish.view(part, member.operand.meta["val"], shape))
+    _erase(graph, bucket)
+    return fused
+
+
+def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
+    """One reduce-scatter: the rows of each rank side by side."""
+    size = group_size(bucket[0].node)
+    begin = _before(graph, bucket, at)
+    rows, sizes = [], []
+    for member in bucket:
+        flat = begin.flat(member.operand)
+        count = member.operand.meta["val"].numel()
+        shape = [size, count // size] if type(count) is int else None
+        rows.append(begin.call(aten.view.default, flat, [size, -1], val=like(flat.meta.get("val"), shape)))
+        sizes.append(count // size if shape else begin.call(operator.floordiv, begin.numel(member.operand), size))
+    shapes = [begin.sizes(member) for member in bucket]
+    table = begin.cat(rows, 1)
+    val = table.meta.get("val")
+    total = val.numel() if isinstance(val, Tensor) else None
+    whole = begin.call(aten.view.default, table, [-1], val=like(val, None if total is None else [total]))
+    mine = like(val, None if total is None else [total // size])
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, mine)
+    for member, part, form in zip(bucket, finish.split(done, sizes, 0), shapes, strict=True):
+        member.wait.replace_all_uses_with(finish.result(part, member, form))
+    _erase(graph, bucket)
+    return fused
+
+
+def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
+    """One all-gather of all shards laid end to end; each whole is then collected from the ranks' pieces.
+
+    What is gathered again for a backward in the bucket of its forward travels once.
+    """
+    size = group_size(bucket[0].node)
+    begin = _before(graph, bucket, at)
+    once: dict[Any, Member] = {}
+    for member in bucket:
+        once.setdefault(member.twin_key, member)
+    senders = list(once.values())
+    whole, sizes, shapes = _end_to_end(begin, senders)
+    val = whole.meta.get("val")
+    each = val.numel() if isinstance(val, Tensor) else None
+    everything = like(val, None if each is None else [size * each])
+    fused, finish, done = _talk(graph, bucket, begin, place, whole, everything)
+    table = finish.call(aten.view.default, done, [size, -1], val=like(val, None if each is None else [size, each]))
+    wholes: dict[Any, fx.Node] = {}
+    for member, part, shape in zip(senders, finish.split(table, sizes, 1), shapes, strict=True):
+        piece = part.meta.get("val")
+        own = finish.call(
+            aten.clone.default,
+            part,
+            memory_format=torch.contiguous_format,
+            val=like(piece, None if piece is None else piece.shape),
+        )
+        wholes[member.twin_key] = finish.result(own, member, shape)
+    for member in bucket:
+        member.wait.replace_all_uses_with(wholes[member.twin_key])
+    _erase(graph, bucket)
+    return fused
+
+
+def _end_to_end(begin: Writer, members: list[Member]) -> tuple[fx.Node, list[Any], list[list[Any]]]:
+    """The operands as one flat tensor, how many elements each has, and the shapes of the results."""
+    flats = [begin.flat(member.operand) for member in members]
+    sizes = [begin.numel(member.operand) for member in members]
+    shapes = [begin.sizes(member) for member in members]
+    return begin.cat(flats), sizes, shapes
+
+
+def _talk(
+    graph: fx.Graph, bucket: list[Member], begin: Writer, place: fx.Node, whole: fx.Node, val: Any
+) -> tuple[fx.Node, Writer, fx.Node]:
+    """The collective of a bucket, and its wait where the results are needed."""
+    first = bucket[0].node
+    fused = begin.call(first.target, whole, *first.args[1:], val=val)
+    finish = _after_wait(graph, bucket, place)
+    return fused, finish, finish.call(comm.wait_tensor.default, fused, val=val)
+
+
+def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
+    """The place where a bucket begins; what makes its operands moves there."""
+    preludes = {node: None for member in bucket for node in member.prelude}
+    while at in preludes:
+        at = at.next
+    for node in preludes:
+        if not bucket[0].is_gather or at < node:
+            at.prepend(node)
+    for member in bucket:
+        for user in member.block.measures:
+            # Who asks the collective for its size, on the way, asks the operand.
+            user.replace_all_uses_with(Writer(graph, user, user).size(member, user.args[1]))  # type: ignore[arg-type]
+            graph.erase_node(user)
+    return Writer(graph, at, bucket[0].node)
+
+
+def _after_wait(graph: fx.Graph, bucket: list[Member], place: fx.Node) -> Writer:
+    """The place right before the first use of any result; views behind the old waits that stood earlier move there."""
+    views = [view for member in bucket for view in member.followers if view < place]
+    for view in views:
+        place.prepend(view)
+    return Writer(graph, views[0] if views else place, bucket[0].wait)
+
+
+def _erase(graph: fx.Graph, bucket: list[Member]) -> None:
+    for member in bucket:
+        graph.erase_node(member.wait)
+        graph.erase_node(member.node)
+
+
+_CASTS = frozenset({aten._to_copy.default, aten.clone.default})
+
+
+class LateUses:
+    """Until where the results of nodes are not needed, if all that can move does."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        place: dict[fx.Node, int],
+        end: int,
+        windows: WriteWindows,
+        fixed: Collection[fx.Node],
+    ) -> None:
+        """`fixed`: nodes that stay although they could move; `end`: behind it nothing goes."""
+        self._nodes, self._place, self._end = nodes, place, end
+        self._windows, self._fixed = windows, fixed
+        self._late: dict[fx.Node, float] = {}
+        self._movable: dict[fx.Node, bool] = {}
+
+    def late(self, wait: fx.Node) -> float:
+        """The last position before which a wait can stand."""
+        stack = [wait]
+        while stack:
+            node = stack[-1]
+            missing = [user for user in node.users if user not in self._late and self._moves(user)]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            uses = [self._late[user] if self._moves(user) else self._place[user] for user in node.users]
+            next_write = self._windows.around([node, *node.all_input_nodes], self._place[node])[1]
+            self._late[node] = min(self._end, next_write, *uses)
+        return self._late[wait]
+
+    def behind(self, waits: Iterable[fx.Node], place: float) -> list[fx.Node]:
+        """The nodes behind some waits that stand before a place and have to move there, in graph order."""
+
+        def early(node: fx.Node) -> list[fx.Node]:
+            return [user for user in node.users if self._place[user] < place and self._moves(user)]
+
+        found = reachable((user for wait in waits for user in early(wait)), early)
+        return sorted(found, key=self._place.__getitem__)
+
+    def _moves(self, node: fx.Node) -> bool:
+        known = self._movable.get(node)
+        if known is None:
+            known = self._movable[node] = node not in self._fixed and is_movable(node)
+        return known
+
+
+def is_movable(node: fx.Node) -> bool:
+    """Whether a node only computes, element by element, something new out of what it reads."""
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if is_part(node):
+        return True
+    if not isinstance(target, OpOverload) or may_write(target) or is_communication(target):
+        return False
+    return target in _CASTS or (torch.Tag.pointwise in target.tags and not may_draw(target))

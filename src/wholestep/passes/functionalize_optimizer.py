@@ -7,18 +7,37 @@
 
 Needs: nothing.  Numerics: exact.  Legal everywhere (`ir.functionalize`); operators that something depends on which is
 sent stay as they are.  A captured step has no such operators.  Cost: a few walks over the graph.
+
+Drop copies of an optimizer's results into memory that nobody reads any more.
+
+    before                                        after
+    new = _fused_adam([p], [g], [m], ..)          new = _fused_adam([p], [g], [m], ..)
+    copy_(g, new[1][0])                           copy_(p, new[0][0])
+    copy_(p, new[0][0])                           copy_(m, new[2][0])
+    copy_(m, new[2][0])
+
+Tracing an optimizer as it is leaves such orphans: a fused operator also returns the gradients. A StepGraph has none,
+because every `copy_` of its epilogue is a write-back of the signature; graphs from elsewhere do.
+Needs: nothing.  Numerics: exact.  Legal where nothing uses the `copy_` and nothing after it reads the memory that it
+writes, through whatever view; an input, a constant, or a view of one is never an orphan, so weight updates stay. Only
+copies of what a `_fused_*` or `_foreach_*` operator computed go, and of a captured step only those of its optimizer:
+the user's own `copy_` stays. What only the orphans read goes with them.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch import fx
 
+from wholestep.ir.effects import is_needed, is_new_element, keeps_elements, reads_contents, shared_inputs, writes
 from wholestep.ir.functionalize import functionalize
 from wholestep.ir.iter.graph import IterGraph
+from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.passes.remove_copy_from_optimizer import apply_removal, plan_orphans
+from wholestep.torch_private.operators import OpOverload, op_name
 
 
 @graph_optimization_pass(numerics="exact", allow_rerun=True)
@@ -32,3 +51,75 @@ def functionalized(graph: fx.Graph) -> None:
     count = graph.functionalize_optim() if isinstance(graph, IterGraph) else functionalize(graph)
     if count:
         apply_removal(graph, plan_orphans(graph))
+
+
+_COPY = torch.ops.aten.copy_.default
+_OPTIMIZERS = ("aten::_fused_", "aten::_foreach_")
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[], numerics="exact", allow_rerun=True)
+def remove_copy_from_optimizer(gm: fx.GraphModule) -> None:
+    """Erase the orphan `copy_` nodes of an optimizer, and what was computed only for them."""
+    apply_removal(gm.graph, plan_orphans(gm.graph))
+
+
+def plan_orphans(graph: fx.Graph) -> list[fx.Node]:
+    """The copies that can go, in graph order."""
+    memory = _memory(graph)
+    is_captured = any(node_meta(node).phase == "optimizer" for node in graph.nodes)
+    read: set[fx.Node] = set()
+    """Memory that something reads later on, walking backwards."""
+    orphans: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        target = node.args[0] if node.target is _COPY and node.args else None
+        if isinstance(target, fx.Node):
+            ours = not is_captured or node_meta(node).phase in ("optimizer", "epilogue")
+            if ours and not node.users and _is_temporary(memory[target], read) and _is_of_an_optimizer(node):
+                orphans.append(node)
+                continue
+            sources = [source for source in node.all_input_nodes if source is not target or source in node.args[1:]]
+        else:
+            sources = node.all_input_nodes if reads_contents(node) else []
+        for source in sources:
+            read |= memory[source]
+    return orphans[::-1]
+
+
+def apply_removal(graph: fx.Graph, orphans: list[fx.Node]) -> None:
+    """Erase the orphans and, behind them, everything without effect that nobody else reads."""
+    candidates = list(orphans)
+    gone: set[fx.Node] = set()
+    wanted = set(orphans)
+    while candidates:
+        node = candidates.pop()
+        if node in gone or node.users or (node not in wanted and (is_needed(node) or writes(node))):
+            continue
+        candidates += node.all_input_nodes
+        gone.add(node)
+        graph.erase_node(node)
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node: the nodes whose memory its result may lie in (itself, if it is new)."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = [] if is_new_element(node) else shared_inputs(node)
+        roots = [found[source] for source in shared]
+        found[node] = frozenset().union(*roots) if roots else frozenset((node,))
+    return found
+
+
+def _is_temporary(memory: frozenset[fx.Node], read: set[fx.Node]) -> bool:
+    return not memory & read and all(root.op == "call_function" for root in memory)
+
+
+def _is_of_an_optimizer(copy: fx.Node) -> bool:
+    """Whether the value is what a list operator computed, perhaps in another form."""
+    value = copy.args[1]
+    while isinstance(value, fx.Node):
+        if isinstance(value.target, OpOverload) and op_name(value.target).startswith(_OPTIMIZERS):
+            return True
+        if value.target is not operator.getitem and not keeps_elements(value):
+            return False
+        value = value.all_input_nodes[0]
+    return False

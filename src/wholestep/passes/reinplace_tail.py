@@ -7,17 +7,30 @@
 
 For graphs from elsewhere: `ws.compile` does it by itself after all passes (`ir.reinplace`).  It ends the normal form
 and so is the last pass.  Numerics: exact.  Cost: one walk over the graph.
+
+Which operators of a graph could update in place, where nobody noted what eager ran.
+
+    m1 = lerp(m, g, 0.1); p1 = addcdiv(p, m1, d)     the values of write-backs, and what they are made from by their
+    copy_(m, m1); copy_(p, p1)                       first argument: lerp_ and addcdiv_ exist, so they are noted
+
+Whether a noted operator may really write is for `reinplace` to find out.  Cost: the nodes that are looked at.
 """
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
-from wholestep.ir.effects import writes
+import torch
+from torch import Tensor, fx
+
+from wholestep.ir.effects import sharing_with_outputs, writes
 from wholestep.ir.graphs import epilogue
+from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.passes.in_place_twins import note_updates
+from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 
 @graph_optimization_pass(numerics="exact", ends_normal_form=True)
@@ -30,3 +43,49 @@ def reinplace_tail(gm: fx.GraphModule) -> None:
     if not any(writes(node) and node not in last for node in gm.graph.nodes):
         note_updates(gm.graph, last)
         reinplace(gm.graph)
+
+
+def note_updates(graph: fx.Graph, write_backs: Iterable[fx.Node]) -> None:
+    """Note the in-place operator on each node that computes what is written back, if it has one."""
+    stack = [node.args[1] for node in write_backs]
+    seen: set[Any] = set(sharing_with_outputs(graph))  # a result that was a tensor of its own stays one
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if not isinstance(node.target, OpOverload):
+            stack += node.all_input_nodes  # a part of a list
+            continue
+        twin = in_place_twin(node.target)
+        if twin is None or not node.args or node_meta(node).in_place is not None or not _is_known(node):
+            continue
+        update_node_meta(node, in_place=twin)
+        first = node.args[0]
+        stack += list(first) if isinstance(first, list | tuple) else [first]
+
+
+@lru_cache(maxsize=1024)
+def in_place_twin(op: OpOverload) -> OpOverload | None:
+    """The operator that writes its first argument and takes the same ones: `add_.Tensor` for `add.Tensor`."""
+    schema = schema_of(op)
+    if schema.is_mutable:
+        return None
+    namespace, _, name = op_name(op).partition("::")
+    base, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base + "_", None)
+    twin = getattr(packet, overload or "default", None)
+    if not isinstance(twin, OpOverload):
+        return None
+    arguments = schema_of(twin).arguments
+    same = [(a.name, str(a.type)) for a in arguments] == [(a.name, str(a.type)) for a in schema.arguments]
+    info = arguments[0].alias_info if arguments else None
+    return twin if same and info is not None and info.is_write else None
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether results and first arguments are known to be of one kind: an in-place operator does not change dtypes."""
+    first = node.args[0]
+    targets = list(first) if isinstance(first, list | tuple) else [first]
+    values = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, *targets)]
+    return all(isinstance(value, Tensor | list | tuple) for value in values)

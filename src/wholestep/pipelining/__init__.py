@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti as Pipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle as PipelineScheduleSingle
 from torch.distributed.pipelining.schedules import get_schedule_class as get_schedule_class
 
+from wholestep.pipelining.build.capture import split_modules as split_modules
 from wholestep.pipelining.build.loss_and_backward import DetachExecutor as DetachExecutor
 from wholestep.pipelining.build.loss_and_backward import LossWrapper as LossWrapper
 from wholestep.pipelining.build.loss_and_backward import TrivialLossWrapper as TrivialLossWrapper
@@ -23,7 +24,6 @@ from wholestep.pipelining.build.model_state import SharedParameter as SharedPara
 from wholestep.pipelining.build.pipeline import pipeline as pipeline
 from wholestep.pipelining.build.routing import RoutedValue as RoutedValue
 from wholestep.pipelining.build.routing import Routing as Routing
-from wholestep.pipelining.build.split_modules import split_modules as split_modules
 from wholestep.pipelining.build.split_points import PipeSequential as PipeSequential
 from wholestep.pipelining.build.split_points import PipeSplitWrapper as PipeSplitWrapper
 from wholestep.pipelining.build.split_points import SplitPoint as SplitPoint
@@ -38,7 +38,7 @@ from wholestep.pipelining.planning.plan import PipelinePlan as PipelinePlan
 from wholestep.pipelining.planning.plan import plan as plan
 from wholestep.pipelining.run.build_stage import PipeInfo as PipeInfo
 from wholestep.pipelining.run.build_stage import build_stage as build_stage
-from wholestep.pipelining.run.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+from wholestep.pipelining.run.build_stage import clip_grad_norm_ as clip_grad_norm_
 from wholestep.pipelining.run.microbatch_backward import stage_backward_input as stage_backward_input
 from wholestep.pipelining.run.microbatch_backward import stage_backward_weight as stage_backward_weight
 from wholestep.pipelining.run.save_stage import load_stage as load_stage

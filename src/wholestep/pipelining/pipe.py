@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import fx
 
 from wholestep.errors import OptionError, PipelineError, PipelineInputError, ScheduleError
-from wholestep.ir.memory_report import as_bytes
+from wholestep.ir.step_graph import as_bytes
 from wholestep.pipelining.build.call_form import CallForm, ResultForm
 from wholestep.pipelining.build.capture import CapturedModel
 from wholestep.pipelining.build.loss_and_backward import DetachExecutor, Result, find_loss

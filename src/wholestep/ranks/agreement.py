@@ -21,11 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from wholestep.errors import DesyncError, PeerFailedError
-from wholestep.ranks.board import Board, StoreGoneError
 from wholestep.ranks.channel import DEADLINE, Channel
 from wholestep.ranks.digest import GraphDigest, Line, LinesDigest, digest_of, first_difference
 from wholestep.ranks.failure import DESYNC_FIX, SCALARS_FIX, Failure, Kind, as_error
-from wholestep.ranks.peers import Position, State
+from wholestep.ranks.peers import Board, Position, State, StoreGoneError
 from wholestep.ranks.rounds import RoundKeys, detail_of, record_of
 from wholestep.ranks.shared_scalars import differing
 from wholestep.ranks.watchdog import BEAT, Job

@@ -32,10 +32,9 @@ from typing import Any
 from torch.distributed import DistError, get_backend
 
 from wholestep.errors import DesyncError, PeerFailedError
-from wholestep.ranks.board import Board, StoreGoneError
 from wholestep.ranks.digest import GraphDigest
 from wholestep.ranks.failure import Failure, Kind, as_error, first_lines, node_in
-from wholestep.ranks.peers import Position, State
+from wholestep.ranks.peers import Board, Position, State, StoreGoneError
 from wholestep.ranks.watchdog import BEAT, Job, Watchdog
 from wholestep.torch_private.distributed import default_group, default_store
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.ranks.board import Board
 from wholestep.ranks.digest import GraphDigest, LinesDigest
+from wholestep.ranks.peers import Board
 
 _MOST_CALLS = 1024
 _MOST_QUESTIONS = 256

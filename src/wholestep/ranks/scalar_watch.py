@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wholestep.ranks.board import Board
 from wholestep.ranks.failure import SCALARS_FIX, Failure, Kind
+from wholestep.ranks.peers import Board
 from wholestep.ranks.shared_scalars import Named, SharedScalars, differing, normal
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 from torch import fx
 
 from wholestep.errors import OptionError, invalid_value
-from wholestep.ir.memory_report import bytes_in
 from wholestep.ir.meta import node_meta
+from wholestep.ir.step_graph import bytes_in
 from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, packet_of
 
 _FIX = 'use bytes (12_000_000_000), a text ("12GiB", "800MB"), or a fraction from 0.0 to 1.0.'

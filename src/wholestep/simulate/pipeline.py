@@ -16,13 +16,31 @@ from __future__ import annotations
 from typing import Any
 
 from wholestep.errors import OptionError
-from wholestep.simulate.deadlock import Blocked, Deadlock, find_deadlock
-from wholestep.simulate.durations import Number, Time, Times
-from wholestep.simulate.engine import UNSET, Engine, Run
-from wholestep.simulate.measured_timeline import Record, StageRecorder, read_json, timeline_of, times_of
+from wholestep.simulate.engine import UNSET, Blocked, Deadlock, Engine, Run, find_deadlock
 from wholestep.simulate.program import Network, ScheduleProgram, build_program
-from wholestep.simulate.schedule import Action, ActionKind, Receives, Schedule, parse, with_communication
-from wholestep.simulate.timeline import Bytes, Span, Timeline, peak_activations, peak_bytes
+from wholestep.simulate.schedule import (
+    Action,
+    ActionKind,
+    Number,
+    Receives,
+    Schedule,
+    Time,
+    Times,
+    parse,
+    with_communication,
+)
+from wholestep.simulate.timeline import (
+    Bytes,
+    Record,
+    Span,
+    StageRecorder,
+    Timeline,
+    peak_activations,
+    peak_bytes,
+    read_json,
+    timeline_of,
+    times_of,
+)
 from wholestep.simulate.timeline_export import perfetto, svg, write_perfetto, write_svg
 from wholestep.simulate.torch_schedules import NAMES, named_schedule, schedule_of
 

@@ -19,14 +19,17 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from wholestep.errors import OptionError
-from wholestep.simulate.durations import Clock, Number, Times, at
 from wholestep.simulate.schedule import (
     COMPUTE,
     RECEIVES,
     SENDS,
     Action,
     ActionKind,
+    Clock,
+    Number,
     Schedule,
+    Times,
+    at,
     counterpart,
     value_needed,
 )

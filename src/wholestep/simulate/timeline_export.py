@@ -18,8 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from wholestep.simulate.durations import Number
-from wholestep.simulate.schedule import ActionKind, counterpart
+from wholestep.simulate.schedule import ActionKind, Number, counterpart
 from wholestep.simulate.timeline import Span, Timeline, short
 
 _COLOURS = {

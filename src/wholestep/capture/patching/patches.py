@@ -48,7 +48,7 @@ from wholestep.errors import (
 )
 from wholestep.ir.graph_functions import get_rng_state, manual_seed, number_tensor, set_rng_state
 from wholestep.ir.meta import user_location
-from wholestep.parallel.norms import scale_by_norm, total_norm
+from wholestep.parallel.reducing import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator
 from wholestep.torch_private.fake_tensors import FakeTensor

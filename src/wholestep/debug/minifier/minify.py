@@ -35,10 +35,11 @@ from wholestep.debug.minifier.trial import (
     Outcome,
     Predicate,
     TrialJob,
+    TrialLog,
+    TrialResult,
     is_asked_for,
     same_failure,
 )
-from wholestep.debug.minifier.trial_log import TrialLog, TrialResult
 from wholestep.errors import MinifyError, OptionError, invalid_value
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.io.dump import write_repro

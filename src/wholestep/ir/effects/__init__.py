@@ -14,16 +14,6 @@ Answers about operators are read from schemas once per operator. Capture, passes
 pipelining ask here; none of them reads a schema for its effects.
 """
 
-from wholestep.ir.effects.aliases import (
-    MemoryClasses,
-    Storages,
-    WriteWindows,
-    alias_roots,
-    find_storages,
-    read_by,
-    sharing_with_outputs,
-    written_roots,
-)
 from wholestep.ir.effects.nodes import (
     aliased_inputs,
     calls_custom_operator,
@@ -39,7 +29,19 @@ from wholestep.ir.effects.nodes import (
     writes,
     written_inputs,
 )
-from wholestep.ir.effects.order import GraphEffects, OrderEdges, order_edges
+from wholestep.ir.effects.order import (
+    GraphEffects,
+    MemoryClasses,
+    OrderEdges,
+    Storages,
+    WriteWindows,
+    alias_roots,
+    find_storages,
+    order_edges,
+    read_by,
+    sharing_with_outputs,
+    written_roots,
+)
 from wholestep.ir.effects.targets import (
     COLLECTIVE_NAMESPACES,
     OperatorFacts,

@@ -17,13 +17,11 @@ from typing import Any
 from wholestep.errors import OptionError, invalid_value
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
-from wholestep.passes.dedup_collectives import remove_duplicate_collectives
-from wholestep.passes.drop_dead_collectives import remove_dead_collectives
 from wholestep.passes.engine.contract import BoundPass, GraphPass
-from wholestep.passes.functionalize_optimizer import functionalize_optimizer
+from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.reinplace_tail import reinplace_tail
-from wholestep.passes.remove_copy_from_optimizer import remove_copy_from_optimizer
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
 
 GROUP = "wholestep.passes"

@@ -6,11 +6,25 @@
 
 Inputs are made up (`made_up`), the other ranks are computed (`pretend_ranks`). A graph that runs on none of the made-up
 inputs is not replayed; the log says so.
+
+Inputs for a graph of which only shapes and dtypes are known, in several draws from the likeliest to the safest.
+
+A draw that an operator refuses (an index out of range, a matrix that is not positive definite), or that gives numbers
+which are none (the logarithm of a negative one), is followed by the next.
+
+A graph with collectives in one process: what the other ranks would send is computed from what this one has.
+
+Rank k has (1 + k/8) times the floats of this rank and (1 + k) times its integers: linear, so that concatenating,
+splitting and adding agree with it, and different for each rank, so that shards in a wrong order, another root and
+another reduce op are seen. Booleans are the same everywhere. This rank is rank 0.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +32,205 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import VerifyError
+from wholestep.ir.effects import is_collective, is_wait, written_positions
+from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import Numerics
-from wholestep.passes.engine.example_inputs import SEED, draws, nudged
-from wholestep.passes.engine.simulated_ranks import PretendRanks
+from wholestep.passes.plain_collectives import arguments_by_position, known_or_noted
+from wholestep.torch_private.operators import OpOverload, op_name
 from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep.passes")
+
+SEED = 20261115
+
+Draw = Callable[[list[int], torch.Generator], Tensor]
+
+
+def _near_one(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64).add_(0.1)
+
+
+def _normal(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _large(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64).mul_(10).add_(6)
+
+
+def _like_identity(shape: list[int], generator: torch.Generator) -> Tensor:
+    """Symmetric, positive definite and not the identity where that is possible."""
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        return _near_one(shape, generator)
+    noise = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.1
+    return (noise + noise.mT) / 2 + torch.eye(shape[-1], dtype=torch.float64) * (1 + 0.2 * shape[-1])
+
+
+def _zeros(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def _zero_or_one(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.float64)
+
+
+_DRAWS: tuple[tuple[str, Draw, Draw], ...] = (
+    ("near 1, whole numbers 0 and 1", _near_one, _zero_or_one),
+    ("near 1, whole numbers 0", _near_one, _zeros),
+    ("normal", _normal, _zeros),
+    ("between 6 and 16", _large, _zeros),
+    ("symmetric and positive definite", _like_identity, _zeros),
+    ("zero", _zeros, _zeros),
+)
+
+
+def draws(graph: fx.Graph) -> Iterator[tuple[str, list[Any]]]:
+    """Values of the placeholders, with what they are called."""
+    values = [known_or_noted(node) for node in graph.find_nodes(op="placeholder")]
+    for name, floats, integers in _DRAWS:
+        generator = torch.Generator().manual_seed(SEED)
+        yield name, [_made_up(value, floats, integers, generator) for value in values]
+
+
+def nudged(inputs: list[Any]) -> list[Any]:
+    """The same inputs with every float changed by a rounding error: what that changes is not told apart."""
+    generator = torch.Generator().manual_seed(SEED)
+    return [_nudged(value, generator) if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    size = 2 * torch.finfo(tensor.dtype).eps
+    signs = (torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(tensor.device)
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(wide * (1 + size * signs))
+
+
+def _made_up(value: Any, floats: Draw, integers: Draw, generator: torch.Generator) -> Any:
+    if isinstance(value, Tensor):
+        shape = [_size(s) for s in value.shape]
+        if value.is_complex():
+            data = torch.complex(floats(shape, generator), floats(shape, generator))
+        elif value.is_floating_point():
+            data = floats(shape, generator)
+        elif value.dtype is torch.bool:
+            data = _mask(shape, generator)
+        else:
+            data = integers(shape, generator)
+        made = torch.empty_strided(shape, [_size(s) for s in value.stride()], dtype=value.dtype)
+        return made.copy_(data)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint
+    return value if value is not None else 0.5
+
+
+def _mask(shape: list[int], generator: torch.Generator) -> Tensor:
+    """Mostly true, and never false along a whole row: a softmax over nothing is no number. A flag alone is false."""
+    if not shape:
+        return torch.zeros(shape)
+    mask = torch.rand(shape, generator=generator) < 0.75
+    mask[..., :1] = True
+    return mask
+
+
+def _size(size: Any) -> int:
+    return int(size) if isinstance(size, int) else int(size.node.hint)
+
+
+_STEP = 1 / 8
+_BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class PretendRanks(fx.Interpreter):
+    """Runs a graph module as rank 0 of its groups, on the CPU."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and (is_wait(n.target) or (is_collective(n.target) and group_of(n) is not None)):
+            assert isinstance(n.target, OpOverload)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            given = arguments_by_position(n.target, args, kwargs)
+            if is_wait(n.target):
+                return given[0]
+            result = collective(op_name(n.target), given, group_size(n))
+            return self._written(n.target, given, kwargs, result)
+        if n.op == "call_function" and "device" in n.kwargs:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return self.call_function(n.target, args, {**kwargs, "device": "cpu"})
+        return super().run_node(n)
+
+    @staticmethod
+    def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Collectives that work in place, or have an `out`, give what they wrote."""
+        if not written_positions(op):
+            return result
+        into = kwargs.get("out", args[0])
+        for one, new in zip(into, result, strict=True) if isinstance(into, list | tuple) else [(into, result)]:
+            one.copy_(new)
+        return into
+
+
+def collective(name: str, args: tuple[Any, ...], size: int) -> Any:
+    """What rank 0 gets from a collective."""
+    operand = args[0]
+    if isinstance(operand, list | tuple):
+        return [collective(name, (one, *args[1:]), size) for one in operand]
+    if "all_gather" in name:
+        return torch.cat([_of_rank(operand, k) for k in range(size)])
+    if "broadcast" in name:
+        return _of_rank(operand, int(args[1]) % size)
+    if "all_to_all" in name:
+        return _exchanged(operand, args, size)
+    if "reduce" not in name:
+        return operand.clone()
+    whole = _reduced(operand, str(args[1]), size)
+    return whole.chunk(size)[0].clone() if "reduce_scatter" in name else whole
+
+
+def _of_rank(tensor: Tensor, rank: int) -> Tensor:
+    if tensor.dtype is torch.bool:
+        return tensor.clone()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * (1 + rank * _STEP)
+    return tensor * (1 + rank)
+
+
+def _reduced(operand: Tensor, op: str, size: int) -> Tensor:
+    """Of ranks that are multiples of each other. The ends have the least and the most."""
+    if op in _BITWISE:
+        return functools.reduce(_BITWISE[op], (_of_rank(operand, k) for k in range(size)))
+    if operand.dtype is torch.bool:
+        return operand.clone()
+    whole = not (operand.is_floating_point() or operand.is_complex())
+    factors = [1 + k * (1 if whole else _STEP) for k in range(size)]
+    if op in ("max", "min"):
+        pick = torch.maximum if op == "max" else torch.minimum
+        return pick(_of_rank(operand, 0), _of_rank(operand, size - 1))
+    if op == "product":
+        return operand**size * (math.prod(map(int, factors)) if whole else math.prod(factors))
+    total = operand * (int(sum(factors)) if whole else sum(factors))
+    if op == "avg":
+        return total // size if whole else operand * (sum(factors) / size)
+    return total  # sum, and scaled sums of which nobody knows the scale
+
+
+def _exchanged(operand: Tensor, args: tuple[Any, ...], size: int) -> Tensor:
+    """Rank k sends us its first rows: as many as we expect of it."""
+    rows = operand.shape[0]
+    expected = list(args[1]) if len(args) > 1 and args[1] else [rows // size] * size
+    pieces = []
+    for k, count in enumerate(expected):
+        which = torch.arange(count) % max(rows, 1)
+        given = _of_rank(operand, k)
+        pieces.append(given[which] if rows else given.new_zeros(count, *operand.shape[1:]))
+    return torch.cat(pieces)
+
 
 _ROUNDINGS = 32
 """How many rounding errors of the largest element sums in another order may be apart; half types: a fraction of it."""

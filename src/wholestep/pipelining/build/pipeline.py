@@ -13,7 +13,6 @@ from torch import fx
 from wholestep.errors import PipelineError
 from wholestep.pipelining.build.call_form import CallForm, call_form
 from wholestep.pipelining.build.capture import CapturedModel, capture
-from wholestep.pipelining.build.differentiable import find_differentiable
 from wholestep.pipelining.build.loss_and_backward import (
     LossWrapper,
     Result,
@@ -34,7 +33,12 @@ from wholestep.pipelining.build.model_state import (
 from wholestep.pipelining.build.routing import Need, check_same_values, find_needs, merge_needs, routes
 from wholestep.pipelining.build.split_points import annotate_split_points, every_one_called, stages_by_marks
 from wholestep.pipelining.build.stage_module import StageAbout, StageModule, build_stages
-from wholestep.pipelining.build.staged_graph import StagedGraph, copy_before_writing, localize_sizes
+from wholestep.pipelining.build.staged_graph import (
+    StagedGraph,
+    copy_before_writing,
+    find_differentiable,
+    localize_sizes,
+)
 from wholestep.pipelining.build.train_eval_modes import (
     MismatchError,
     ModePrograms,

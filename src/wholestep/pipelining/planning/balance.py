@@ -22,9 +22,8 @@ from wholestep.errors import PipelineError
 from wholestep.ir.effects import shared_inputs, written_inputs
 from wholestep.partition import balanced_cut
 from wholestep.pipelining.build.context_regions import is_function_mark, regions_of
-from wholestep.pipelining.build.differentiable import find_differentiable
 from wholestep.pipelining.build.split_points import is_split
-from wholestep.pipelining.build.staged_graph import NO_STAGE, example_bytes, is_number
+from wholestep.pipelining.build.staged_graph import NO_STAGE, example_bytes, find_differentiable, is_number
 from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, timed, work_of
 from wholestep.torch_private.operators import OpOverload
 from wholestep.torch_private.pytrees import pytree

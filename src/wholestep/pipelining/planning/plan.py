@@ -15,7 +15,7 @@ from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.io.node_values import hint_of
-from wholestep.ir.memory_report import as_bytes
+from wholestep.ir.step_graph import as_bytes
 from wholestep.pipelining.build.pipeline import pipeline
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.planning.stage_costs import (

@@ -13,6 +13,19 @@ nothing writes.  What is gathered again on purpose (`NodeMeta.recompute`, `gener
 first wait in graph order stays, so nothing is waited for later than before.  Two results that leave the graph stay two
 tensors: the second becomes a copy of the first.  Nodes that write-backs name keep their names.  All ranks have the same
 graph and so remove the same collectives.  Cost: one walk over the graph; a merged result lives until its last use.
+
+Communicate nothing that nobody reads: capture keeps a collective and its wait although their result was dropped.
+
+    before                                           after
+    g = mul(x, 2)                                    loss = sum(x)
+    r = all_reduce(g, 'avg', '0')                    output(loss)
+    done = wait_tensor(r)
+    loss = sum(x)
+    output(loss)
+
+Needs: nothing.  Numerics: exact.  Legal where no wait of the collective has a user: its result is a fresh tensor.
+In-place collectives, and sends and receives between two ranks, stay.  Other nodes without users go too, unless they are
+random ops.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
@@ -24,8 +37,16 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphFormatError
-from wholestep.ir.collectives import is_part
-from wholestep.ir.effects import communicates, is_collective, is_wait, keeps_elements, sharing_with_outputs, writes
+from wholestep.ir.collectives import comm_block, is_part
+from wholestep.ir.effects import (
+    communicates,
+    is_collective,
+    is_wait,
+    keeps_elements,
+    may_draw,
+    sharing_with_outputs,
+    writes,
+)
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
@@ -170,3 +191,38 @@ def _written_back(graph: fx.Graph) -> set[fx.Node]:
 def _is_write_back(node: fx.Node) -> bool:
     target = node.args[0] if node.target is aten.copy_.default and node.args else None
     return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
+@graph_optimization_pass(numerics="exact", allow_rerun=True)
+def remove_dead_collectives(gm: fx.GraphModule) -> int:
+    """Erase collectives without readers; returns how many."""
+    graph, dropped = gm.graph, 0
+    for node in reversed(list(graph.nodes)):
+        if _is_droppable(node):
+            block = comm_block(node)
+            if block.is_dead:
+                for behind in (*block.waits, *reversed(block.parts)):
+                    graph.erase_node(behind)
+                dropped += 1
+            else:
+                continue
+        elif node.users or not _is_pure(node):
+            continue
+        graph.erase_node(node)
+    if dropped:
+        gm.recompile()
+    return dropped
+
+
+drop_dead_collectives = remove_dead_collectives
+"""The same pass by a shorter name."""
+
+
+def _is_droppable(node: fx.Node) -> bool:
+    return communicates(node) and node.target is not call_on_copies and not writes(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op != "call_function" or communicates(node) or is_wait(node.target) or writes(node):
+        return False
+    return not may_draw(node.target) and not node.is_impure()
