@@ -284,9 +284,9 @@ def test_a_keyword_that_is_an_option_and_a_parameter_is_refused_and_kwargs_is_cl
 def test_nondeterminism_of_eager_is_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from wholestep.debug.check import side_by_side
+    from wholestep.debug.check import check_calls
 
-    original, runs = side_by_side.run_eager, 0
+    original, runs = check_calls.run_eager, 0
 
     def unstable(call: CheckedCall) -> Any:
         nonlocal runs
@@ -296,7 +296,7 @@ def test_nondeterminism_of_eager_is_not_reported(
             call.args[0][0].weight.mul_(1 + 1e-6 * runs)
         return result
 
-    monkeypatch.setattr(side_by_side, "run_eager", unstable)
+    monkeypatch.setattr(check_calls, "run_eager", unstable)
     model = mlp(device())
     report = ws.check(train_step, model, adamw(model), batch_of(device(), 0, 5, 6))
     assert report.ok, str(report)

@@ -8,7 +8,7 @@ rounding if it is
 
 - a few rounding errors of the coarsest dtype that the graph computes in, relative to the largest element, and a
   multiple of what eager itself changes when its inputs move by one rounding error (`debug/value_distance.py`); or
-- no farther from a float64 run of the same call than a small multiple of eager's own distance (`side_by_side.py`).
+- no farther from a float64 run of the same call than a small multiple of eager's own distance (`check_calls.py`).
 
 Where the contract is exact (`lower="eager"`, passes that promise the same bits) every difference counts.
 """
