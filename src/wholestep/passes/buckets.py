@@ -1,4 +1,4 @@
-"""Many collectives as one: which go together (`bucket_rewrites.py` puts them into the graph).
+"""Many collectives as one: which go together (`comm_fusion.py` puts them into the graph).
 
 A collective has a place where its operand is ready and a place where its result is first needed. Collectives may share
 a bucket if the last operand is ready before the first result is needed: then nothing else has to move, and no cycle

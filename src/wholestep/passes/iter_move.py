@@ -9,7 +9,7 @@
     copy_(p, p1); output(loss)                 output(loss)
 
 Needs: remove_copy_from_optimizer (the first of both); both come after schedule_comm_wait where that is used.
-Numerics: exact.  Legal where nothing else needs the new value in its own iteration (`crossing.py`).  The collective
+Numerics: exact.  Legal where nothing else needs the new value in its own iteration.  The collective
 always stays in its own iteration: completing what is pending needs no other rank.
 
 A StepGraph stays in its normal form: the nodes are only marked (`NodeMeta.move`), and the runtime makes the graphs of
