@@ -114,7 +114,7 @@ def test_forking_a_process_with_threads_is_silent_only_about_that() -> None:
         run_ranks(warn, 1, deadline=30)
 
 
-def crash_in_native_code_of_torch() -> None:
+def crash_in_a_foreign_thread() -> None:
     libc = ctypes.CDLL("libc.so.6")
     thread = ctypes.c_ulong()
     libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.strlen, ctypes.c_void_p), None)
@@ -129,7 +129,7 @@ def test_ranks_start_again_after_a_crash_in_a_thread_that_is_not_pythons(
     def code(rank: int) -> int:
         if rank == 1 and not (tmp_path / "crashed").exists():
             (tmp_path / "crashed").touch()
-            crash_in_native_code_of_torch()
+            crash_in_a_foreign_thread()
         return rank
 
     assert run_ranks(code, 2, deadline=30) == [0, 1]
@@ -137,10 +137,37 @@ def test_ranks_start_again_after_a_crash_in_a_thread_that_is_not_pythons(
     assert not ranks.CRASHES  # nothing is left for the end of the test run to print
 
 
+def test_ranks_start_again_after_an_abort_inside_of_an_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "CRASHES", [])
+
+    def code(rank: int) -> int:
+        if (tmp_path / "aborted").exists():
+            return rank
+        (tmp_path / "aborted").touch()
+        with torch.library._scoped_library("ws_tests_abort", "DEF") as library:
+            library.define("abort(Tensor x) -> Tensor")
+            library.impl("abort", lambda x: os.abort(), "CPU")
+            torch.ops.ws_tests_abort.abort.default(torch.ones(1))
+        raise AssertionError("a rank that aborts does not come here")
+
+    assert run_ranks(code, 1, deadline=30) == [0]
+    assert "rank 0 died without returning (signal SIGABRT)" in ranks.CRASHES.pop()
+    assert not ranks.CRASHES
+
+
+def test_an_abort_elsewhere_is_a_failure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "CRASHES", [])
+    with pytest.raises(RanksFailed, match="SIGABRT"):
+        run_ranks(lambda rank: os.abort(), 1, deadline=30)
+    assert not ranks.CRASHES
+
+
 def test_a_second_crash_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "CRASHES", [])
     with pytest.raises(RanksFailed, match="rank 0 died without returning"):
-        run_ranks(lambda rank: crash_in_native_code_of_torch(), 1, deadline=30)
+        run_ranks(lambda rank: crash_in_a_foreign_thread(), 1, deadline=30)
     assert "rank 0 died" in ranks.CRASHES.pop()
     assert not ranks.CRASHES
 
