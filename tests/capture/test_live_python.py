@@ -134,3 +134,95 @@ def test_a_number_in_a_closure_changed_between_steps_is_used() -> None:
         return Run(step, lambda i: (batch_of(where, i, 5, 6),), {"model": model, "optimizer": optimizer}, after=after)
 
     assert_same_story(make, lambda told: told.call(8))
+
+
+class Counting:
+    """Counts calls, and decides by the count."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.last = True
+
+    def begin(self) -> None:
+        self.step += 1
+        self.last = self.step % 2 == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def counting_run(where: torch.device) -> Run:
+    counting, model = Counting(), mlp(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counting.begin()
+        loss = model(x).square().mean()
+        loss.backward()
+        if counting.is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return Run(step, lambda i: (batch_of(where, i, 5, 6),), {"model": model, "counting": counting})
+
+
+def test_a_count_called_step_that_the_step_reads_and_sets_is_a_guard_or_an_input() -> None:
+    step = assert_same_story(counting_run, lambda told: told.call(8))
+    assert len(step.graphs) <= 3, step.recompiles  # the first call, then one graph for each side of the branch
+
+
+def test_an_attribute_that_the_step_sets_before_it_reads_it_is_no_reason_for_another_graph() -> None:
+    def story(told: Story) -> None:
+        told.call(4)
+        for last in (True, False):
+            told.run.watch["counting"].last = last  # overwritten by the step
+            told.call(2)
+
+    step = assert_same_story(counting_run, story)
+    assert len(step.graphs) <= 3, step.recompiles
+
+
+class Shared:
+    """All objects of the class have the same attributes."""
+
+    _state: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.__dict__ = self._state
+        if not self._state:
+            self.scale, self.names = 1.0, ["a"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+
+def test_attributes_that_all_objects_of_a_class_share_are_read_and_set_as_in_eager() -> None:
+    def make(where: torch.device) -> Run:
+        Shared._state.clear()
+        one, other, model = Shared(), Shared(), mlp(where)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            one.scale = 3.0 if len(other.names) > 1 else 2.0
+            return model(x).sum() * other.scale
+
+        return Run(step, lambda i: (batch_of(where, i, 5, 6),), {"model": model, "shared": one})
+
+    def story(told: Story) -> None:
+        shared = told.run.watch["shared"]
+        told.call(2)
+        shared.scale = 7.0  # overwritten by the step
+        told.call(2)
+        shared.names = list(shared.names)  # an equal list
+        told.call(2)
+        shared.names.append("b")
+        told.call(2)
+        shared.names = ["c"]
+        told.call(2)
+
+    step = assert_same_story(make, story)
+    assert len(step.graphs) == 3, step.recompiles

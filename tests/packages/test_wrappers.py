@@ -33,13 +33,13 @@ def run_of(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer, **watc
     )
 
 
-def accelerated(where: torch.device, *, clips: bool = False, accumulates: bool = False, schedules: bool = False) -> Run:
+def accelerated(where: torch.device, *, clips: bool = False, schedules: bool = False) -> Run:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if accumulates else 1)
+    accelerator = Accelerator(cpu=True)
     plain, optimizer = network()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model, prepared, prepared_scheduler = accelerator.prepare(plain, optimizer, scheduler)
@@ -55,11 +55,7 @@ def accelerated(where: torch.device, *, clips: bool = False, accumulates: bool =
             prepared_scheduler.step()
         return loss
 
-    def accumulating(x: Tensor, y: Tensor) -> Tensor:
-        with accelerator.accumulate(model):
-            return step(x, y)
-
-    return run_of(accumulating if accumulates else step, plain, optimizer)
+    return run_of(step, plain, optimizer)
 
 
 def in_fabric(where: torch.device, *, precision: Any = None, clips: dict[str, Any] | None = None) -> Run:
@@ -86,19 +82,8 @@ def test_a_step_of_accelerate_trains_as_in_eager(clips: bool) -> None:
     assert_parity(Case("accelerate", lambda where: accelerated(where, clips=clips), steps=6), device())
 
 
-def test_accumulation_of_accelerate_is_refused_with_a_line() -> None:
-    run = accelerated(device(), accumulates=True)
-    with pytest.raises(errors.CaptureError) as caught:
-        ws.compile(run.step)(*run.arguments(0))
-    assert caught.value.location is not None
-
-
-def test_a_scheduler_of_accelerate_is_stepped_or_refused_with_a_line() -> None:
-    case = Case("scheduler", lambda where: accelerated(where, schedules=True), steps=6, graphs=None)
-    try:
-        assert_parity(case, device())
-    except errors.CaptureError as error:
-        assert error.location is not None  # noqa: PT017
+def test_a_scheduler_of_accelerate_trains_as_in_eager() -> None:
+    assert_parity(Case("scheduler", lambda where: accelerated(where, schedules=True), steps=6), device())
 
 
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])

@@ -313,6 +313,13 @@ class Capture:
         self._lift_numbers(holder, path)
         self._track_reads(holder, path)
 
+    def dicts_of_attributes(self) -> set[int]:
+        """Dicts that are the attributes of a plain object, by identity: those are compared and set one by one.
+
+        Also where a class keeps one dict for all of its objects (`self.__dict__ = self._shared_state`).
+        """
+        return {id(snapshot.now) for snapshot in self.snapshots}
+
     def _track_reads(self, holder: Any, path: str) -> None:
         self.readers.append((self.sources.reads.track(holder, path), path))
 

@@ -14,8 +14,8 @@ from typing import Any
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_large
-from wholestep.ir.user_objects.plain_values import class_code, kind_of, own_dict, same_plain
-from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.ir.user_objects.plain_values import class_code, kind_of, own_dict, same_contents, same_plain
+from wholestep.ir.user_objects.slots import ABSENT, SequenceSlot
 from wholestep.torch_private.guard_checks import DictWatch
 from wholestep.torch_private.modes import MODES, read_modes, same_mode
 
@@ -46,6 +46,10 @@ class SameReads(Listed):
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._reads = [(obj, path, list(values.items())) for obj, path, values in specs.reads]
+        read_from = {id(slot.sequence) for slot in specs.placeholder_slots.values() if isinstance(slot, SequenceSlot)}
+        values = (value for _, _, items in self._reads for _, value in items)
+        self._lists = {id(v): list(v) for v in values if type(v) is list and id(v) not in read_from}
+        """Contents of lists that another list with equal contents may stand for."""
         super().__init__(self._reads)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -53,8 +57,12 @@ class SameReads(Listed):
             attributes = own_dict(obj)
             for name, value in values:
                 now = attributes.get(name, ABSENT)
-                if not same_plain(now, value):
+                if not same_plain(now, value) and not self._is_equal_list(now, value):
                     yield was_and_is(f"{path}.{name}", value, now)
+
+    def _is_equal_list(self, now: Any, before: Any) -> bool:
+        held = self._lists.get(id(before))
+        return held is not None and type(now) is list and same_contents(held, now)
 
     def changed_numbers(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:

@@ -1,6 +1,7 @@
 """Which attributes the step reads, of plain objects, of classes and of Python modules, while it is traced.
 
     object    its class gets a `__getattribute__` that notes the name          self.scale, cfg.lr
+              (and a `__setattr__`: what is set first is not read)
     class     each value in its dict is replaced by a descriptor that notes it Config.scale, self.scale
     module    its `__class__` becomes a subclass of ModuleType that notes it   config.scale
 
@@ -56,6 +57,8 @@ class ReadTracker:
         self.attributes = own_dict(obj)
         self.before = dict(self.attributes)
         """Attributes there were when the step began."""
+        self.written: set[str] = set()
+        """Attributes that the step has set: reading one of them gives what the step made."""
         self.sees_reads = True
 
 
@@ -66,7 +69,10 @@ class AttributeReads:
         self._found = found
         self._thread = threading.get_ident()
         self._objects: dict[type, dict[int, ReadTracker]] = {}
-        self._own: dict[type, Any] = {}
+        self._own: dict[type, dict[str, Any]] = {}
+        self._written: dict[int, set[str]] = {}
+        """By identity of a dict of attributes: several objects may share one."""
+        self._reads_of_written = 0
         self._modules: dict[ModuleType, tuple[type, dict[str, None]]] = {}
         self._recorders: list[_ClassValue] = []
         self._places: dict[type, frozenset[str]] = {}
@@ -76,6 +82,7 @@ class AttributeReads:
     def track(self, obj: Any, path: str) -> ReadTracker:
         """Note reads of an object's attributes from now on."""
         tracker = ReadTracker(obj, path)
+        tracker.written = self._written.setdefault(id(tracker.attributes), tracker.written)
         cls = type(obj)
         if cls not in self._objects and not self._hook(cls):
             tracker.sees_reads = False
@@ -90,11 +97,12 @@ class AttributeReads:
             self._note(tracker, name, value)
 
     def _hook(self, cls: type) -> bool:
-        """Give a class written in Python a `__getattribute__` that notes the name."""
+        """Give a class written in Python a `__getattribute__` and a `__setattr__` that note the name."""
         if not cls.__flags__ & _HEAP_TYPE:
             return False
         trackers: dict[int, ReadTracker] = {}
         read: Any = cls.__getattribute__
+        write: Any = cls.__setattr__
         fallback: Any = getattr(cls, "__getattr__", None)
         note = self._note
 
@@ -102,6 +110,7 @@ class AttributeReads:
             tracker = trackers.get(id(this))
             if tracker is None:
                 return read(this, name)
+            before = self._reads_of_written
             try:
                 value = read(this, name)
             except AttributeError:
@@ -111,23 +120,35 @@ class AttributeReads:
                 if fallback is None:
                     raise
                 value = fallback(this, name)
-            return note(tracker, name, value)
+            return note(tracker, name, value, self._reads_of_written == before)
 
+        def __setattr__(this: Any, name: str, value: Any) -> None:  # noqa: N807
+            write(this, name, value)
+            tracker = trackers.get(id(this))
+            if tracker is not None and threading.get_ident() == self._thread:
+                tracker.written.add(name)
+
+        hooks = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+        before = {name: vars(cls).get(name, ABSENT) for name in hooks}
         try:
-            before = vars(cls).get("__getattribute__", ABSENT)
-            type.__setattr__(cls, "__getattribute__", __getattribute__)
+            for name, hook in hooks.items():
+                type.__setattr__(cls, name, hook)
         except TypeError:  # a class that may not be changed
             return False
         self._own[cls] = before
         self._objects[cls] = trackers
         return True
 
-    def _note(self, tracker: ReadTracker, name: str, value: Any) -> Any:
+    def _note(self, tracker: ReadTracker, name: str, value: Any, was_there: bool = True) -> Any:
+        """`was_there`: False where a property gave the value and read for it what the step itself had set."""
         if isinstance(value, HostNumber):
             return value  # known only after the step ran: nothing that a guard could compare before
         if threading.get_ident() != self._thread:
             return value
         if name in tracker.attributes:
+            if name in tracker.written:
+                self._reads_of_written += 1
+                return value
             tracker.names[name] = None
             if not isinstance(value, PLAIN) and tracker.before.get(name) is value:
                 where = f"{tracker.path}.{name}"
@@ -138,7 +159,7 @@ class AttributeReads:
         elif self._is_class_value(type(tracker.obj), name):
             tracker.names[name] = None  # absent from the instance: one that shadows the class's later is a change
             return value
-        elif isinstance(value, PLAIN) and scalar_of(value) is None:
+        elif was_there and isinstance(value, PLAIN) and scalar_of(value) is None:
             tracker.class_values[name] = value
         return value
 
@@ -201,10 +222,11 @@ class AttributeReads:
         """Put the classes and modules back; what was read stays known."""
         while self._own:
             cls, before = self._own.popitem()
-            if before is ABSENT:
-                type.__delattr__(cls, "__getattribute__")
-            else:
-                type.__setattr__(cls, "__getattribute__", before)
+            for name, hook in before.items():
+                if hook is ABSENT:
+                    type.__delattr__(cls, name)
+                else:
+                    type.__setattr__(cls, name, hook)
         self._objects.clear()
         while self._recorders:
             self._recorders.pop().remove()
@@ -249,7 +271,8 @@ class Attributes:
         self.obj = obj
         self.path = path
         self._skip = skip
-        self.before = dict(own_dict(obj))
+        self.now = own_dict(obj)
+        self.before = dict(self.now)
         self._contents = {
             key: copy_of(value)
             for key, value in self.before.items()
@@ -258,7 +281,7 @@ class Attributes:
 
     def rebound(self) -> Iterator[tuple[str, Any, Any]]:
         """Attributes that were set, replaced or deleted: name, before, after."""
-        now = own_dict(self.obj)
+        now = self.now
         for key in {**self.before, **now}:
             before, after = self.before.get(key, ABSENT), now.get(key, ABSENT)
             if key in self._skip or same_value(before, after):
@@ -267,7 +290,7 @@ class Attributes:
 
     def mutated(self) -> Iterator[tuple[str, Any, Any]]:
         """Containers whose contents changed: name, contents before, the container."""
-        now = own_dict(self.obj)
+        now = self.now
         for key, contents in self._contents.items():
             container = self.before[key]
             if now.get(key) is container and not same_contents(contents, container):
@@ -275,7 +298,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Put back attributes and contents."""
-        now = own_dict(self.obj)
+        now = self.now
         for key in list(now):
             if key not in self.before:
                 del now[key]

@@ -120,7 +120,10 @@ class ChangedPython:
                 self.rebound_variables[name] = (slot, kind_of(before))
 
     def _containers(self) -> None:
+        attributes = self._capture.dicts_of_attributes()
         for container, path, contents in self._capture.copies:
+            if id(container) in attributes:
+                continue
             if not same_contents(contents, container) and not self._only_swapped(contents, container):
                 raise _not_repeated(path)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.graph.writes import add_write_backs
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 _OVERRIDDEN = frozenset({"step", "get_last_lr", "param_groups"})
+"""What is replaced in schedulers and wrappers of optimizers while a step is traced."""
 
 
 def collect(capture: Capture, result: Any) -> CapturedStep:
@@ -102,6 +104,8 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
     world, table, sources = capture.world, capture.table, capture.world.sources
     parameters = [(in_users_objects(t.slot), t.real) for t in table.tracked.values()]
     outside = capture.sources.outside
+    attributes = capture.dicts_of_attributes()
+    containers = [(c, path) for c, path in world.containers if id(c) not in attributes and _may_read(capture, path)]
     return GuardSpecs(
         arguments=_arguments(capture),
         sizes=DynamicSizes(capture.dynamic_dims, capture.shapes.sources, capture.shapes.env),
@@ -128,7 +132,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         kinds=tuple(python.kinds),
         reads=tuple(_reads(capture, python.volatile)),
         class_reads=tuple((r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values),
-        containers=tuple((c, path) for c, path in world.containers if _may_read(capture, path)),
+        containers=tuple(containers),
         arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path)),
         links=tuple(world.links_to(capture.called)),
         classes=dict(sources.classes),
@@ -201,7 +205,7 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
         values = {}
         for name in reader.names:
             where = f"{path}.{name}"
-            if where in lifted or name in _OVERRIDDEN:
+            if where in lifted or (name in _OVERRIDDEN and isinstance(reader.obj, LRScheduler | Optimizer)):
                 continue
             if name not in skip:
                 values[name] = before.get(name, ABSENT)
