@@ -50,7 +50,7 @@ from wholestep.options import (
 from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
-from wholestep.ranks.step_ranks import Ranks, RankTerms
+from wholestep.ranks.step_ranks import RankOptions, Ranks
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import policy_of
 from wholestep.runtime.executor import Executor
@@ -301,7 +301,7 @@ class CompiledStep(Generic[P, R]):
         self._ranks = None
         if plan is not None:
             groups = [axis.group for axis in plan.axes]
-            self._ranks = Ranks(self._name, RankTerms(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
+            self._ranks = Ranks(self._name, RankOptions(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
         self._lowering_cache = LoweringCache()
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False

@@ -29,7 +29,7 @@ from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatte
 from wholestep.passes.engine.manager import apply_pass
 from wholestep.passes.engine.registry import DEFAULT
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
-from wholestep.ranks.digest import digest_of, first_difference
+from wholestep.ranks.agreement_records import digest_of, first_difference
 
 pytestmark = pytest.mark.fake_group
 

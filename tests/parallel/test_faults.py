@@ -112,7 +112,7 @@ def sleeps(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(sleeps, 2, deadline=60)
-    assert "rank 1 did not come to call 1" in first
+    assert "rank 1 did not reach call 1" in first
     assert "WS-" in second
 
 

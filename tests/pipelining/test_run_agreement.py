@@ -124,7 +124,7 @@ def test_ranks_with_different_schedules_are_named():
 def test_a_rank_that_never_steps_is_named():
     (error,), _ = run_ranks(two_ranks, 2, "never", deadline=40)
     assert error.startswith(DesyncError.__name__)
-    assert "rank 1 did not come to call 1 of pipeline" in error
+    assert "rank 1 did not reach call 1 of pipeline" in error
 
 
 def test_a_rank_that_returns_while_another_steps_is_named():
@@ -146,7 +146,7 @@ def dies_before_it_steps(rank: int) -> str:
     channel = Channel.current()
     assert channel is not None
     if rank == 1:
-        time.sleep(1.5)  # it has given a sign of life
+        time.sleep(1.5)  # it has written a heartbeat
         os._exit(3)
     channel.deadline = 2.0
     return error_of(lambda: schedule("GPipe", stage, 4, loss_of).step(torch.randn(8, 2)))

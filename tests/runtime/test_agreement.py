@@ -20,8 +20,8 @@ from wholestep.errors import DesyncError, Location, PeerFailedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ir.signature import InputKind, InputSpec, Signature
 from wholestep.ranks.agreement import Agreement, GraphDigest, difference, digest_of
+from wholestep.ranks.agreement_records import first_difference
 from wholestep.ranks.channel import Channel
-from wholestep.ranks.digest import first_difference
 from wholestep.runtime.program import program
 
 ops = torch.ops._c10d_functional
@@ -242,8 +242,8 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
         return outcome(lambda: agree(2, shown, deadline=2.0))
 
     first, second, third = run_ranks(code, 3)
-    assert "DesyncError: [WS-DESYNC] rank 1 did not come to call 2 of train_step within 2 s." in first
-    assert "rank 1 is outside of any step (last: call 1 of train_step); last sign of life" in first
+    assert "DesyncError: [WS-DESYNC] rank 1 did not reach call 2 of train_step within 2 s." in first
+    assert "rank 1 is outside of any step (last: call 1 of train_step); last heartbeat" in first
     assert first.splitlines()[0] == third.splitlines()[0] == second.splitlines()[0]  # also where it came too late
 
 
@@ -265,7 +265,7 @@ def test_a_rank_that_comes_late_with_a_graph_it_knows_does_not_enter_its_collect
             return outcome(lambda: run(2, known, shown))
         return outcome(lambda: agree(2, digest(extra=True), deadline=1.0))
 
-    assert all("rank 1 did not come to call 2 of train_step within 1 s." in text for text in run_ranks(code, 2))
+    assert all("rank 1 did not reach call 2 of train_step within 1 s." in text for text in run_ranks(code, 2))
 
 
 def test_a_slow_compiler_is_waited_for():
@@ -319,7 +319,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_graph_is_named():
     assert set(caught.value.results) == {0, 2}
     for text in caught.value.results.values():
         assert "PeerFailedError: [WS-PEER-FAILED] Rank 1 died or hangs" in text
-        assert "(compiles call 1 of train_step; last sign of life" in text
+        assert "(is compiling call 1 of train_step; last heartbeat" in text
 
 
 def test_the_store_does_not_grow_with_calls():

@@ -24,8 +24,8 @@ from ranks import run_ranks as run_unmet_ranks
 from wholestep.errors import DesyncError, Location, PeerFailedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ranks.channel import Channel
-from wholestep.ranks.watchdog import gloo_addresses
 from wholestep.runtime.program import program
+from wholestep.torch_private.distributed import gloo_addresses
 
 ops = torch.ops._c10d_functional
 
@@ -241,7 +241,7 @@ def test_when_the_rank_that_hosts_the_store_is_killed_the_others_name_it():
     assert set(caught.value.results) == {1, 2}
     for text in caught.value.results.values():
         assert "WS-PEER-FAILED" in text
-        assert "most likely rank 0 has died" in text
+        assert "most likely rank 0 died" in text
 
 
 def test_the_channel_works_over_a_tcp_store():
@@ -283,7 +283,7 @@ def test_a_stopped_rank_counts_as_dead_after_the_deadline_even_if_no_connection_
         return text
 
     texts = run_ranks(code, 2, deadline=40)
-    assert "Rank 1 died or hangs (runs call 1 of step; last sign of life" in texts[0]
+    assert "Rank 1 died or hangs (is running call 1 of step; last heartbeat" in texts[0]
     assert "WS-PEER-FAILED" in texts[1]
 
 
@@ -372,7 +372,7 @@ def test_other_connections_of_the_process_are_left_alone():
             ours = socket.create_connection(server.getsockname())
             theirs, _ = server.accept()
             assert error_of(lambda: one_fails(rank)) is not None
-            assert gloo_addresses(channel().watchdog._board._client)
+            assert gloo_addresses(channel().watchdog._store._client)
             ours.sendall(b"still here")
             return theirs.recv(10)
 

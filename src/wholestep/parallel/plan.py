@@ -107,7 +107,7 @@ class Plan:
     """The mesh axis and the plan for tensor parallelism: module path (patterns with * are allowed) to a style of
     `torch.distributed.tensor.parallel`."""
     deadline: float = 15.0
-    """Seconds without a sign of life after which a rank that should agree on a graph counts as missing."""
+    """Seconds without a heartbeat after which a rank that should agree on a graph counts as missing."""
     per_rank: Sequence[str] = ()
     """Paths (patterns with * are allowed) of Python numbers that may differ between ranks although they change state:
     `trainer.noise_scale`. All others that do must be the same on all ranks (WS-DESYNC)."""

@@ -1,15 +1,15 @@
-"""Ranks agree, through the store, on the graph that each of them is about to run for the first time.
+"""Agreement: before a graph runs for the first time, all ranks check through the store that their graphs fit.
 
-Every rank writes a record of its graph for (step, call) and waits for the records of the others. Ranks that have run
-their graph before (a cache hit there, a capture here) are answered for by their watchdog. Then all ranks have the same
-records in hand, and each comes to the same conclusion by itself:
+Every rank writes a record of its graph for (step, call) and waits for the records of the others. For a rank that has
+run its graph before (a cache hit there, a capture here) its watchdog writes the record. Then every rank reads the same
+records and reaches the same decision on its own:
 
-    all collectives the same, graphs for the same shapes the same,
-    and scalars that ranks must share (`shared_scalars`) the same       every rank runs
-    otherwise                                                           every rank raises, with the first difference
+    same collectives, same graphs where shapes are the same,
+    and same values of shared scalars (`shared_scalars`)        every rank runs
+    otherwise                                                   every rank raises, with the first difference
 
-A rank that does not come is given up after `deadline` seconds without a sign that it compiles. The first rank that
-decides, decides for all (`verdict`): no rank starts while another gives up.
+A rank that does not arrive counts as missing after `deadline` seconds without a sign that it compiles. The first rank
+that writes the key `verdict` decides for all, so no rank starts while another raises.
 """
 
 from __future__ import annotations
@@ -21,24 +21,32 @@ from dataclasses import replace
 from typing import Any
 
 from wholestep.errors import DesyncError, PeerFailedError
+from wholestep.ranks.agreement_records import (
+    GraphDigest,
+    Line,
+    RoundKeys,
+    TextDigest,
+    detail_of,
+    digest_of,
+    first_difference,
+    record_of,
+)
 from wholestep.ranks.channel import DEADLINE, Channel
-from wholestep.ranks.digest import GraphDigest, Line, LinesDigest, digest_of, first_difference
-from wholestep.ranks.failure import DESYNC_FIX, SCALARS_FIX, Failure, Kind, as_error
-from wholestep.ranks.peers import Board, Position, State, StoreGoneError
-from wholestep.ranks.rounds import RoundKeys, detail_of, record_of
+from wholestep.ranks.failure import DESYNC_FIX, SCALARS_FIX, Failure, FailureKind, as_error
+from wholestep.ranks.peers import Position, RankState, StoreClient, StoreGoneError
 from wholestep.ranks.shared_scalars import differing
 from wholestep.ranks.watchdog import BEAT, Job
 
 __all__ = ["Agreement", "GraphDigest", "digest_of"]
 
 _ASK_AFTER = 0.2
-_LOOK_EVERY = 0.5
-_MOST_VALUES = 8
-_FOREVER = 10 * 365 * 86400.0
+_CHECK_INTERVAL = 0.5
+_MAX_VALUES = 8
+_NO_LIMIT = 10 * 365 * 86400.0
 
 
 class Agreement:
-    """The agreement of one step."""
+    """Runs the agreement of one step before each first run of a graph."""
 
     def __init__(
         self, channel: Channel, step: str, deadline: float = DEADLINE, ranks: Sequence[int] | None = None
@@ -48,29 +56,29 @@ class Agreement:
         self._deadline = deadline
         self._ranks = range(channel.size) if ranks is None else sorted(ranks)
 
-    def agree(self, call: int, digest: GraphDigest | LinesDigest) -> None:
-        """Return once all ranks are about to run (or already run) graphs that fit; raises on every rank otherwise."""
+    def agree(self, call: int, digest: GraphDigest | TextDigest) -> None:
+        """Return once all ranks are about to run (or already run) compatible graphs; otherwise raise on every rank."""
         channel = self._channel
         channel.watchdog.answers.agreed.append((self._step, call))
         with channel.agreeing(self._step, call):
             current = _Round(channel, RoundKeys(self._step, call), digest, self._deadline, self._ranks)
             try:
-                channel.perform(Job(current.poll), _FOREVER)  # the round has a deadline of its own
+                channel.perform(Job(current.poll), _NO_LIMIT)  # the round has its own deadline
             except StoreGoneError as error:
-                lost = Failure(Kind.STORE, 0, self._step, call, str(error), running=False)
+                lost = Failure(FailureKind.STORE, 0, self._step, call, str(error), running=False)
                 raise as_error(lost, channel.rank) from error
             if current.outcome is not None:
                 raise current.outcome
 
 
 class _Round:
-    """One round; polled by the watchdog."""
+    """One round of agreement, for one call of one step; polled by the watchdog."""
 
     def __init__(
         self,
         channel: Channel,
         keys: RoundKeys,
-        digest: GraphDigest | LinesDigest,
+        digest: GraphDigest | TextDigest,
         deadline: float,
         ranks: Sequence[int],
     ) -> None:
@@ -81,69 +89,69 @@ class _Round:
         self._digest = digest
         self._deadline = deadline
         self._ranks = ranks
-        self._position = Position(State.AGREEING, keys.step, keys.call)
+        self._position = Position(RankState.AGREEING, keys.step, keys.call)
         self._begun = 0.0
         self._asked = False
-        self._look_due = 0.0
+        self._next_check = 0.0
         self._records: dict[int, dict[str, Any]] = {}
         self._pair: tuple[list[int], list[int]] | None = None
         self._about = "graph"
-        """What the two sides differ in: values of scalars, whole graphs, or the constants of their updates."""
+        """What differs between the two sides: "scalars", "graph", or "update" (the constants of their updates)."""
         self._detail_until = 0.0
         self._events: list[str] = []
-        """What this rank asked; nobody else needs it once the round is over."""
+        """Keys of the questions that this rank posted; they are deleted when the round is over."""
 
-    def poll(self, board: Board) -> bool:
-        """One look at the store; whether the round is over."""
+    def poll(self, store: StoreClient) -> bool:
+        """Read the store once. Returns whether the round is over."""
         now = time.monotonic()
         if not self._begun:
             self._begun = now
-            board.write(self._keys.record(self._channel.rank), record_of(self._digest))
-            board.count(self._keys.of("count"), 1)
+            store.write(self._keys.record(self._channel.rank), record_of(self._digest))
+            store.count(self._keys.of("count"), 1)
         if self._pair is not None:
-            return self._poll_details(board, now)
-        if board.count(self._keys.of("count")) >= len(self._ranks):
-            verdict = board.write_first(self._keys.of("verdict"), "go")
-            return self._compare(board, now) if verdict == "go" else self._stop(Failure.read(verdict))
-        return self._wait(board, now)
+            return self._poll_details(store, now)
+        if store.count(self._keys.of("count")) >= len(self._ranks):
+            verdict = store.write_first(self._keys.of("verdict"), "go")
+            return self._compare(store, now) if verdict == "go" else self._stop(Failure.from_json(verdict))
+        return self._wait(store, now)
 
-    def _wait(self, board: Board, now: float) -> bool:
+    def _wait(self, store: StoreClient, now: float) -> bool:
         known = (f for f in self._watchdog.failures if f.concerns(self._keys.step, self._keys.call))
         failed = next((f for f in known if not f.is_undecided), None)
         if failed is None and now - self._begun > _ASK_AFTER and not self._asked:
-            self._ask(board)
-        if failed is None and now >= self._look_due:
-            self._look_due = now + _LOOK_EVERY
-            failed = self._missing(board, now)
+            self._ask(store)
+        if failed is None and now >= self._next_check:
+            self._next_check = now + _CHECK_INTERVAL
+            failed = self._missing(store, now)
         if failed is None:
             return False
-        verdict = board.write_first(self._keys.of("verdict"), failed.write())
+        verdict = store.write_first(self._keys.of("verdict"), failed.to_json())
         if verdict == "go":
-            return False  # the last rank came at this moment
-        board.remove([self._keys.record(self._channel.rank), *self._events])
-        if verdict == failed.write() and failed not in self._watchdog.failures:
-            self._watchdog.post(failed)  # ranks that run a graph they know do not look at the verdict
-        return self._stop(Failure.read(verdict))
+            return False  # the last rank arrived meanwhile
+        store.remove([self._keys.record(self._channel.rank), *self._events])
+        if verdict == failed.to_json() and failed not in self._watchdog.failures:
+            self._watchdog.post(failed)  # ranks that run a graph they have run before do not read the verdict
+        return self._stop(Failure.from_json(verdict))
 
-    def _ask(self, board: Board) -> None:
-        """Have the watchdogs of ranks that run a graph they know answer for them."""
+    def _ask(self, store: StoreClient) -> None:
+        """Ask the watchdogs of ranks that run a graph they have run before to write its record."""
         self._asked = True
-        if board.count(self._keys.of("asked"), 1) == 1:
+        if store.count(self._keys.of("asked"), 1) == 1:
             self._post({"kind": "question"})
 
     def _post(self, event: dict[str, Any]) -> None:
         number = self._watchdog.post_event({**event, "step": self._keys.step, "call": self._keys.call})
         self._events.append(f"event/{number}")
 
-    def _missing(self, board: Board, now: float) -> Failure | None:
-        """The failure of the first rank that had its time to come."""
+    def _missing(self, store: StoreClient, now: float) -> Failure | None:
+        """The failure of the first rank that is missing past the deadline."""
         peers = self._watchdog.peers
         others = [rank for rank in self._ranks if rank != self._channel.rank]
-        present = board.read_some([self._keys.record(rank) for rank in others])
+        present = store.read_some([self._keys.record(rank) for rank in others])
         missing = [rank for rank, record in zip(others, present, strict=True) if record is None]
-        peers.refresh(board, missing)
+        peers.refresh(store, missing)
         late = [rank for rank in missing if now - max(self._begun, peers.compiled_at(rank)) > self._deadline]
-        gone = [rank for rank in missing if peers.state(rank) in (State.LEFT, State.ABORTED)]
+        gone = [rank for rank in missing if peers.state(rank) in (RankState.LEFT, RankState.ABORTED)]
         dead = [rank for rank in missing if peers.silent_for(rank) > self._watchdog.deadline]
         silence = min(max(3 * BEAT, self._deadline / 2), self._watchdog.deadline)
         for rank in gone or dead or late:
@@ -153,79 +161,81 @@ class _Round:
         if not late:
             return None
         place = f"call {self._keys.call} of {self._keys.step}"
-        lines = [f"    rank {rank} {peers.last_words(rank)}" for rank in late]
-        shown = f"{_ranks(late)} did not come to {place} within {self._deadline:g} s.\n" + "\n".join(lines)
-        shown += "\n    A rank that is only slow (data, evaluation, a checkpoint) needs a longer deadline= in the plan"
-        shown += " or schedule."
-        return Failure(Kind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
+        lines = [f"    rank {rank} {peers.status_text(rank)}" for rank in late]
+        shown = f"{_ranks(late)} did not reach {place} within {self._deadline:g} s.\n" + "\n".join(lines)
+        shown += (
+            "\n    If that rank is only slow (data loading, evaluation, a checkpoint), set a longer deadline= in the"
+        )
+        shown += " plan or schedule."
+        return Failure(FailureKind.DESYNC, late[0], self._keys.step, self._keys.call, shown, running=False)
 
     def _stop(self, failure: Failure) -> bool:
         self.outcome = as_error(failure, self._channel.rank, aborted=self._watchdog.broken is not None)
         return True
 
-    def _compare(self, board: Board, now: float) -> bool:
-        found = board.read_all([self._keys.record(rank) for rank in self._ranks])
+    def _compare(self, store: StoreClient, now: float) -> bool:
+        found = store.read_all([self._keys.record(rank) for rank in self._ranks])
         self._records = dict(zip(self._ranks, found, strict=True))
         for about, find in (("scalars", scalar_difference), ("graph", difference), ("update", update_difference)):
             self._about, self._pair = about, find(self._records)
             if self._pair is not None:
                 break
         if self._pair is None:
-            self._finish(board)
+            self._finish(store)
             return True
         self._detail_until = now + self._deadline
         for side in self._pair:
             if side[0] == self._channel.rank:
-                board.write(self._keys.detail(side[0]), detail_of(self._digest, self._by_nodes()))
+                store.write(self._keys.detail(side[0]), detail_of(self._digest, self._by_nodes()))
             elif "answered" in self._records[side[0]] and self._is_first():
                 self._post({"kind": "detail", "rank": side[0], "nodes": self._by_nodes()})
         return False
 
     def _by_nodes(self) -> bool:
-        """Whether whole graphs are compared: both are for the same shapes, and none was answered for."""
+        """Whether whole graphs are compared: both have the same shape key, and no watchdog wrote the record."""
         assert self._pair is not None
         left, right = (self._records[side[0]] for side in self._pair)
         return _is_strict(left) and _is_strict(right) and left["ragged"] == right["ragged"]
 
     def _is_first(self) -> bool:
-        """Whether this is the lowest of the ranks that take part: it speaks for all."""
+        """Whether this is the lowest rank that takes part in this round; it posts events for all of them."""
         return all("answered" in record for rank, record in self._records.items() if rank < self._channel.rank)
 
-    def _poll_details(self, board: Board, now: float) -> bool:
+    def _poll_details(self, store: StoreClient, now: float) -> bool:
         assert self._pair is not None
-        left, right = (board.read(self._keys.detail(side[0])) for side in self._pair)
+        left, right = (store.read(self._keys.detail(side[0])) for side in self._pair)
         if (left is None or right is None) and now < self._detail_until:
             return False
         text, fix = self._difference(left, right)
         if not text:
-            self._finish(board)
+            self._finish(store)
             return True
         if any("answered" in record for record in self._records.values()):
-            # Those ranks are in a collective that the others will not come to: no group can be used any more.
+            # Those ranks wait in a collective that the others will not enter: the groups cannot be used any more.
             where = (self._pair[1][0], self._keys.step, self._keys.call)
-            failure = Failure(Kind.DESYNC, *where, text, running=True, fix=fix)
+            failure = Failure(FailureKind.DESYNC, *where, text, running=True, fix=fix)
             if self._is_first():
                 self._watchdog.post(failure)
             self._watchdog.break_groups(failure)
         self.outcome = DesyncError(text, fix=fix)
-        self._finish(board)
+        self._finish(store)
         return True
 
     def _difference(self, left: dict[str, Any] | None, right: dict[str, Any] | None) -> tuple[str, str]:
-        """What differs between the two sides, in words, and what to do about it; no words where that is no failure."""
+        """Text of the difference between the two sides and of its fix; empty if the difference is legal."""
         assert self._pair is not None
         place = f"call {self._keys.call} of {self._keys.step}"
         if self._about == "scalars" and left is not None and right is not None:
             shown = _values(self._pair, left["shared"], right["shared"])
-            return f"Ranks have other values of scalars that must be the same in {place}:\n{shown}", SCALARS_FIX
+            return f"Scalars that must be the same on all ranks differ in {place}:\n{shown}", SCALARS_FIX
         if self._about == "update":
-            # Constants may come from sizes. Where no value that the step reads differs, they do.
+            # Constants may come from sizes. They do if no value that the step reads differs.
             shown = "" if left is None or right is None else _values(self._pair, left["read"], right["read"])
             if left is None or right is None or not shown:
                 return "", ""
             text = _describe(self._keys, self._pair, left["update"], right["update"], "update", "constant")
             return f"{text}\nValues that the step reads and that differ:\n{shown}", SCALARS_FIX
-        if isinstance(self._digest, LinesDigest):
+        if isinstance(self._digest, TextDigest):
             subject, unit = self._digest.subject, "line"
         else:
             subject, unit = "graph", "node" if self._by_nodes() else "collective"
@@ -234,16 +244,16 @@ class _Round:
         shown = "" if left is None or right is None else _values(self._pair, left["read"], right["read"])
         return f"{text}\nValues that the step reads and that differ:\n{shown}" if shown else text, DESYNC_FIX
 
-    def _finish(self, board: Board) -> None:
-        """The last rank that has read everything takes it away."""
-        board.remove(self._events)
+    def _finish(self, store: StoreClient) -> None:
+        """Delete the keys of this round if this is the last rank that has read them."""
+        store.remove(self._events)
         readers = sum("answered" not in record for record in self._records.values())
-        if board.count(self._keys.of("done"), 1) == readers:
-            board.remove(self._keys.all(self._ranks))
+        if store.count(self._keys.of("done"), 1) == readers:
+            store.remove(self._keys.all(self._ranks))
 
 
 def difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
-    """The ranks with the most common graph and those with the next, where ranks may not run together; else None."""
+    """If ranks may not run together: the ranks with the most common graph and those with the second; else None."""
     by_communication: dict[str, list[int]] = defaultdict(list)
     by_graph: dict[Any, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, record in records.items():
@@ -258,7 +268,7 @@ def difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[i
 
 
 def scalar_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
-    """The ranks of one plan with the most common values of the scalars they share, and those with the next."""
+    """If shared scalars differ: the ranks with the most common values and those with the second; else None."""
     for ranks in _teams(records, "values"):
         by_names: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank in ranks:
@@ -271,7 +281,7 @@ def scalar_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int],
 
 
 def update_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
-    """The ranks of one plan whose graphs change state by the most common constants, and those with the next."""
+    """If constants of the updates differ: the ranks with the most common ones and those with the second; else None."""
     for ranks in _teams(records, "update"):
         sides: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
@@ -283,32 +293,32 @@ def update_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int],
 
 
 def _teams(records: Mapping[int, dict[str, Any]], key: str) -> list[list[int]]:
-    """Ranks that a mesh axis of their plan connects, directly or through others; of those whose record has a key."""
+    """Of the ranks whose record has `key`, those that a mesh axis of their plan connects, directly or transitively."""
     found: list[tuple[set[str], list[int]]] = []
     for rank, record in sorted(records.items()):
         if key not in record:
             continue
-        words, ranks = set(record["teams"]), [rank]
-        apart = []
-        for known in found:
-            if known[0] & words:
-                words |= known[0]
-                ranks += known[1]
+        labels, ranks = set(record["teams"]), [rank]
+        separate = []
+        for team in found:
+            if team[0] & labels:
+                labels |= team[0]
+                ranks += team[1]
             else:
-                apart.append(known)
-        found = [*apart, (words, ranks)]
+                separate.append(team)
+        found = [*separate, (labels, ranks)]
     return [sorted(ranks) for _, ranks in found]
 
 
 def _values(pair: tuple[list[int], list[int]], left: dict[str, str], right: dict[str, str]) -> str:
-    """A line for each value that differs, of the first ones."""
+    """One line for each value that differs, up to a limit."""
     one, other = (_ranks(side) for side in pair)
     verbs = ["has" if len(side) == 1 else "have" for side in pair]
     paths = differing(left, right)
     lines = [
-        f"    {path}: {one} {verbs[0]} {left[path]}, {other} {verbs[1]} {right[path]}" for path in paths[:_MOST_VALUES]
+        f"    {path}: {one} {verbs[0]} {left[path]}, {other} {verbs[1]} {right[path]}" for path in paths[:_MAX_VALUES]
     ]
-    return "\n".join(lines + [f"    .. and {len(paths) - _MOST_VALUES} more"] * (len(paths) > _MOST_VALUES))
+    return "\n".join(lines + [f"    .. and {len(paths) - _MAX_VALUES} more"] * (len(paths) > _MAX_VALUES))
 
 
 def _is_strict(record: dict[str, Any]) -> bool:
@@ -326,10 +336,10 @@ def _describe(
     one, other = (_ranks(side) for side in pair)
     text = f"Ranks disagree on the {subject} of call {keys.call} of {keys.step}: {one} against {other}."
     if left is None or right is None:
-        return f"{text} Rank {pair[0 if left is None else 1][0]} did not say in time what it runs."
+        return f"{text} Rank {pair[0 if left is None else 1][0]} did not write its graph in time."
     found = first_difference(left, right)
     if found is None:
-        return f"{text} All lines of their graphs are the same; constants or the structure of results differ."
+        return f"{text} All lines of their graphs are equal; constants or the structure of results differ."
     number, a, b = found
     width = max(len(one), len(other))
     return f"{text} The first difference is {unit} {number}:\n    {one:<{width}}  {a}\n    {other:<{width}}  {b}"

@@ -1,12 +1,11 @@
-"""Where the other ranks are, as far as their beats tell.
+"""The store client of a rank, and the heartbeats of the other ranks that it reads there.
 
-A rank writes its beat about once a second, with a number that grows. How long ago a rank was alive is measured by this
-rank's own clock, from when it saw the number grow: clocks of machines need not agree.
+`StoreClient`: ranks exchange small JSON values in the c10d store, without any operation that blocks. `get` of TCPStore
+and FileStore blocks until the key exists; `compare_set` with an expected value that is never written is the same read
+without blocking, in one round trip.
 
-What ranks write for each other in the c10d store: small JSON values, and no operation that waits for a key.
-
-TCPStore and FileStore let `get` wait until somebody writes the key. `compare_set` with an expected value that nobody
-ever writes is the same read without the wait, in one round trip.
+`Peers`: each rank writes its heartbeat about once a second, with a counter that grows. How long ago a rank was alive is
+measured with this rank's clock, from when it saw the counter grow; clocks of machines need not be synchronised.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ _COMPRESS_FROM = 2048
 
 
 class StoreGoneError(Exception):
-    """The store does not answer any more. Caught inside of `runtime/`; users see PeerFailedError."""
+    """The store does not answer any more. Caught inside of `ranks/`; users see PeerFailedError."""
 
 
-class Board:
-    """A client of the store for one thread, under a prefix of its own and with a short time-out."""
+class StoreClient:
+    """A client of the store for one thread, with its own key prefix and a short time-out."""
 
     def __init__(self, store: Store, prefix: str, timeout: float) -> None:
-        # A client of its own: the group's client stays locked while another thread waits in it.
+        # A separate connection: the group's client stays locked while another thread waits in it.
         client = own_client(store)
         client.set_timeout(timedelta(seconds=timeout))
         self._client = client
         self._store = store_under(prefix, client)
 
     def read(self, key: str) -> Any:
-        """The value of a key; None if nobody wrote it."""
+        """The value of a key; None if it does not exist."""
         return _decode(self._call(self._store.compare_set, key, _MISSING.decode(), _MISSING.decode()))
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
-        """The values of keys that are known to be there and that nobody deletes meanwhile, in one round trip."""
+        """The values of keys that are known to exist and are not deleted meanwhile, in one round trip."""
         return [_decode(value) for value in self._call(self._store.multi_get, list(keys))] if keys else []
 
     def read_some(self, keys: Sequence[str]) -> list[Any]:
-        """The values of several keys; None for each that nobody wrote."""
+        """The values of several keys; None for each that does not exist."""
         return [self.read(key) for key in keys]
 
     def write(self, key: str, value: Any) -> None:
@@ -62,15 +61,15 @@ class Board:
         self._call(self._store.set, key, _encode(value))
 
     def write_first(self, key: str, value: Any) -> Any:
-        """Set a key if nobody did; what it holds afterwards."""
+        """Set a key if it does not exist; returns its value afterwards."""
         return _decode(self._call(self._store.compare_set, key, "", _json(value).decode()))
 
     def count(self, key: str, by: int = 0) -> int:
-        """Add to a counter; its value afterwards."""
+        """Add to a counter; returns its value afterwards."""
         return int(self._call(self._store.add, key, by))
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Delete keys, where the store can."""
+        """Delete keys, if the store supports it."""
         for key in keys:
             try:
                 self._store.delete_key(key)
@@ -79,10 +78,10 @@ class Board:
             except RuntimeError as error:
                 raise StoreGoneError(str(error)) from error
 
-    def ask(self, question: Callable[[Store], T]) -> T:
-        """What a function finds in the store of the group itself, without our prefix."""
-        answer: T = self._call(question, self._client)
-        return answer
+    def without_prefix(self, function: Callable[[Store], T]) -> T:
+        """Call a function with the store of the group itself, without our prefix."""
+        result: T = self._call(function, self._client)
+        return result
 
     def _call(self, operation: Any, *args: Any) -> Any:
         try:
@@ -106,8 +105,8 @@ def _decode(value: bytes) -> Any:
     return json.loads(zlib.decompress(value[1:]) if value[:1] == b"z" else value)
 
 
-class State(StrEnum):
-    """What a rank does."""
+class RankState(StrEnum):
+    """The state of a rank."""
 
     IDLE = "idle"
     COMPILING = "compiling"
@@ -119,16 +118,16 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is, or was when it last did something."""
+    """The call of a step that a rank is in, or was in last, and its state there."""
 
-    state: State = State.IDLE
+    state: RankState = RankState.IDLE
     step: str = ""
     call: int = 0
 
 
 @dataclass(frozen=True)
-class Beat:
-    """One sign of life."""
+class Heartbeat:
+    """What a rank writes about once a second."""
 
     number: int
     position: Position
@@ -137,79 +136,80 @@ class Beat:
     cause: dict[str, Any] | None = None
     """The failure for which a rank aborted its process groups, as JSON."""
     calls: int = 0
-    """How many graphs it has run, and the hash of them (`Trail`)."""
-    trail: int = 0
+    """How many graphs that communicate it has run."""
+    run_hash: int = 0
+    """The hash of these runs (`watchdog.RunningHash`)."""
     scalars: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By step, the last call and the hash of the scalars that ranks must share (`ScalarTrail`)."""
+    """By step, the last call and the hash of the shared scalars (`ScalarHistory`)."""
 
-    def write(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
         return asdict(self)
 
     @classmethod
-    def read(cls, data: dict[str, Any]) -> Beat:
-        """From JSON."""
+    def from_json(cls, data: dict[str, Any]) -> Heartbeat:
+        """The inverse of `to_json`."""
         position = data["position"]
-        return cls(**{**data, "position": Position(**{**position, "state": State(position["state"])})})
+        return cls(**{**data, "position": Position(**{**position, "state": RankState(position["state"])})})
 
 
-def beat_key(rank: int) -> str:
-    """Where a rank writes its beat."""
-    return f"beat/{rank}"
+def heartbeat_key(rank: int) -> str:
+    """The key of the heartbeat of a rank."""
+    return f"heartbeat/{rank}"
 
 
 class Peers:
-    """The last beat of each of the other ranks, and when it came."""
+    """The last heartbeat of each of the other ranks, and when it was seen."""
 
     def __init__(self, others: Iterable[int], gap: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.others = tuple(others)
         self._gap = gap
-        """Longer than this without a look, and nothing is known about a silence."""
+        """If this rank has not read a heartbeat for longer than this, the time since the last one says nothing."""
         self._clock = clock
-        self._beats: dict[int, Beat] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}
         self._compiled: dict[int, float] = {}
-        self._looked: dict[int, float] = {}
+        self._read_at: dict[int, float] = {}
         self._watched_since: dict[int, float] = {}
 
-    def refresh(self, board: Board, ranks: Iterable[int]) -> None:
-        """Read the beats of some ranks."""
+    def refresh(self, store: StoreClient, ranks: Iterable[int]) -> None:
+        """Read the heartbeats of some ranks."""
         chosen = list(ranks)
-        keys = [beat_key(rank) for rank in chosen]
-        # Once there, a beat stays.
-        known = all(rank in self._beats for rank in chosen)
-        for rank, data in zip(chosen, board.read_all(keys) if known else board.read_some(keys), strict=True):
-            self._look(rank)
+        keys = [heartbeat_key(rank) for rank in chosen]
+        # A heartbeat that exists is never deleted.
+        known = all(rank in self._heartbeats for rank in chosen)
+        for rank, data in zip(chosen, store.read_all(keys) if known else store.read_some(keys), strict=True):
+            self._mark_read(rank)
             if data is not None:
-                self.note(rank, Beat.read(data))
+                self.note(rank, Heartbeat.from_json(data))
 
-    def note(self, rank: int, beat: Beat) -> None:
-        """Remember a beat, and when it came if it is a new one."""
-        before = self._beats.get(rank)
+    def note(self, rank: int, beat: Heartbeat) -> None:
+        """Record a heartbeat, and the time if it is a new one."""
+        before = self._heartbeats.get(rank)
         if before is None or before.number != beat.number:
-            self._beats[rank] = beat
+            self._heartbeats[rank] = beat
             self._changed[rank] = self._clock()
-            if beat.position.state is State.COMPILING:
+            if beat.position.state is RankState.COMPILING:
                 self._compiled[rank] = self._clock()
 
-    def _look(self, rank: int) -> None:
+    def _mark_read(self, rank: int) -> None:
         now = self._clock()
-        if now - self._looked.get(rank, float("-inf")) > self._gap:
+        if now - self._read_at.get(rank, float("-inf")) > self._gap:
             self._watched_since[rank] = now
             self._changed.pop(rank, None)
-        self._looked[rank] = now
+        self._read_at[rank] = now
 
-    def beat(self, rank: int) -> Beat | None:
-        """The last beat seen."""
-        return self._beats.get(rank)
+    def beat(self, rank: int) -> Heartbeat | None:
+        """The last heartbeat seen."""
+        return self._heartbeats.get(rank)
 
-    def state(self, rank: int) -> State | None:
-        """What a rank last did; None if it never came."""
-        found = self._beats.get(rank)
+    def state(self, rank: int) -> RankState | None:
+        """The last known state of a rank; None without any heartbeat."""
+        found = self._heartbeats.get(rank)
         return None if found is None else found.position.state
 
     def silent_for(self, rank: int) -> float:
-        """Seconds since a rank gave a sign of life, at most since this rank began to look."""
+        """Seconds since the last new heartbeat of a rank, or since this rank began to read them."""
         seen = self._changed.get(rank, self._watched_since.get(rank))
         return 0.0 if seen is None else self._clock() - seen
 
@@ -217,34 +217,36 @@ class Peers:
         """When a rank was last seen compiling, by the clock of this object; 0 if never."""
         return self._compiled.get(rank, 0.0)
 
-    def last_words(self, rank: int) -> str:
-        """What is known of a rank, for messages."""
-        beat = self._beats.get(rank)
+    def status_text(self, rank: int) -> str:
+        """The last known state of a rank as text, for messages."""
+        beat = self._heartbeats.get(rank)
         if beat is None:
-            return "has not called a compiled step yet, or has died before"
+            return "has not called a compiled step yet, or died before it did"
         place = f"call {beat.position.call} of {beat.position.step}" if beat.position.step else "no step so far"
         doing = _DOING[beat.position.state].format(place=place)
         why = "" if beat.cause is None else f" ({beat.cause['text'].partition(chr(10))[0]})"
-        return f"{doing}{why}; last sign of life {self.silent_for(rank):.1f} s ago, process {beat.pid} on {beat.host}"
+        return f"{doing}{why}; last heartbeat {self.silent_for(rank):.1f} s ago, process {beat.pid} on {beat.host}"
 
 
 _DOING = {
-    State.IDLE: "is outside of any step (last: {place})",
-    State.COMPILING: "compiles {place}",
-    State.AGREEING: "waits for the other ranks before {place}",
-    State.RUNNING: "runs {place}",
-    State.ABORTED: "has aborted its process groups in {place}",
-    State.LEFT: "has ended or destroyed its process group (last: {place})",
+    RankState.IDLE: "is outside of any step (last: {place})",
+    RankState.COMPILING: "is compiling {place}",
+    RankState.AGREEING: "is waiting for the other ranks before {place}",
+    RankState.RUNNING: "is running {place}",
+    RankState.ABORTED: "has aborted its process groups in {place}",
+    RankState.LEFT: "has ended or destroyed its process group (last: {place})",
 }
 
 
-def following(
-    beat: Beat,
+def next_heartbeat(
+    beat: Heartbeat,
     position: Position,
     cause: dict[str, Any] | None = None,
-    trail: tuple[int, int] = (0, 0),
+    runs: tuple[int, int] = (0, 0),
     scalars: dict[str, tuple[int, int]] | None = None,
-) -> Beat:
-    """The next beat of a rank."""
-    number, (calls, value) = beat.number + 1, trail
-    return replace(beat, number=number, position=position, cause=cause, calls=calls, trail=value, scalars=scalars or {})
+) -> Heartbeat:
+    """The next heartbeat of a rank. `runs`: its `RunningHash.last`."""
+    number, (calls, value) = beat.number + 1, runs
+    return replace(
+        beat, number=number, position=position, cause=cause, calls=calls, run_hash=value, scalars=scalars or {}
+    )

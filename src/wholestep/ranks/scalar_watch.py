@@ -1,13 +1,13 @@
-"""Ranks compare the scalars that they must share, call by call, without a round of messages per call.
+"""Ranks compare their shared scalars call by call, without messages per call.
 
-The thread that runs steps notes the values of a call where they changed. The watchdog puts the changes into a running
-hash, and shows it with its beat; the next rank along each axis of the plan compares it with its own at the same call.
+The thread that runs steps records the values of a call if they changed. The watchdog adds the changes to a running
+hash, which is part of its heartbeat; the next rank along each axis of the plan compares it with its own at that call.
 
-    hashes equal          nothing more is said
-    hashes differ         the changes of the other rank are asked for, and the first value that differs is named
+    hashes equal          nothing to do
+    hashes differ         the other rank is asked for its changes, and the first value that differs is named
 
-Two ranks whose graphs have other scalars (one captured once more, for a batch of another shape) have other hashes and
-equal values: that is no failure.
+If the graphs of two ranks have different scalar inputs (one captured again, for a batch of another shape), their
+hashes differ although all values are equal: that is not a failure.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wholestep.ranks.failure import SCALARS_FIX, Failure, Kind
-from wholestep.ranks.peers import Board
-from wholestep.ranks.shared_scalars import Named, SharedScalars, differing, normal
+from wholestep.ranks.failure import SCALARS_FIX, Failure, FailureKind
+from wholestep.ranks.peers import StoreClient
+from wholestep.ranks.shared_scalars import Named, SharedScalars, canonical, differing
 
 if TYPE_CHECKING:
     from wholestep.ranks.peers import Peers
 
-_KEPT = 4096
-_SENT = 512
-_SHOWN = 8
+_MAX_CHANGES = 4096
+_MAX_SENT = 512
+_MAX_SHOWN = 8
 _ANSWER_SECONDS = 10.0
-_AGAIN_SECONDS = 30.0
-"""After a comparison that found other scalars and no other value."""
+_RETRY_SECONDS = 30.0
+"""Pause after a comparison that found different scalars but no different value."""
 
 Change = tuple[int, Named, Named]
-"""A call, the values in force from then on, and what the graph took for constants."""
+"""A call, the values in force from then on, and the constants of its graph."""
 
 
-class ScalarTrail:
-    """The shared scalars of one step: `note` is for the thread that runs it, everything else for the watchdog."""
+class ScalarHistory:
+    """The shared scalars of one step, call by call. The thread that runs steps calls `note`, the watchdog the rest."""
 
     def __init__(self, step: str, neighbours: Sequence[int]) -> None:
         self.step = step
@@ -47,23 +47,22 @@ class ScalarTrail:
         self.reached = 0
         self._scalars: SharedScalars | None = None
         self._values: tuple[Any, ...] = ()
-        self._noted: deque[tuple[int, SharedScalars, tuple[Any, ...]]] = deque(maxlen=_KEPT)
+        self._noted: deque[tuple[int, SharedScalars, tuple[Any, ...]]] = deque(maxlen=_MAX_CHANGES)
         self._advanced = 0
         self._calls: list[int] = []
         self._changes: list[tuple[int, Named, Named]] = []
-        """The hash after each change, all values then in force, and what the graph then took for constants; `_calls`
-        has the calls."""
+        """For each change (its call is in `_calls`): the hash, all values then in force, the constants of the graph."""
         self._dropped = False
 
     def note(self, call: int, scalars: SharedScalars, values: tuple[Any, ...]) -> None:
-        """The values with which a call runs."""
+        """Record the values with which a call runs."""
         if values != self._values or scalars is not self._scalars:
             self._scalars, self._values = scalars, values
             self._noted.append((call, scalars, values))
         self.reached = call
 
     def advance(self) -> tuple[int, int]:
-        """Take over what was noted: the last call and the hash then."""
+        """Add what was noted to the hash. Returns the last call and the hash after it."""
         reached = self.reached
         while self._noted:
             call, scalars, values = self._noted.popleft()
@@ -73,20 +72,20 @@ class ScalarTrail:
 
     def _add(self, call: int, named: Named, constants: Named) -> None:
         value, known, before = self._changes[-1] if self._changes else (0, {}, {})
-        new = {p: t for p, t in named.items() if p not in known or normal(known[p]) != normal(t)}
+        new = {p: t for p, t in named.items() if p not in known or canonical(known[p]) != canonical(t)}
         if not new and constants == before:
             return
         if new:
-            told = json.dumps([value, call, sorted((path, normal(text)) for path, text in new.items())])
-            value = int(hashlib.sha256(told.encode()).hexdigest()[:15], 16)
+            entry = json.dumps([value, call, sorted((path, canonical(text)) for path, text in new.items())])
+            value = int(hashlib.sha256(entry.encode()).hexdigest()[:15], 16)
         self._calls.append(call)
         self._changes.append((value, {**known, **new}, constants))
-        if len(self._calls) > 2 * _KEPT:
-            del self._calls[:_KEPT], self._changes[:_KEPT]
+        if len(self._calls) > 2 * _MAX_CHANGES:
+            del self._calls[:_MAX_CHANGES], self._changes[:_MAX_CHANGES]
             self._dropped = True
 
     def at(self, call: int) -> int | None:
-        """The hash after a call; None if that is to come, or too long ago."""
+        """The hash after a call; None if that has not run yet, or ran too long ago."""
         if call > self._advanced:
             return None
         place = bisect_right(self._calls, call)
@@ -95,15 +94,15 @@ class ScalarTrail:
         return self._changes[place - 1][0]
 
     def since(self, call: int) -> list[Change]:
-        """The values in force at a call, and all changes behind it, the last ones if there are many."""
-        place = max(bisect_right(self._calls, call) - 1, 0, len(self._calls) - _SENT)
+        """The values in force at a call, and the changes after it; only the latest ones if there are many."""
+        place = max(bisect_right(self._calls, call) - 1, 0, len(self._calls) - _MAX_SENT)
         chosen = zip(self._calls[place:], self._changes[place:], strict=True)
         return [(each, named, constants) for each, (_, named, constants) in chosen]
 
 
 @dataclass
 class _Question:
-    """What was asked of another rank."""
+    """A pending question to another rank."""
 
     step: str
     other: int
@@ -113,51 +112,51 @@ class _Question:
 
 
 class ScalarWatch:
-    """The trails of one rank, and what its watchdog does with them."""
+    """The scalar histories of one rank, and their comparison with the neighbours; used by the watchdog."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._trails: dict[str, ScalarTrail] = {}
+        self._histories: dict[str, ScalarHistory] = {}
         self._same: dict[tuple[str, int], int] = {}
         self._questions: dict[tuple[str, int], _Question] = {}
         self._stopped: set[str] = set()
-        """Steps of which all ranks were told."""
-        self._again: dict[tuple[str, int], float] = {}
+        """Steps for which a failure was posted."""
+        self._retry_at: dict[tuple[str, int], float] = {}
         self._ahead: dict[tuple[str, int], tuple[int, int]] = {}
 
-    def trail(self, step: str, neighbours: Sequence[int]) -> ScalarTrail:
-        """A new trail; its step had none, or has one of another plan."""
-        made = ScalarTrail(step, neighbours)
-        self._trails = {**self._trails, step: made}
+    def history(self, step: str, neighbours: Sequence[int]) -> ScalarHistory:
+        """A new history for a step that has none, or has one of another plan."""
+        made = ScalarHistory(step, neighbours)
+        self._histories = {**self._histories, step: made}
         return made
 
     def shown(self) -> dict[str, tuple[int, int]]:
-        """For the beat: calls and hashes by step."""
-        return {step: trail.advance() for step, trail in self._trails.items() if trail.neighbours}
+        """The last call and hash by step, for the heartbeat."""
+        return {step: history.advance() for step, history in self._histories.items() if history.neighbours}
 
     def reached(self, step: str) -> int:
         """The last call of a step that this rank has begun."""
-        trail = self._trails.get(step)
-        return 0 if trail is None else trail.reached
+        history = self._histories.get(step)
+        return 0 if history is None else history.reached
 
-    def compare(self, board: Board, peers: Peers) -> list[tuple[str, int, int]]:
-        """With the beats of neighbours: step, rank and last equal call of each whose hash differs."""
-        others = {rank for trail in self._trails.values() for rank in trail.neighbours}
+    def compare(self, store: StoreClient, peers: Peers) -> list[tuple[str, int, int]]:
+        """Compare with the heartbeats of neighbours: step, rank and last equal call of each whose hash differs."""
+        others = {rank for history in self._histories.values() for rank in history.neighbours}
         if not others:
             return []
-        peers.refresh(board, sorted(others))
+        peers.refresh(store, sorted(others))
         found = []
-        for step, trail in self._trails.items():
-            for other in trail.neighbours:
+        for step, history in self._histories.items():
+            for other in history.neighbours:
                 key = step, other
                 beat = peers.beat(other)
                 theirs = None if beat is None else beat.scalars.get(step)
-                # A hash of a call that this rank has yet to come to stays until it has.
+                # The hash of a call that this rank has not reached yet is kept until it has.
                 if theirs is not None and key not in self._ahead:
                     self._ahead[key] = theirs[0], theirs[1]
                 call, value = self._ahead.get(key, (0, 0))
-                ours = trail.at(call) if call else None
-                if ours is None and not (call and call <= trail.reached):
+                ours = history.at(call) if call else None
+                if ours is None and not (call and call <= history.reached):
                     continue
                 del self._ahead[key]
                 if ours == value:
@@ -167,62 +166,63 @@ class ScalarWatch:
         return found
 
     def is_due(self, step: str, other: int, now: float) -> bool:
-        """Whether a difference is to be looked into: it was not, or long ago."""
-        return step not in self._stopped and now >= self._again.get((step, other), 0.0)
+        """Whether to ask about a difference: not after a failure of this step, nor shortly after the last question."""
+        return step not in self._stopped and now >= self._retry_at.get((step, other), 0.0)
 
     def asked(self, step: str, other: int, since: int, now: float, event: int) -> None:
-        """Remember that a rank was asked for its values."""
+        """Record that a rank was asked for its values."""
         self._questions[step, other] = _Question(step, other, since, now, event)
 
-    def answer(self, board: Board, event: dict[str, Any]) -> None:
-        """Write the values that another rank asked for, if it asked this one."""
-        trail = self._trails.get(event["step"])
-        if event["rank"] == self._rank and trail is not None:
-            reached, _ = trail.advance()
-            values = {"reached": reached, "changes": trail.since(int(event["since"]))}
-            board.write(_key(trail.step, int(event["by"]), self._rank), values)
+    def answer(self, store: StoreClient, event: dict[str, Any]) -> None:
+        """Write the values that another rank asked for, if the question is for this rank."""
+        history = self._histories.get(event["step"])
+        if event["rank"] == self._rank and history is not None:
+            reached, _ = history.advance()
+            values = {"reached": reached, "changes": history.since(int(event["since"]))}
+            store.write(_key(history.step, int(event["by"]), self._rank), values)
 
-    def poll(self, board: Board, now: float) -> Failure | None:
-        """Read answers that came; the failure that one of them shows."""
+    def poll(self, store: StoreClient, now: float) -> Failure | None:
+        """Read the answers that have arrived; returns the failure that one of them shows, if any."""
         for key, question in list(self._questions.items()):
             place = _key(question.step, self._rank, question.other)
-            answer = board.read(place)
+            answer = store.read(place)
             if answer is None and now - question.asked < _ANSWER_SECONDS:
                 continue
             del self._questions[key]
-            board.remove([place, f"event/{question.event}"])
+            store.remove([place, f"event/{question.event}"])
             if answer is not None:
                 failure = self._judge(question, answer)
                 if failure is not None and failure.step not in self._stopped:
                     self._stopped.add(failure.step)
                     return failure
-                self._again[key] = now + _AGAIN_SECONDS
+                self._retry_at[key] = now + _RETRY_SECONDS
         return None
 
     def _judge(self, question: _Question, answer: dict[str, Any]) -> Failure | None:
-        trail = self._trails[question.step]
-        reached, _ = trail.advance()
+        history = self._histories[question.step]
+        reached, _ = history.advance()
         theirs = [(int(call), named, constants) for call, named, constants in answer["changes"]]
-        found = first_difference(trail.since(question.since), theirs, min(reached, int(answer["reached"])))
+        found = first_difference(history.since(question.since), theirs, min(reached, int(answer["reached"])))
         if found is None:
             return None
         call, mine, other, paths = found
         ranks = f"Ranks {self._rank} and {question.other}"
         lines = [
             f"    {path}: rank {self._rank} has {mine[path]}, rank {question.other} has {other[path]}"
-            for path in paths[:_SHOWN]
+            for path in paths[:_MAX_SHOWN]
         ]
-        lines += [f"    .. and {len(paths) - _SHOWN} more"] * (len(paths) > _SHOWN)
+        lines += [f"    .. and {len(paths) - _MAX_SHOWN} more"] * (len(paths) > _MAX_SHOWN)
         text = f"{ranks} run {question.step} with scalars that must be the same and differ since call {call}:"
-        told = "\n".join([text, *lines])
         where = (question.other, question.step, call)
-        return Failure(Kind.DESYNC, *where, told, running=False, fix=SCALARS_FIX, stops=True)
+        return Failure(
+            FailureKind.DESYNC, *where, "\n".join([text, *lines]), running=False, fix=SCALARS_FIX, stops=True
+        )
 
 
 def first_difference(left: list[Change], right: list[Change], until: int) -> tuple[int, Named, Named, list[str]] | None:
-    """The first call, not after `until`, at which values in force differ: the call, both values, the paths.
+    """The first call up to `until` at which the values in force differ: the call, the values of both sides, the paths.
 
-    A scalar input of one side may be a constant of the graph on the other.
+    A scalar that is an input on one side may be a constant of the graph on the other.
     """
     if not left or not right:
         return None

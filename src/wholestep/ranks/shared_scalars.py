@@ -1,14 +1,14 @@
-"""Which scalars must be the same on all ranks, and their values at a call.
+"""Shared scalars: the scalar inputs that must be the same on all ranks, and their values at a call.
 
-A scalar that only scales the loss of a rank (`loss / tokens_of_this_rank`) may differ: gradients are reduced behind it.
-One that changes parameters or optimizer state behind the reduction (a learning rate, a decay) may not: replicas drift
-apart, or shards of one tensor are updated by different rules.
+A scalar that only scales the loss of a rank (`loss / tokens_of_this_rank`) may differ: gradients are reduced after it.
+One that changes parameters or optimizer state after the reduction (a learning rate, a decay) may not: replicas would
+diverge, or shards of one tensor would be updated by different rules.
 
     loss = mul(sum, tokens)            tokens meets a tensor that depends on the batch: may differ
     grad = wait(all_reduce(...))       the same on all ranks from here on
     p' = add(p, grad, alpha=neg(lr))   lr meets a tensor that all ranks share, and reaches `p`: must be the same
 
-Compared are: the options of optimizers, the settings of gradient scalers, every other scalar input of the graph that
+Compared are the options of optimizers, the settings of gradient scalers, every other scalar input of the graph that
 the rule above finds, and scalar tensors among them (a learning rate that is a tensor, a loss scale).
 """
 
@@ -34,7 +34,7 @@ from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALE
 from wholestep.torch_private.operators import OpOverload, schema_of
 
 SAMPLED_EVERY = 64
-"""Calls between two readings of a scalar that lies on an accelerator: each reading waits for the device."""
+"""Calls between two reads of a scalar on an accelerator: each read synchronises with the device."""
 
 _STATE = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE, InputKind.SCALER_STATE)
 _HYPER = (InputKind.HYPER_PARAMETER, InputKind.SCALER_STATE)
@@ -57,18 +57,18 @@ class SharedScalars:
         pending: Iterable[int] = (),
         constants: Named | None = None,
     ) -> None:
-        """`data_groups`: process groups over which data is spread. `per_rank`: patterns of paths that may differ.
-        `samples`: where values that lie on an accelerator are remembered from one graph to the next. `pending`: places
-        of inputs whose update may still be under way when the graph starts. `constants`: values that the capture took
-        for constants; a graph of another rank may have them as inputs."""
+        """`data_groups`: process groups over which data is distributed. `per_rank`: patterns of paths that may differ.
+        `samples`: the last values read from an accelerator, shared between the graphs of a step. `pending`: indices of
+        inputs whose update may still be in flight when the graph starts. `constants`: values that capture burned in as
+        constants; the graph of another rank may have them as inputs."""
         self.constants = constants or {}
         self._excluded = tuple(per_rank)
         self._samples = {} if samples is None else samples
         self._groups = [self._options(o, path, captured) for o, path in captured.guards.optimizers.items()]
         self._scalers = [self._settings(s, path) for s, path in captured.guards.scalers.items()]
-        places = self._other_numbers(captured, data_groups)
-        self._paths = [captured.inputs[i].path for i in places]
-        self._pick: Callable[[list[Any]], tuple[Any, ...]] = _picker(places)
+        indices = self._other_scalar_inputs(captured, data_groups)
+        self._paths = [captured.inputs[i].path for i in indices]
+        self._pick: Callable[[list[Any]], tuple[Any, ...]] = _picker(indices)
         skipped = set(pending)
         specs = captured.step_graph.signature.inputs
         tensors = [
@@ -82,7 +82,7 @@ class SharedScalars:
         self._on_device = [(i, spec.path) for i, spec in scalar if i not in host]
 
     def read(self, state: list[Any], call: int) -> tuple[Any, ...]:
-        """The values now, in a form that is cheap to make and to compare. `state`: the inputs of the graph."""
+        """The current values, in a form that is cheap to build and to compare. `state`: the inputs of the graph."""
         values = [*self._pick(state)]
         for optimizer, getters, _ in self._groups:
             values += [get(group) for get, group in zip(getters, optimizer.param_groups, strict=True)]
@@ -97,7 +97,7 @@ class SharedScalars:
         return tuple(values)
 
     def named(self, values: tuple[Any, ...]) -> Named:
-        """What `read` found, by path."""
+        """The values of a `read`, by path."""
         found: Named = {}
         rest = iter(values)
         for path in self._paths:
@@ -136,43 +136,46 @@ class SharedScalars:
         keys = [k for k in (*SCALER_NUMBERS, *SCALER_SETTINGS) if _is_plain(attributes.get(k))]
         return attributes, keys, [f"{path}.{key}" for key in keys]
 
-    def _other_numbers(self, captured: CapturedStep, data_groups: Iterable[str]) -> list[int]:
+    def _other_scalar_inputs(self, captured: CapturedStep, data_groups: Iterable[str]) -> list[int]:
         graph = captured.step_graph
-        numbers = [i for i, spec in enumerate(graph.signature.inputs) if _may_be_shared(spec, captured.inputs[i])]
-        return shared_places(graph, numbers, frozenset(data_groups)) if numbers else []
+        scalars = [i for i, spec in enumerate(graph.signature.inputs) if _may_be_shared(spec, captured.inputs[i])]
+        return shared_inputs(graph, scalars, frozenset(data_groups)) if scalars else []
 
 
-def shared_places(graph: StepGraph, numbers: list[int], data_groups: frozenset[str]) -> list[int]:
-    """Those of the scalar inputs at `numbers` that change state behind the reduction of gradients. Two walks."""
+def shared_inputs(graph: StepGraph, scalars: list[int], data_groups: frozenset[str]) -> list[int]:
+    """Of the scalar inputs at the indices `scalars`, those that change state after the reduction of gradients.
+
+    Walks the graph twice.
+    """
     kinds = {spec.name: spec.kind for spec in graph.signature.inputs}
-    bit = {graph.signature.inputs[i].name: 1 << n for n, i in enumerate(numbers)}
+    bit = {graph.signature.inputs[i].name: 1 << n for n, i in enumerate(scalars)}
     local = _depends_on_batch(graph, data_groups)
     scalar: dict[fx.Node, int] = {}
-    """Inputs that a number was computed from."""
+    """For each scalar value, the inputs that it was computed from."""
     reached: dict[fx.Node, int] = {}
-    """Inputs that met a tensor which all ranks share, and went into this value."""
+    """For each value, the inputs that were combined with a tensor that is equal on all ranks, and entered the value."""
     for node in graph.gm.graph.nodes:
         if node.op == "placeholder" or _reduces(node, data_groups):
             scalar[node], reached[node] = bit.get(node.name, 0), 0
             continue
         inputs = node.all_input_nodes
-        numbers_in = _union(scalar[n] for n in inputs)
+        scalars_in = _union(scalar[n] for n in inputs)
         reached[node] = _union(reached[n] for n in inputs)
-        if _is_number(node):
-            scalar[node] = numbers_in
+        if _is_scalar(node):
+            scalar[node] = scalars_in
         else:
             scalar[node] = 0
-            reached[node] |= 0 if node in local else numbers_in
+            reached[node] |= 0 if node in local else scalars_in
     by_name = {node.name: node for node in reached}
     written = _union(reached[n] | scalar[n] for n in _state_values(graph.gm, graph.signature, kinds, by_name))
-    return [i for n, i in enumerate(numbers) if written >> n & 1]
+    return [i for n, i in enumerate(scalars) if written >> n & 1]
 
 
 def update_constants(graph: StepGraph, data_groups: Iterable[str]) -> list[str]:
-    """The constants by which state is changed behind the reduction of gradients, in order; sizes are none of them.
+    """The constants with which state is changed after the reduction of gradients, in order, without sizes.
 
-    Two graphs for other shapes (the last batch of a rank, a shorter shard) have the same ones, or they train by
-    different rules.
+    Two graphs for different shapes (the last batch of a rank, a shorter shard) must have the same constants; otherwise
+    they train by different rules.
     """
     groups = frozenset(data_groups)
     local = _depends_on_batch(graph, groups)
@@ -190,17 +193,17 @@ def update_constants(graph: StepGraph, data_groups: Iterable[str]) -> list[str]:
 
 
 def _constants(node: fx.Node) -> list[str]:
-    """Numbers among the arguments of a node that are values: no dimensions, sizes or indices."""
-    given: list[Any] = [*node.args, *node.kwargs.values()]
+    """The Python scalars among the arguments of a node that are values, not dimensions, sizes or indices."""
+    arguments: list[Any] = [*node.args, *node.kwargs.values()]
     if isinstance(node.target, OpOverload):
-        by_place = [a.type for a in schema_of(node.target).arguments]
+        by_index = [a.type for a in schema_of(node.target).arguments]
         by_name = {a.name: a.type for a in schema_of(node.target).arguments}
-        types = [*by_place[: len(node.args)], *(by_name[name] for name in node.kwargs)]
-        given = [value for value, kind in zip(given, types, strict=True) if not _is_size(kind)]
+        types = [*by_index[: len(node.args)], *(by_name[name] for name in node.kwargs)]
+        arguments = [value for value, kind in zip(arguments, types, strict=True) if not _is_size(kind)]
     found: list[str] = []
-    for value in given:
+    for value in arguments:
         items = value if isinstance(value, list | tuple) else [value]
-        found += [normal(str(item)) for item in items if isinstance(item, bool | int | float | complex)]
+        found += [canonical(str(item)) for item in items if isinstance(item, bool | int | float | complex)]
     return found
 
 
@@ -209,7 +212,7 @@ def _is_size(kind: Any) -> bool:
 
 
 def _depends_on_batch(graph: StepGraph, data_groups: frozenset[str]) -> set[fx.Node]:
-    """Values that differ between ranks because their batches do, up to where they are reduced."""
+    """Nodes whose values differ between ranks because their batches do, up to the reductions."""
     specs = {spec.name: spec for spec in graph.signature.inputs}
     found: set[fx.Node] = set()
     for node in graph.gm.graph.nodes:
@@ -240,8 +243,8 @@ def _state_values(
             yield value
 
 
-def normal(text: str) -> str:
-    """The same for 1, 1.0 and True: a rank may have read its options from another file format."""
+def canonical(text: str) -> str:
+    """One text for 1, 1.0 and True: ranks may have read their options from files of different formats."""
     text = {"True": "1.0", "False": "0.0"}.get(text, text)
     try:
         return repr(float(text))
@@ -250,12 +253,12 @@ def normal(text: str) -> str:
 
 
 def differing(left: Named, right: Named) -> list[str]:
-    """Paths that both have, with other values."""
-    return [path for path in left if path in right and normal(left[path]) != normal(right[path])]
+    """Paths that both sides have, with different values."""
+    return [path for path in left if path in right and canonical(left[path]) != canonical(right[path])]
 
 
 def _may_be_shared(spec: Any, slot: Slot) -> bool:
-    """Whether an input is a number that no option of an optimizer or setting of a scaler covers."""
+    """Whether an input is a scalar that is neither an option of an optimizer nor a setting of a scaler."""
     if spec.tensor is not None or spec.kind is InputKind.RNG_STATE:
         return False
     if isinstance(slot, HyperSlot):
@@ -263,7 +266,7 @@ def _may_be_shared(spec: Any, slot: Slot) -> bool:
     return spec.path.rpartition(".")[2] not in SCALER_NUMBERS
 
 
-def _is_number(node: fx.Node) -> bool:
+def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return value is not None and not isinstance(value, Tensor | list | tuple)
 
@@ -291,17 +294,17 @@ def _text(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, str) else str(value)
 
 
-def _picker(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if not places:
+def _picker(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if not indices:
         return lambda values: ()
-    if len(places) == 1:
-        only = places[0]
+    if len(indices) == 1:
+        only = indices[0]
         return lambda values: (values[only],)
-    return itemgetter(*places)
+    return itemgetter(*indices)
 
 
 def _getter(keys: list[str], group: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     if len(keys) > 1 and not any(isinstance(group[key], list) for key in keys):
         return itemgetter(*keys)
-    # A list may be written in place, and would then be compared with itself.
+    # A list is copied: it may be changed in place, and would then be compared with itself.
     return lambda now: tuple(tuple(now[key]) if isinstance(now[key], list) else now[key] for key in keys)

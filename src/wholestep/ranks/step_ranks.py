@@ -1,4 +1,4 @@
-"""What one compiled step says to the other ranks: around a capture, before a first run, and around each run.
+"""`Ranks`: what one compiled step exchanges with other ranks around a capture, before a first run and in each run.
 
 Without other ranks (a world of one, a fake process group) every method does nothing.
 """
@@ -15,73 +15,73 @@ from weakref import WeakKeyDictionary
 from wholestep.ir.captured_step import CapturedStep, constants_of
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ranks.agreement import Agreement
+from wholestep.ranks.agreement_records import GraphDigest, RankScalars, TextDigest, digest_of, local_shapes
 from wholestep.ranks.channel import Channel
-from wholestep.ranks.digest import GraphDigest, LinesDigest, RankScalars, digest_of, local_shapes
-from wholestep.ranks.scalar_watch import ScalarTrail
+from wholestep.ranks.scalar_watch import ScalarHistory
 from wholestep.ranks.shared_scalars import Named, SharedScalars, update_constants
 
 _steps: dict[str, itertools.count[int]] = {}
-_nothing = nullcontext()
-_PATIENCE = 20
-"""Deadlines that a rank may be late for a call whose graphs are all known: it may load data, evaluate, save."""
+_NO_CONTEXT = nullcontext()
+_DEADLINES_FOR_KNOWN_GRAPHS = 20
+"""For a call whose graphs have all run before, a rank may be late by this many deadlines: it may load data or save."""
 
 
 @dataclass(frozen=True)
-class RankTerms:
-    """What a plan says of ranks."""
+class RankOptions:
+    """What a plan sets for the communication of ranks."""
 
     deadline: float
-    """Seconds without a sign of life after which a rank that should come counts as missing."""
+    """Seconds without a heartbeat after which a rank counts as missing."""
     axes: Sequence[tuple[str, Sequence[int]]] = ()
-    """Each mesh axis of the plan, and the ranks of this one's group along it."""
+    """Each mesh axis of the plan, and the ranks of this rank's group along it."""
     data_groups: Sequence[str] = ()
-    """Names of the process groups over which data is spread."""
+    """Names of the process groups over which data is distributed."""
     per_rank: Sequence[str] = ()
     """Paths of scalars that may differ between ranks."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What was worked out of a graph when ranks agreed on it."""
+class _AgreedGraph:
+    """A graph that ranks have agreed on: its digest and its shared scalars."""
 
     digest: GraphDigest
     scalars: SharedScalars
 
 
 class Ranks:
-    """The side of one compiled step that talks to other ranks."""
+    """The part of one compiled step that communicates with other ranks outside of the graph."""
 
-    def __init__(self, name: str, terms: RankTerms) -> None:
+    def __init__(self, name: str, terms: RankOptions) -> None:
         number = next(_steps.setdefault(name, itertools.count()))
         self._step = f"{name}#{number}" if number else name
-        """The same on all ranks, which make their steps in the same order."""
+        """The same on all ranks, because they compile their steps in the same order."""
         self._terms = terms
         self._deadline = terms.deadline
         self._members = sorted({rank for _, ranks in terms.axes for rank in ranks})
         self._last: StepGraph | None = None
-        self._known: WeakKeyDictionary[StepGraph, _Known] = WeakKeyDictionary()
+        self._agreed: WeakKeyDictionary[StepGraph, _AgreedGraph] = WeakKeyDictionary()
         self._samples: dict[str, float] = {}
-        """Of scalars on an accelerator, the last value that was read."""
-        self._trail: ScalarTrail | None = None
-        self._trail_of: Channel | None = None
+        """The last values that were read of scalars on an accelerator."""
+        self._history: ScalarHistory | None = None
+        self._history_of: Channel | None = None
 
     def compiling(self, call: int) -> AbstractContextManager[None]:
-        """While the body captures, this rank counts as alive."""
+        """Context of a capture: this rank counts as alive."""
         channel = Channel.current()
-        return _nothing if channel is None else channel.compiling(self._step, call)
+        return _NO_CONTEXT if channel is None else channel.compiling(self._step, call)
 
     def agree_on_models(self, call: int, lines: list[str]) -> None:
-        """Before parameters are sent around: all ranks place the same models by the same plan."""
+        """Before parameters are distributed: check that all ranks place the same models by the same plan."""
         channel = Channel.current()
         if channel is not None and lines:
             channel.deadline = self._deadline
             place = f"{self._step}, placing its models"
-            Agreement(channel, place, self._deadline).agree(call, LinesDigest(lines))
+            Agreement(channel, place, self._deadline).agree(call, TextDigest(lines))
 
     def agree(self, call: int, captured: CapturedStep, state: list[Any], pending: Sequence[int]) -> None:
-        """Before a graph runs for the first time: all ranks must have the same, or one that communicates the same.
+        """Before a graph runs for the first time: check that the graphs of all ranks fit (`agreement`).
 
-        `pending`: inputs whose update may still be under way when the graph starts.
+        `pending`: inputs whose update may still be in flight when the graph starts.
         """
         channel = Channel.current()
         if channel is None:
@@ -93,43 +93,43 @@ class Ranks:
         values = scalars.named(scalars.read(state, call))
         here = RankScalars(values, _teams(self._terms.axes), constants, update_constants(graph, groups))
         digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
-        self._known[graph] = _Known(digest, scalars)
+        self._agreed[graph] = _AgreedGraph(digest, scalars)
         channel.deadline = self._deadline
         Agreement(channel, self._step, self._deadline).agree(call, digest)
 
     def agree_on_choice(self, call: int, graph: StepGraph) -> None:
-        """Before another graph runs than in the last call: the others must have chosen one that fits.
+        """Before a graph runs that is not the one of the last call: check that the other ranks chose one that fits.
 
-        A rank that goes on with the same graph asks nobody; its watchdog answers for it.
+        A rank that runs the same graph as before asks no other rank; its watchdog writes its record.
         """
         channel = Channel.current()
-        known = self._known.get(graph)
-        if graph is self._last or channel is None or known is None:
+        agreed = self._agreed.get(graph)
+        if graph is self._last or channel is None or agreed is None:
             return
-        Agreement(channel, self._step, _PATIENCE * self._deadline).agree(call, known.digest)
+        Agreement(channel, self._step, _DEADLINES_FOR_KNOWN_GRAPHS * self._deadline).agree(call, agreed.digest)
 
     def running(self, call: int, graph: StepGraph, state: list[Any]) -> AbstractContextManager[None]:
-        """While the body runs a graph, failures of other ranks end its waits. `state`: the inputs of the graph."""
+        """Context of a run: a failure of another rank ends its waits. `state`: the inputs of the graph."""
         self._last = graph
         channel = Channel.current()
         if channel is None:
-            return _nothing
-        known = self._known.get(graph)
-        if known is None:
+            return _NO_CONTEXT
+        agreed = self._agreed.get(graph)
+        if agreed is None:
             return channel.running(self._step, call)
-        trail = self._trail
-        if trail is None or self._trail_of is not channel:
-            trail = self._trail = channel.watchdog.scalars.trail(
+        history = self._history
+        if history is None or self._history_of is not channel:
+            history = self._history = channel.watchdog.scalars.history(
                 self._step, _neighbours(channel.rank, self._terms.axes)
             )
-            self._trail_of = channel
-        trail.note(call, known.scalars, known.scalars.read(state, call))
-        return channel.running(self._step, call, known.digest, self._members)
+            self._history_of = channel
+        history.note(call, agreed.scalars, agreed.scalars.read(state, call))
+        return channel.running(self._step, call, agreed.digest, self._members)
 
     def completing(self, call: int) -> AbstractContextManager[None]:
-        """While the body completes what a call left: it waits for what is under way, and sends nothing."""
+        """Context for completing pending updates of an earlier call: it waits for collectives and starts none."""
         channel = Channel.current()
-        return _nothing if channel is None else channel.completing(self._step, call)
+        return _NO_CONTEXT if channel is None else channel.completing(self._step, call)
 
 
 def _teams(axes: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
@@ -137,12 +137,12 @@ def _teams(axes: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
 
 
 def _neighbours(here: int, axes: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """The next rank along each axis: where two ranks of a plan differ, two neighbours do."""
+    """The next rank along each axis: if any two ranks of a plan differ, some two neighbours do."""
     found = [ranks[(list(ranks).index(here) + 1) % len(ranks)] for _, ranks in axes]
     return sorted({rank for rank in found if rank != here})
 
 
 def _constants(captured: CapturedStep) -> Named:
-    """Python numbers, flags and strings that the capture took for constants, by path."""
+    """Python numbers, flags and strings that capture burned in as constants, by path."""
     plain = (bool, int, float, str)
     return {path: repr(value) for path, value in constants_of(captured.guards) if isinstance(value, plain)}

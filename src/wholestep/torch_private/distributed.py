@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as _pytree
+
+log = logging.getLogger("wholestep")
 
 
 def process_group_size(name: str) -> int:
@@ -72,27 +80,6 @@ def uses_accelerator(group: Any) -> bool:
     return any(kind is None or not isinstance(backend, kind) for backend in backends)
 
 
-def abort_nccl() -> None:
-    """Abort the NCCL communicators of every group, as `_abort_process_group` does, but keep the groups. 2.11, 2.13.
-
-    All within one NCCL group: else the aborts of several communicators can wait for each other (pytorch issue 119797).
-    """
-    backends = _nccl_backends()
-    if not backends:
-        return
-    backends[0]._group_start()
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()
-
-
-def _nccl_backends() -> list[Any]:
-    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
-    cuda = torch.device("cuda")
-    backends = [group._get_backend(cuda) for group in group_names() if cuda in group._device_types]
-    return [backend for backend in backends if kind is not None and isinstance(backend, kind)]
-
-
 def flight_recording() -> bytes | None:
     """What torch's flight recorder holds, as its own tools read it; None where it is off. 2.11, 2.13.
 
@@ -120,3 +107,103 @@ def process_group_rank(name: str) -> int:
         return int(resolve(name).rank())
     except RuntimeError:
         return 0
+
+
+def abort_nccl() -> None:
+    """Abort the NCCL communicators of every group, as `_abort_process_group` does, but keep the groups. 2.11, 2.13.
+
+    All within one NCCL group: else the aborts of several communicators can wait for each other (pytorch issue 119797).
+    """
+    backends = _nccl_backends()
+    if not backends:
+        return
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
+def _nccl_backends() -> list[Any]:
+    kind = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    cuda = torch.device("cuda")
+    backends = [group._get_backend(cuda) for group in group_names() if cuda in group._device_types]
+    return [backend for backend in backends if kind is not None and isinstance(backend, kind)]
+
+
+_GLOO_KEY = re.compile(r"(?:(?P<group>.+)//)?[a-z]+//\d+/\d+")
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+Address = tuple[str, int]
+"""Host and port."""
+
+
+def abort_groups(gloo_listeners: Iterable[Address]) -> None:
+    """Abort every process group of this process, so that a thread that waits in a collective returns.
+
+    NCCL has an abort. Gloo has none (`ProcessGroup.abort` does nothing there, 2.11 to 2.13): a wait ends when its
+    connections do. So the sockets below it are shut down; the wait then raises "Connection closed by peer", later
+    collectives raise the same at once, and the group can still be destroyed. Gloo's connections are the ones with an
+    end at an address where some rank listens for gloo (`gloo_addresses`).
+    """
+    abort_nccl()
+    closed = _shut_down(frozenset(gloo_listeners))
+    log.info("aborted %d process groups (%d connections)", len(group_names()), closed)
+
+
+def gloo_addresses(store: Store) -> frozenset[Address]:
+    """Where the ranks of this rank's gloo groups listen. Ranks write these addresses to the store when a group is made;
+    only keys that exist are read, so nothing blocks. 2.11, 2.13."""
+    names = {name for group, name in group_names().items() if is_gloo(group)}
+    if not names:
+        return frozenset()
+    try:
+        present = store.list_keys()
+    except NotImplementedError:
+        log.warning(
+            "%s cannot list its keys: waits in gloo end only at the time-out of the backend", type(store).__name__
+        )
+        return frozenset()
+    keys = [key for key in present if (match := _GLOO_KEY.fullmatch(key)) and match["group"] in {None, *names}]
+    found = (_listener(value) for value in (store.multi_get(keys) if keys else ()))
+    return frozenset(address for address in found if address is not None)
+
+
+def _listener(value: bytes) -> Address | None:
+    """The address that gloo wrote for a rank; the value is length, host name, length, `sockaddr_storage`, ..."""
+    try:
+        (length,) = struct.unpack_from("=Q", value)
+        start = 8 + length + 8
+        (family,) = struct.unpack_from("=H", value, start)
+        (port,) = struct.unpack_from(">H", value, start + 2)
+        if family == socket.AF_INET:
+            return socket.inet_ntop(socket.AF_INET, value[start + 4 : start + 8]), port
+        if family == socket.AF_INET6:
+            return socket.inet_ntop(socket.AF_INET6, value[start + 8 : start + 24]), port
+    except (struct.error, ValueError, OverflowError):
+        log.debug("not an address of gloo: %r", value[:64])
+    return None
+
+
+def _shut_down(listeners: frozenset[Address]) -> int:
+    closed = 0
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), _duplicate(int(name)) as end:  # closed meanwhile, or not connected
+            if end is not None and listeners & {_address(end.getsockname()), _address(end.getpeername())}:
+                end.shutdown(socket.SHUT_RDWR)
+                closed += 1
+    return closed
+
+
+@contextlib.contextmanager
+def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        yield None
+        return
+    with socket.socket(fileno=os.dup(descriptor)) as end:
+        yield end if end.family in _FAMILIES else None
+
+
+def _address(name: tuple[object, ...]) -> Address:
+    host, port = str(name[0]), name[1]
+    assert isinstance(port, int)
+    return host.removeprefix("::ffff:"), port

@@ -24,8 +24,8 @@ from torch import nn
 from wholestep.pipelining.build.model_state import MultiUseParameterConfig, SharedParameter
 from wholestep.pipelining.run.gradient_reduction import ReplicatedParameter, exchange_over, sum_copies
 from wholestep.ranks.agreement import Agreement
+from wholestep.ranks.agreement_records import TextDigest
 from wholestep.ranks.channel import Channel
-from wholestep.ranks.digest import LinesDigest
 
 if TYPE_CHECKING:
     from wholestep.pipelining.run.stage import Stage
@@ -65,14 +65,14 @@ class StepWatch:
             yield
             return
         place = f"{self._name}, agreeing on its schedule"
-        channel.meetings[place] += 1
-        number = channel.meetings[place]
+        channel.meeting_counts[place] += 1
+        number = channel.meeting_counts[place]
         try:
             yield
         except Exception as error:
             channel.fail(error, place, number, running=False)
             raise
-        Agreement(channel, place, deadline, self._ranks).agree(number, LinesDigest(list(lines), "schedule"))
+        Agreement(channel, place, deadline, self._ranks).agree(number, TextDigest(list(lines), "schedule"))
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
