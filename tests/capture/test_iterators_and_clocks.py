@@ -333,6 +333,49 @@ def test_every_clock_of_python_is_seen(read: Callable[[], Any]) -> None:
     assert type(datetime.datetime.now()) is datetime.datetime
 
 
+SLIPS: dict[str, Callable[[], Any]] = {
+    "an int times a float": lambda: time.time_ns() * 1e-9 % 1e-3,
+    "a float divided by an int": lambda: 1e9 / time.time_ns(),
+    "bits": lambda: time.monotonic_ns() & 7,
+    "an index": lambda: (0.5, 1.5, 2.5)[time.time_ns() % 3],
+    "text that is parsed": lambda: float(f"{time.perf_counter():.3f}"),
+    "strftime": lambda: int(time.strftime("%S")),
+    "ctime": lambda: int(time.ctime()[17:19]),
+    "today": lambda: datetime.date.today().day,
+    "numpy": lambda: float(np.float32(2) * time.time()),
+    "a division of differences": lambda: (datetime.datetime.now() - EPOCH) / datetime.timedelta(seconds=1),
+    "math.fsum": lambda: math.fsum([time.time()]),
+}
+EPOCH = datetime.datetime(2020, 1, 1)
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_clock_whose_number_became_plain_is_refused_with_its_line(slip: str) -> None:
+    read = SLIPS[slip]
+    assert_refused(lambda x: x * read(), ws.errors.ClockError, "clock")
+    assert type(datetime.date.today()) is datetime.date
+    assert isinstance(datetime.datetime.now(), datetime.date)
+
+
+def test_a_clock_in_returned_text_is_refused_with_the_line_of_its_reading() -> None:
+    def step(x: torch.Tensor) -> Any:
+        started = time.perf_counter()
+        print(f"started at {started}")
+        moment = time.time()  # <- here
+        return x * 2, f"{moment:.2f}"
+
+    assert_refused(step, ws.errors.ClockError, "clock", step)
+
+
+def test_a_comparison_trace_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        print(f"{time.time():.0f} s")
+        return x * 2
+
+    ws.compile(step, lower="eager")(torch.ones(2))
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_a_clock_in_an_attribute_or_argument_is_seen() -> None:
     holder = Holder(None)
     holder.clock = time.time  # type: ignore[attr-defined]

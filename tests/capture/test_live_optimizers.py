@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import wholestep as ws
 from capture.live import FORMS, Net, net_run, parts
 from cases.parts import adamw, mlp, plain_run
 from harness import Run, Story, assert_same_story, batch_of, device, reasons
@@ -97,3 +100,42 @@ def test_gradients_left_by_eager_are_added_to() -> None:
         told.call(2)
 
     assert_same_story(make, story)
+
+
+@pytest.mark.parametrize(
+    "first", [lambda group: group.get("seen", 0), lambda group: group["seen"] if "seen" in set(group) else 0]
+)
+@pytest.mark.parametrize("start", [1, 1.5])
+def test_an_option_that_the_step_adds_to_a_group_is_counted_on(first: Callable[[Any], Any], start: float) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["seen"] = first(group) + start
+        return loss
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = ws.compile(step, lower="eager")
+    seen = []
+    for _ in range(5):
+        compiled(model, optimizer, torch.ones(4, 3))
+        seen.append(optimizer.param_groups[0]["seen"])
+    assert seen == [start * (i + 1) for i in range(5)]
+    assert len(compiled.graphs) <= 3
+
+
+def test_an_option_that_is_removed_between_steps_is_seen() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean() * (2 if "double" in optimizer.param_groups[0] else 1)
+        loss.backward()
+        return loss.detach()
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "double": None}], lr=0.1)
+    compiled = ws.compile(step, lower="eager")
+    doubled = compiled(model, optimizer, torch.ones(4, 3))
+    del optimizer.param_groups[0]["double"]
+    assert torch.equal(compiled(model, optimizer, torch.ones(4, 3)) * 2, doubled)
+    assert "param_groups[0].double was None and is absent" in str(compiled.recompiles[0])

@@ -27,7 +27,8 @@ class SameOptimizer(Guard):
         self._gather = gather
         groups = specs.param_groups[optimizer]
         self._groups = [
-            (group.params, {key: skeleton(value) for key, value in group.constants.items()}) for group in groups
+            (group.params, group.options, {key: skeleton(value) for key, value in group.constants.items()})
+            for group in groups
         ]
         self._options = [dict(group.constants) for group in groups]
         self._owners = list(optimizer.state)
@@ -53,7 +54,9 @@ class SameOptimizer(Guard):
         groups = self._optimizer.param_groups
         if len(groups) != len(self._groups):
             return False
-        for group, (params, options) in zip(groups, self._groups, strict=True):
+        for group, (params, keys, options) in zip(groups, self._groups, strict=True):
+            if group.keys() != keys:
+                return False
             now = group["params"]
             if len(now) != len(params) or not all(map(is_, now, params)):
                 return False
@@ -70,11 +73,17 @@ class SameOptimizer(Guard):
             yield f"{self._path} has state for {len(state)} parameters instead of {len(self._owners)}"
         for path, before, now in self._changed_options():
             yield was_and_is(path, before, now)
+        yield from self._other_keys()
         if not self.holds(call):
             yield "a parameter or the state of an optimizer changed"
 
     def changed_numbers(self, call: Call) -> Iterator[str]:
         return (path for path, before, now in self._changed_options() if is_other_number(now, before))
+
+    def _other_keys(self) -> Iterator[str]:
+        for g, (group, (_, keys, _)) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=False)):
+            for key in sorted(group.keys() - keys, key=str):
+                yield f"{self._path}.param_groups[{g}] has the new option {key!r}"
 
     def _changed_options(self) -> Iterator[tuple[str, Any, Any]]:
         """Options of param groups that have other values: path, value at capture, value now."""

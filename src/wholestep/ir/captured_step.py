@@ -124,6 +124,8 @@ class CapturedStep:
     guards: GuardSpecs
     compare_scalars: bool = False
     """Whether code that is not torch's may have told scalar inputs from plain numbers: a second trace has to agree."""
+    clock_readings: tuple[Any, ...] = ()
+    """What user code read from clocks: a second trace in which they are later has to agree."""
     seconds: float = 0.0
 
     @property
@@ -175,9 +177,10 @@ class ArgumentSpec:
 
 @dataclass(frozen=True)
 class ParamGroupSpec:
-    """A param group: its parameters, and the options that are constants of the graph."""
+    """A param group: its parameters, the names of its options, and those options that are constants of the graph."""
 
     params: Sequence[Tensor]
+    options: frozenset[str]
     constants: Mapping[str, Any]
 
 

@@ -83,6 +83,8 @@ class GroupShape:
     """What a param group looked like: its parameters, the numbers that became inputs, and everything else."""
 
     params: list[Tensor]
+    options: frozenset[str]
+    """Keys of the group, `params` among them."""
     constants: dict[str, Any]
     numbers: dict[str, Any] = field(default_factory=dict)
 
@@ -348,7 +350,7 @@ class StateTable:
     ) -> tuple[GroupShape, dict[str, Any]]:
         # A list of parameters that an attribute shares with a group holds their fakes already.
         tracked = [self.tracked.get(id(p)) or self.by_fake[id(p)] for p in group["params"]]
-        shape = GroupShape([t.real for t in tracked], {})
+        shape = GroupShape([t.real for t in tracked], frozenset(group), {})
         fake_group: dict[str, Any] = {"params": [t.fake for t in tracked]}
         for key, value in group.items():
             if key != "params":

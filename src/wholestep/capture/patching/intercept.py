@@ -88,7 +88,7 @@ class FunctionMode(TorchFunctionMode):
             func not in _OF_THE_MEMORY
         ):
             args = tuple(self._traced(a) for a in args)
-        if self._host.sources.clocks.was_read:
+        if self._host.sources.clocks.readings:
             refuse_clocks((args, kwargs), "a tensor")
         if func in _BACKWARDS:
             with self._host.account.backward(args[0] if args else (kwargs or {})["tensors"]):

@@ -11,15 +11,21 @@ the call it is refused, because a replay reads no clock:
     if time.time() - self.last > 60:                 refused: a branch
     self.last = time.time()                          refused: state
     return loss, time.time() - t0                    refused: the result
+
+Python lets such a number slip: as an index, in `1e9 / time.time_ns()`, as text that is parsed again. So a step that
+read a clock is traced a second time in which every reading is later, and what it records must be the same.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date as RealDate
 from datetime import datetime as RealDatetime
 from datetime import timedelta as RealDelta
 from typing import Any, NoReturn
@@ -44,7 +50,32 @@ _READS = (
     "localtime",
     "gmtime",
 )
+_TEXTS = ("ctime", "asctime", "strftime")
+"""Functions of `time` that read the clock if they get no time."""
+_PATCHED = [name for name in (*_READS, *_TEXTS) if hasattr(time, name)]
+_LATER_NS = 90_091_037_000_003
+"""By how much readings of a second trace are later: no small number divides it, and every field of a date changes."""
+_LATER = RealDelta(microseconds=_LATER_NS // 1000)
 _MATH = [name for name in dir(math) if callable(getattr(math, name)) and not name.startswith("_")]
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """What a clock gave user code, and the line that asked."""
+
+    value: Any
+    line: Location | None
+
+    def later(self, times: int) -> Any:
+        """The same clock read later."""
+        value = self.value
+        if isinstance(value, int):
+            return value + times * _LATER_NS
+        if isinstance(value, float):
+            return value + times * _LATER_NS * 1e-9
+        if isinstance(value, time.struct_time):
+            return time.localtime(time.mktime(value) + times * _LATER.total_seconds())
+        return value + times * _LATER  # a date or a time
 
 
 class ClockNumber:
@@ -83,17 +114,21 @@ def clock_number(value: Any, origin: Location | None) -> Any:
 
 
 def _arithmetic(name: str, base: type) -> Any:
-    plain = getattr(base, name)
+    method = getattr(base, name)
 
     def operate(self: Any, *others: Any) -> Any:
         for other in others:
             if scalar_of(other) is not None:
                 self.refuse("a scalar input of the graph, in arithmetic with it,")
-        return clock_number(plain(self, *others), self.origin)
+        value = method(self, *others)
+        if value is NotImplemented and isinstance(others[0], float | complex):  # an int from a clock and a float
+            value = getattr(type(others[0]), name)(type(others[0])(base.__pos__(self)), *others)  # type: ignore[attr-defined]
+        return clock_number(value, self.origin)
 
     return operate
 
 
+_now, _local = time.time, time.localtime
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
 _METHODS = [f"__{side}{name}__" for name in _BINARY for side in ("", "r")]
 _METHODS += ["__neg__", "__pos__", "__abs__", "__round__", "__floor__", "__ceil__"]
@@ -137,21 +172,25 @@ def _delta(value: RealDelta, origin: Location | None) -> Any:
     return made
 
 
-class _LikeDatetime(type):
+class _LikeReal(type):
     """Instances of the real class count as instances of its stand-in."""
 
+    _real: type
+
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, RealDatetime)
+        return isinstance(instance, cls._real)
 
     def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, RealDatetime)
+        return issubclass(other, cls._real)
 
 
 _FIELDS = frozenset({"year", "month", "day", "hour", "minute", "second", "microsecond"})
 
 
-class ClockDatetime(ClockNumber, RealDatetime, metaclass=_LikeDatetime):
+class ClockDatetime(ClockNumber, RealDatetime, metaclass=_LikeReal):
     """Lies in the place of `datetime.datetime`; its instances are times that were read from the clock."""
+
+    _real = RealDatetime
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return RealDatetime(*args, **kwargs)
@@ -201,33 +240,59 @@ def _through(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-CLOCKS = frozenset({id(getattr(time, name)) for name in _READS if hasattr(time, name)} | {id(RealDatetime)})
+CLOCKS = frozenset({id(getattr(time, name)) for name in _PATCHED} | {id(RealDatetime), id(RealDate)})
 """Clocks that user code may hold on to (`from time import time`), by identity."""
 
 
 class Clocks:
-    """The clocks of one capture."""
+    """The clocks of one capture. `again`: the readings of an earlier trace of the same call, and which are later."""
 
-    def __init__(self) -> None:
-        clocks = [getattr(time, name) for name in _READS if hasattr(time, name)]
-        self.readers: dict[int, Any] = {id(real): self._reading(real) for real in clocks}
+    def __init__(self, again: tuple[tuple[ClockReading, ...], frozenset[int]] | None = None) -> None:
+        self._again = again
+        self.readings: list[ClockReading] = []
+        self.readers: dict[int, Any] = {
+            id(getattr(time, name)): (self._text if name in _TEXTS else self._reading)(getattr(time, name))
+            for name in _PATCHED
+        }
         """What lies in the place of each clock while tracing, by identity of the clock."""
-        self.was_read = False
         self.readers[id(RealDatetime)] = self._datetime()
+        self.readers[id(RealDate)] = self._date()
+
+    def _note(self, value: Any) -> Any:
+        """What user code gets where it reads a clock: the time, or that of the earlier trace."""
+        at = len(self.readings)
+        self.readings.append(ClockReading(value, caller_location()))
+        if self._again is None or at >= len(self._again[0]):
+            return value
+        before, later = self._again
+        return before[at].later(at + 1) if at in later else before[at].value
 
     def _reading(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """A clock that gives user code numbers which remember where they came from."""
 
+        @functools.wraps(real)
         def read(*args: Any, **kwargs: Any) -> Any:
             value = real(*args, **kwargs)
             if not called_by_user() or (args and real.__name__ in ("localtime", "gmtime")):
                 return value
-            self.was_read = True
+            value = self._note(value)
             if isinstance(value, time.struct_time):
                 return ClockTime(clock_number(item, caller_location()) for item in value)
             return clock_number(value, caller_location())
 
-        read.__name__ = real.__name__
+        return read
+
+    def _text(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that makes text of the time it is given, or of now."""
+        least = 1 if real.__name__ == "strftime" else 0
+
+        @functools.wraps(real)
+        def read(*args: Any) -> Any:
+            if not called_by_user() or len(args) > least:
+                return real(*args)
+            now = self._note(_now())
+            return real(*args, now if real.__name__ == "ctime" else _local(now))
+
         return read
 
     def _datetime(self) -> type:
@@ -235,10 +300,7 @@ class Clocks:
 
         def now(cls: type, tz: Any = None) -> Any:
             value = RealDatetime.now(tz)
-            if not called_by_user():
-                return value
-            self.was_read = True
-            return _moment(value, caller_location())
+            return _moment(self._note(value), caller_location()) if called_by_user() else value
 
         def utcnow(cls: type) -> Any:
             moment = now(cls, datetime.UTC)
@@ -247,13 +309,24 @@ class Clocks:
             return moment.replace(tzinfo=None)
 
         members = {"now": classmethod(now), "utcnow": classmethod(utcnow), "today": classmethod(lambda cls: now(cls))}
-        return _LikeDatetime("datetime", (ClockDatetime,), members)
+        return _LikeReal("datetime", (ClockDatetime,), {**members, "_real": RealDatetime})
+
+    def _date(self) -> type:
+        """The stand-in for the class `date`."""
+
+        def today(cls: type) -> Any:
+            return self._note(RealDate.today()) if called_by_user() else RealDate.today()
+
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return RealDate(*args, **kwargs)
+
+        return _LikeReal("date", (RealDate,), {"today": classmethod(today), "__new__": new, "_real": RealDate})
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Replace the clocks in their modules."""
-        before: list[tuple[Any, str, Any]] = [(time, n, getattr(time, n)) for n in _READS if hasattr(time, n)]
-        before.append((datetime, "datetime", RealDatetime))
+        before: list[tuple[Any, str, Any]] = [(time, name, getattr(time, name)) for name in _PATCHED]
+        before += [(datetime, "datetime", RealDatetime), (datetime, "date", RealDate)]
         functions = [(math, name, getattr(math, name)) for name in _MATH]
         try:
             for owner, name, real in before:

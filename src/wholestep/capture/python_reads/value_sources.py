@@ -44,7 +44,7 @@ class ValueSources:
         """Of each class: its path, what it held, what was read."""
         self._modules: dict[ModuleType, tuple[str, dict[str, Any], dict[str, None]]] = {}
         self.outside = OutsideReads()
-        self.clocks = Clocks()
+        self.clocks = Clocks(capture.numbers.clocks)
         self.stand_ins = StandIns(self.clocks.readers | self.outside.replacements)
         self._arrays: dict[int, ArrayCopy] = {}
         self.changed_arrays: list[ArrayCopy] = []

@@ -96,6 +96,7 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
         stepped=tuple(dict.fromkeys(capture.steps_seen)),
         guards=_guard_specs(capture, bindings, python, items),
         compare_scalars=capture.may_tell_numbers_apart(),
+        clock_readings=tuple(capture.sources.clocks.readings),
     )
 
 
@@ -119,7 +120,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         ),
         optimizers=dict(world.optimizers),
         param_groups={
-            optimizer: tuple(ParamGroupSpec(tuple(group.params), dict(group.constants)) for group in groups)
+            optimizer: tuple(ParamGroupSpec(tuple(g.params), g.options, dict(g.constants)) for g in groups)
             for optimizer, groups in table.groups.items()
         },
         scalers=dict(world.scalers),

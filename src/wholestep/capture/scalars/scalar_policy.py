@@ -13,16 +13,20 @@ pinned.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import operator
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from wholestep.errors import Location, UnsupportedError, WholestepError
+from wholestep.capture.python_reads.clocks import ClockReading
+from wholestep.errors import ClockError, Location, UnsupportedError, WholestepError
 from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.graph_functions import number_tensor
@@ -44,6 +48,8 @@ class NumberPolicy:
     """Numbers that user code needs as plain ones."""
     plain: bool = False
     """All numbers are plain and nothing is guarded: only for a trace that another is compared with."""
+    clocks: tuple[tuple[ClockReading, ...], frozenset[int]] | None = None
+    """What clocks gave in an earlier trace, and which readings are later now: only for such a trace."""
 
     def lifts(self, path: str) -> bool:
         """Whether a number that is a constant at first is an input now."""
@@ -67,13 +73,57 @@ _MOST_TRIES = 8
 
 def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep, NumberPolicy]:
     """A capture whose graph numbers behaved as plain ones, and the policy that it was made with."""
+    captured, accepted = _with_accepted_numbers(trace, policy)
+    if captured.clock_readings:
+        _refuse_clocks(trace, accepted, captured)
+    return captured, accepted
+
+
+def _refuse_clocks(trace: Trace, policy: NumberPolicy, captured: CapturedStep) -> None:
+    """Raise where a trace in which clocks are later records another program: one reading that makes a difference."""
+    readings: tuple[ClockReading, ...] = captured.clock_readings
+    difference = _with_later_clocks(trace, policy, captured, frozenset(range(len(readings))))
+    if difference is None:
+        return
+    alone = (i for i in range(min(len(readings), _MOST_TRIES)))
+    guilty = next((i for i in alone if _with_later_clocks(trace, policy, captured, frozenset({i})) is not None), 0)
+    raise ClockError(
+        f"what the step does depends on a clock that is read here ({difference} would differ at another time); a "
+        "replay reads no clock, and would use this time for ever.",
+        fix="read the clock outside of the step, and pass what follows from it as an argument.",
+        location=readings[guilty].line,
+    )
+
+
+def _with_later_clocks(trace: Trace, policy: NumberPolicy, captured: CapturedStep, later: frozenset[int]) -> str | None:
+    with _quiet():
+        again, error = _attempt(trace, replace(policy, clocks=(captured.clock_readings, later)), set())
+    if again is None:
+        return f"the course of the step ({error})"
+    return first_difference(captured, again)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the step prints and logs in a trace that is only compared is not shown."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _with_accepted_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep, NumberPolicy]:
     seen: set[str] = set()
     captured, error = _attempt(trace, policy, seen)
     if captured is not None and not captured.compare_scalars:
         return captured, policy
     if isinstance(error, WholestepError) and not policy.lifted & seen:
         raise error
-    plain, own_error = _attempt(trace, replace(policy, plain=True), set())
+    with _quiet():
+        plain, own_error = _attempt(trace, replace(policy, plain=True), set())
     if plain is None:
         assert own_error is not None
         raise error if isinstance(error, WholestepError) else own_error
@@ -203,7 +253,7 @@ class _Program:
             return self._form(outputs[value])
         if kind == "sharded":
             return self._form(outputs[value[0]])
-        return self._form(value) if isinstance(value, int | float | str) else type(value)
+        return self._form(value) if isinstance(value, int | float | complex | str | bytes) else type(value)
 
     def _form(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
