@@ -113,7 +113,7 @@ def clock_number(value: Any, origin: Location | None) -> Any:
     return made
 
 
-def _arithmetic(name: str, base: type) -> Any:
+def _arithmetic(name: str, base: Any) -> Any:
     method = getattr(base, name)
 
     def operate(self: Any, *others: Any) -> Any:
@@ -122,7 +122,7 @@ def _arithmetic(name: str, base: type) -> Any:
                 self.refuse("a scalar input of the graph, in arithmetic with it,")
         value = method(self, *others)
         if value is NotImplemented and isinstance(others[0], float | complex):  # an int from a clock and a float
-            value = getattr(type(others[0]), name)(type(others[0])(base.__pos__(self)), *others)  # type: ignore[attr-defined]
+            value = getattr(type(others[0]), name)(type(others[0])(base.__pos__(self)), *others)
         return clock_number(value, self.origin)
 
     return operate
