@@ -6,29 +6,26 @@ Every import counts, also those inside of functions and for types only.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+import subprocess
+import sys
+from graphlib import CycleError
 from pathlib import Path
 
 import pytest
 
-import wholestep
+from import_graph import BASE, BEGIN, END, LEAVES, PAGE, files, import_graph, imported_packages, in_layers, picture
 
-SOURCE = Path(wholestep.__file__).parent
-BASE = {"ir", "simulate", "errors", "environment", "options", "torch_private"}
-"""What any package may import."""
-
-WITHIN_BASE = {
+WITHIN_BASE: dict[str, set[str]] = {
     "ir": {"errors", "torch_private"},
     "simulate": {"errors", "ir", "torch_private"},
+    "options": {"environment", "errors", "ir"},
     "errors": set(),
-    "environment": {"errors"},
-    "torch_private": {"errors"},
+    "environment": set(),
+    "torch_private": set(),
 }
 """What packages of the base may import of it: nothing that is built on them."""
 
 IMPORTS: dict[str, set[str]] = {
-    "options": {"lower", "parallel", "passes", "remat"},  # they read what the user wrote for them
     "remat": set(),
     "parallel": set(),
     "capture": {"parallel"},  # it traces under a plan
@@ -40,95 +37,103 @@ IMPORTS: dict[str, set[str]] = {
     "cross_iteration": {"runtime"},
     "ranks": set(),
     "pipelining": {"parallel", "partition", "ranks"},
-    "api": {"cross_iteration", "debug", "lower", "remat", "step"},
     "step": {
         "capture",
         "compilers",
         "cross_iteration",
-        "debug",
         "guards",
         "lower",
+        "parallel",
         "passes",
-        "ranks",
         "remat",
         "runtime",
     },
+    "compiled_step": {"capture", "cross_iteration", "lower", "ranks", "step"},
+    "api": {"compiled_step", "cross_iteration", "debug", "lower", "parallel", "passes", "remat", "step"},
     "inspect": set(),
     "compilers": {"inspect", "remat"},
-    "compat": {"api", "compilers", "lower", "parallel", "partition", "passes", "pipelining", "step"},
-    "debug": {"capture", "compilers", "cross_iteration", "lower", "passes", "remat", "step"},
+    "debug": {"capture", "compiled_step", "compilers", "cross_iteration", "lower", "passes", "remat", "step"},
+    "compat": {"api", "compiled_step", "compilers", "lower", "parallel", "partition", "passes", "pipelining"},
 }
 """Package to the packages that it imports beside the base. An import that is gone goes from here, too."""
 
-LEAVES = {"inspect", "compilers", "debug", "integrations", "compat"}
-"""Nothing imports these but each other; `step` reaches for them inside of functions only."""
-
-KNOWN_CYCLES = {("step", "debug"), ("api", "debug")}
-"""A check is a mode of a compiled step."""
-
-
-def files() -> Iterator[tuple[str, Path]]:
-    """Each source file with its package."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        inside = path.relative_to(SOURCE)
-        package = inside.parts[0] if len(inside.parts) > 1 else inside.stem
-        if package not in ("__init__", "__main__"):
-            yield package, path
-
-
-def imported_packages(path: Path, *, at_import: bool = False) -> Iterator[str]:
-    """The packages that a file imports something from; `at_import`: when it is imported itself."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body if at_import else ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            assert node.level == 0, f"{path}: a relative import"
-            whole = node.module == "wholestep"
-            names = [f"wholestep.{name.name}" for name in node.names] if whole else [node.module]
-        elif isinstance(node, ast.Import):
-            names = [name.name for name in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "wholestep" and len(parts) > 1:
-                yield parts[1]
-
-
-def import_graph() -> dict[str, set[str]]:
-    """Package to the packages that it imports."""
-    found: dict[str, set[str]] = {}
-    for package, path in files():
-        found.setdefault(package, set()).update(name for name in imported_packages(path) if name != package)
-    return found
+REACHED = {
+    "step": {"compilers"},  # lower="debug"
+    "api": {"debug"},  # ws.check, check_first=
+}
+"""The leaf packages that others reach for, inside of functions: they come with first use."""
 
 
 @pytest.mark.parametrize("package", IMPORTS)
 def test_a_package_imports_the_base_and_what_the_table_says(package: str) -> None:
-    assert import_graph()[package] - BASE == IMPORTS[package]
+    assert import_graph()[package] - set(BASE) == IMPORTS[package]
 
 
 @pytest.mark.parametrize("package", WITHIN_BASE)
-def test_the_base_imports_nothing_that_is_built_on_it(package: str) -> None:
-    assert import_graph()[package] <= WITHIN_BASE[package]
+def test_a_package_of_the_base_imports_what_the_table_says(package: str) -> None:
+    assert import_graph()[package] == WITHIN_BASE[package]
 
 
 def test_every_package_is_in_a_table() -> None:
     assert set(import_graph()) == set(IMPORTS) | set(WITHIN_BASE)
+    assert set(WITHIN_BASE) == set(BASE)
 
 
-def test_no_cycle_between_packages_but_the_known_ones() -> None:
-    graph = import_graph()
-    for one, other in KNOWN_CYCLES:
-        graph[one].discard(other)
+def test_packages_do_not_import_each_other_in_a_circle() -> None:
     try:
-        list(TopologicalSorter(graph).static_order())
+        layers = in_layers(import_graph())
     except CycleError as error:
         pytest.fail(f"packages import each other: {' -> '.join(error.args[1])}")
+    assert layers[-1] == ["compat"]
 
 
-def test_nothing_loads_a_leaf_package_when_it_is_imported() -> None:
-    loads = {
-        package: leaves
+def test_only_step_and_api_reach_for_leaf_packages_and_only_inside_of_functions() -> None:
+    reached = {package: names & set(LEAVES) for package, names in import_graph().items() if package not in LEAVES}
+    assert {package: leaves for package, leaves in reached.items() if leaves} == REACHED
+    loaded = {
+        str(path): leaves
         for package, path in files()
-        if package not in LEAVES and (leaves := LEAVES & set(imported_packages(path, at_import=True)))
+        if package not in LEAVES and (leaves := set(LEAVES) & set(imported_packages(path, at_import=True)))
     }
-    assert not loads
+    assert not loaded
+
+
+def test_imports_below_if_and_try_count_as_made_at_import(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import wholestep.ir\n"
+        "try:\n    import wholestep.debug\nexcept ImportError:\n    pass\n"
+        "def use():\n    from wholestep import compat\n"
+    )
+    assert set(imported_packages(file, at_import=True)) == {"debug"}
+    assert set(imported_packages(file)) == {"ir", "debug", "compat"}
+
+
+def test_no_file_has_two_blocks_of_imports_for_types_or_an_empty_one() -> None:
+    blocks = {}
+    for _, path in files():
+        found = [
+            node
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
+        if len(found) > 1 or any(isinstance(node, ast.Pass) for block in found for node in block.body):
+            blocks[str(path)] = len(found)
+    assert not blocks
+
+
+def test_the_page_on_architecture_shows_the_graph_as_it_is() -> None:
+    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown == picture(), "python tests/import_graph.py writes it anew"
+
+
+def test_building_a_step_that_runs_operator_by_operator_loads_no_leaf_package() -> None:
+    code = (
+        "import sys, torch, wholestep as ws\n"
+        "step = ws.compile(lambda x: (x * 2).sum(), lower='eager')\n"
+        "step(torch.ones(3))\n"
+        f"print([n for n in sys.modules if n.startswith({tuple(f'wholestep.{leaf}' for leaf in LEAVES)!r})])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr

@@ -12,15 +12,21 @@ import torch
 
 import wholestep as ws
 from cases.parts import train_step
+from wholestep.api import CompileOptions
 from wholestep.api import compile as compile_step
 from wholestep.errors import OptionError
-from wholestep.options import CompileOptions
 from wholestep.passes.engine.registry import DEFAULT
+from wholestep.step import ResolvedOptions, resolve
 
 NAMES = [field.name for field in fields(ws.Options)]
 
 
-def names_of(options: ws.Options) -> list[str]:
+def resolved(**given: Any) -> ResolvedOptions:
+    """What the stages of a step read."""
+    return resolve(ws.Options(**given))
+
+
+def names_of(options: ResolvedOptions) -> list[str]:
     return [bound.name for bound in options.passes]
 
 
@@ -94,37 +100,37 @@ def test_a_wrong_value_is_told_in_sentences(options: dict[str, Any]) -> None:
 
 
 def test_auto_runs_nothing_where_nothing_communicates() -> None:
-    assert ws.Options().passes == ()
-    assert ws.Options(lower="inductor").passes == ()
+    assert resolved().passes == ()
+    assert resolved(lower="inductor").passes == ()
 
 
 def test_auto_runs_the_default_list_where_a_plan_is_given() -> None:
-    options = ws.Options(parallel=a_plan(), lower="inductor")
+    options = resolved(parallel=a_plan(), lower="inductor")
     assert names_of(options) == [each.name for each in DEFAULT]
-    assert options == ws.Options(parallel=options.parallel, lower="inductor", passes="default")
+    assert options == resolved(parallel=options.parallel, lower="inductor", passes="default")
 
 
 @pytest.mark.parametrize(
     "asked", [{"lower": "eager"}, {"lower": "debug"}, {"lower": "inductor", "lower_options": {"exact": True}}], ids=str
 )
 def test_auto_runs_exact_passes_only_where_the_bits_of_eager_are_asked_for(asked: dict[str, Any]) -> None:
-    options = ws.Options(parallel=a_plan(), **asked)
+    options = resolved(parallel=a_plan(), **asked)
     assert names_of(options) == ["bucket_all_gather"]
     assert {bound.graph_pass.contract.numerics for bound in options.passes} == {"exact"}
 
 
 def test_passes_none_is_none_also_with_a_plan() -> None:
-    assert ws.Options(parallel=a_plan(), lower="inductor", passes=None).passes == ()
+    assert resolved(parallel=a_plan(), lower="inductor", passes=None).passes == ()
 
 
 def test_a_default_pass_may_be_disabled_although_auto_leaves_it_out_itself() -> None:
-    assert ws.Options(disable_passes=["schedule_comm_wait"]).passes == ()
+    assert resolved(disable_passes=["schedule_comm_wait"]).passes == ()
     with pytest.raises(OptionError, match="disable_passes names 'reinplace_tail'"):
-        ws.Options(disable_passes=["reinplace_tail"])
+        resolved(disable_passes=["reinplace_tail"])
 
 
 def test_options_with_disabled_passes_can_be_copied() -> None:
-    options = ws.Options(passes="default", disable_passes=["bucket_all_gather"])
+    options = resolved(passes="default", disable_passes=["bucket_all_gather"])
     assert "bucket_all_gather" not in names_of(options)
     assert replace(options, verify=2).passes == options.passes
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wholestep.api import capture as capture
     from wholestep.api import check as check
     from wholestep.api import compile as compile
+    from wholestep.compiled_step import CompiledStep as CompiledStep
     from wholestep.errors import CudaGraphWarning as CudaGraphWarning
     from wholestep.errors import EagerWarning as EagerWarning
     from wholestep.errors import LowerWarning as LowerWarning
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from wholestep.parallel.plan import FullyShard as FullyShard
     from wholestep.parallel.plan import Replicate as Replicate
     from wholestep.partition.split_module import split_module as split_module
-    from wholestep.step import CompiledStep as CompiledStep
     from wholestep.step import Executable as Executable
 
 __version__ = "0.1.0.dev0"
@@ -64,7 +64,7 @@ _MODULES = (
 """Public modules."""
 
 _NAMES = {
-    "CompiledStep": "step",
+    "CompiledStep": "compiled_step",
     "CudaGraphWarning": "errors",
     "Dim": "options",
     "EagerWarning": "errors",

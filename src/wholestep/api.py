@@ -5,39 +5,51 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+from torch import fx
+
+from wholestep.compiled_step import BoundStep, CompiledStep, has_parameter
 from wholestep.cross_iteration import pending
-from wholestep.errors import (
-    OptionError,
-)
+from wholestep.errors import OptionError
 from wholestep.ir.step_graph import StepGraph
-from wholestep.lower import LowerOptions
-from wholestep.lower.step import LoweringCache
-from wholestep.options import (
-    CompileOptions,
-    DynamicOption,
-    Options,
-    ParallelOption,
-    PassesOption,
-    PolicyOption,
-)
+from wholestep.lower.options import LowerOptions
+from wholestep.options import Dim, Options
+from wholestep.parallel.plan import Plan
+from wholestep.passes.engine.contract import BoundPass, GraphPass
 from wholestep.remat.options import Budget
+from wholestep.step import BoundGraph, Executable, ResolvedOptions, Shared, capture_call, compile_step, resolve
 
 if TYPE_CHECKING:
     from wholestep.debug.check.report import CheckReport
 
-from wholestep.step import (
-    BoundStep,
-    CompiledStep,
-    Executable,
-    build_step,
-    capture_call,
-    has_parameter,
-)
-
 P = ParamSpec("P")
 R = TypeVar("R")
+
+DynamicOption = bool | Mapping[str, Mapping[int, Dim]] | None
+ParallelOption = Plan | None
+PassesOption = Literal["auto", "default"] | Iterable[GraphPass | BoundPass | str] | None
+PolicyOption = Mapping[Any, str] | Callable[[fx.Node], str | None] | None
+
+
+class CompileOptions(TypedDict, total=False):
+    """The keywords of `ws.compile` and their types. Its docstring says what they mean."""
+
+    lower: Literal["inductor", "eager", "debug"] | None
+    lower_options: LowerOptions | Mapping[str, Any] | None
+    cuda_graph: bool | Literal["auto"]
+    memory_budget: int | float | str | Budget | None
+    policy: PolicyOption
+    passes: PassesOption
+    disable_passes: Sequence[str]
+    dump_passes: str | None
+    parallel: ParallelOption
+    dynamic: DynamicOption
+    verify: Literal[0, 1, 2, 3]
+    check_first: int
+    max_recompiles: int
+    hooks: Literal["refuse", "trace"]
+    name: str
 
 
 @overload
@@ -125,9 +137,13 @@ def compile(
         name=name,
         **unknown,
     )
-    if fn is None:
-        return lambda function: CompiledStep(function, chosen)
-    return CompiledStep(fn, chosen)
+    kind: type[CompiledStep[Any, Any]] = CompiledStep
+    if chosen.check_first:
+        from wholestep.debug.check.check_calls import CheckedStep
+
+        kind = CheckedStep
+    resolved = resolve(chosen)
+    return (lambda function: kind(function, resolved)) if fn is None else kind(fn, resolved)
 
 
 def check(
@@ -161,7 +177,7 @@ def check(
             f"{', '.join(unclear)}: an option of ws.compile, and a parameter of the step.",
             fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
         )
-    found = given or Options.of(**chosen)
+    found = given or resolve(Options.of(**chosen))
     found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
     if found.parallel is not None:
         raise OptionError(
@@ -174,7 +190,7 @@ def check(
     return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)
 
 
-def _function_and_options(fn: Any) -> tuple[Callable[..., Any], Options | None]:
+def _function_and_options(fn: Any) -> tuple[Callable[..., Any], ResolvedOptions | None]:
     """The plain function of a step, and its options if it is compiled."""
     options = fn.options if isinstance(fn, CompiledStep) else fn._step.options if isinstance(fn, BoundStep) else None
     return getattr(fn, "__wholestep_function__", fn), options
@@ -204,11 +220,11 @@ def build(
 
     The options are those of `ws.compile`. Ranks do not compare their graphs as those of a compiled step do.
     """
-    if step_graph.binding is None:
+    if not isinstance(step_graph, BoundGraph):
         raise OptionError(
             "ws.build got a StepGraph that is not bound to a model: it was read from a file, or made by hand.",
             fix="build what ws.capture(train_step, ...) returned; sg.gm is a plain graph module that can be called.",
         )
     chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
-    options = Options.of(cuda_graph=cuda_graph, verify=verify, **({} if lower is None else {"lower": lower}), **chosen)
-    return build_step(step_graph.copy(), options, LoweringCache())
+    given = Options.of(cuda_graph=cuda_graph, verify=verify, lower=lower, **chosen)
+    return compile_step(step_graph.copy(), resolve(given), Shared.of(given))

@@ -1,26 +1,18 @@
-"""Options of `ws.compile`: checked when they are given and frozen after.
+"""Options of `ws.compile` as the user wrote them: plain data, frozen, checked as far as that needs no other package.
 
-`CompileOptions` is what a user may write, for type checkers; `Options` is what the stages of a step read. Both have the
-keywords of `ws.compile`, whose docstring says what each of them means.
+The docstring of `ws.compile` says what each of them means. `step.resolve` reads names of passes, budgets and plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
-
-from torch import fx
+from typing import Any
 
 from wholestep.environment import LOWER, default_lower
 from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.captured_step import Dim as Dim
-from wholestep.lower.options import LowerOptions
-from wholestep.parallel.plan import Plan
-from wholestep.passes.engine.contract import BoundPass, GraphPass, check_list
-from wholestep.passes.engine.registry import DEFAULT, automatic, resolve
-from wholestep.remat.options import Budget, policy_of
 
 _LOWERINGS = ("inductor", "eager", "debug")
 _OF_TORCH_COMPILE = {
@@ -36,50 +28,20 @@ _OF_TORCH_COMPILE = {
 """Arguments of `torch.compile`, and what to write here instead."""
 
 
-DynamicOption = bool | Mapping[str, Mapping[int, Dim]] | None
-ParallelOption = Plan | None
-PassesOption = Literal["auto", "default"] | Iterable[GraphPass | BoundPass | str] | None
-PolicyOption = Mapping[Any, str] | Callable[[fx.Node], str | None] | None
-
-
-class CompileOptions(TypedDict, total=False):
-    """The keywords of `ws.compile` and their types. Its docstring says what they mean."""
-
-    lower: Literal["inductor", "eager", "debug"] | None
-    lower_options: LowerOptions | Mapping[str, Any] | None
-    cuda_graph: bool | Literal["auto"]
-    memory_budget: int | float | str | Budget | None
-    policy: PolicyOption
-    passes: PassesOption
-    disable_passes: Sequence[str]
-    dump_passes: str | None
-    parallel: ParallelOption
-    dynamic: DynamicOption
-    verify: Literal[0, 1, 2, 3]
-    check_first: int
-    max_recompiles: int
-    hooks: Literal["refuse", "trace"]
-    name: str
-
-
 @dataclass(frozen=True)
 class Options:
-    """How a step is captured, rewritten and run: the keywords of `ws.compile`, checked."""
+    """How a step is captured, rewritten and run: the keywords of `ws.compile`."""
 
     lower: str = field(default_factory=default_lower)
     lower_options: Any = None
-    """A `LowerOptions`, whatever was given."""
     cuda_graph: bool | str = "auto"
     memory_budget: Any = None
-    """A `Budget`, or None."""
     policy: Any = None
     passes: Any = "auto"
-    """The passes to run, in order: a tuple of `BoundPass`, whatever was given."""
     disable_passes: Sequence[str] = ()
-    """Empty: what it named is left out of `passes`."""
     dump_passes: str | None = None
-    parallel: ParallelOption = None
-    dynamic: DynamicOption = None
+    parallel: Any = None
+    dynamic: bool | Mapping[str, Mapping[int, Dim]] | None = None
     verify: int = 1
     check_first: int = 0
     max_recompiles: int = 8
@@ -90,15 +52,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.lower not in _LOWERINGS:
             raise invalid_value("lower", self.lower, f'use "inductor", "eager" or "debug" (also in {LOWER}).')
-        object.__setattr__(self, "lower_options", LowerOptions.of(self.lower_options, "lower_options"))
         if self.cuda_graph not in (True, False, "auto"):
             raise invalid_value("cuda_graph", self.cuda_graph, 'use True, False or "auto".')
-        self._check_memory()
-        if self.parallel is not None and not isinstance(self.parallel, Plan):
+        if self.policy is not None and self.memory_budget is None:
             raise OptionError(
-                f"parallel={self.parallel!r} is not a plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
+                "policy= is given without memory_budget=.",
+                fix="give a budget too; memory_budget=1.0 is the widest.",
             )
-        self._resolve_passes()
         if self.verify not in (0, 1, 2, 3):
             raise invalid_value("verify", self.verify, "use 0, 1, 2 or 3.")
         self._check_checking()
@@ -107,35 +67,6 @@ class Options:
         if self.hooks not in ("refuse", "trace"):
             raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
         _check_dynamic(self.dynamic)
-
-    def _check_memory(self) -> None:
-        object.__setattr__(self, "memory_budget", Budget.of(self.memory_budget))
-        policy_of(self.policy)
-        if self.policy is not None and self.memory_budget is None:
-            raise OptionError(
-                "policy= is given without memory_budget=.",
-                fix="give a budget too; memory_budget=1.0 is the widest.",
-            )
-        if self.lower_options.shed and self.memory_budget is not None:
-            raise OptionError(
-                f"memory_budget= is given together with shed={self.lower_options.shed} in lower_options.",
-                fix="leave out one: a budget chooses itself how many bytes to shed (step.last.memory.shed tells).",
-            )
-
-    def _resolve_passes(self) -> None:
-        given, disabled = self.passes, self.disable_passes
-        if isinstance(given, str) and given == "auto":
-            given = automatic(communicates=self.parallel is not None, exact=self._is_exact())
-            chosen = {each.name for each in given}
-            # A default pass that "auto" left out already needs no disabling, and naming it is not a mistake.
-            disabled = [name for name in disabled if name in chosen or name not in {each.name for each in DEFAULT}]
-        object.__setattr__(self, "passes", resolve(given, disabled))
-        object.__setattr__(self, "disable_passes", ())
-        check_list(self.passes)
-
-    def _is_exact(self) -> bool:
-        """True if the step is asked to give the bits of eager."""
-        return self.lower != "inductor" or self.lower_options.exact
 
     def _check_checking(self) -> None:
         if type(self.check_first) is not int or self.check_first < 0:
@@ -146,8 +77,6 @@ class Options:
                 "reference.",
                 fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
             )
-        if self.check_first:
-            object.__setattr__(self, "lower_options", self.lower_options.with_eagers_random_numbers())
 
     @classmethod
     def of(cls, **given: Any) -> Options:

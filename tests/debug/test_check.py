@@ -224,7 +224,7 @@ def meddled(it: Meddler, x: Tensor) -> dict[str, Any]:
 
 
 def test_the_state_is_restored_when_eager_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholestep.step import CompiledStep
+    from wholestep.compiled_step import CompiledStep
 
     monkeypatch.setattr(CompiledStep, "_ready", lambda *given: None)  # capture would refuse before anything runs
     it, x = Meddler(), torch.ones(3)

@@ -16,7 +16,7 @@ from torch import nn
 import wholestep as ws
 from harness import device
 from soak import SoakTrainer, cache_sizes, grown, live_objects, resident_bytes
-from wholestep import step as api
+from wholestep import compiled_step as api
 from wholestep.torch_private import fake_tensors
 
 _MEGABYTE = 2**20

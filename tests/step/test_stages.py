@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep import api, compiled_step, step
 from wholestep.ir.step_graph import StepGraph
 from wholestep.passes import run_passes
 
@@ -48,6 +49,33 @@ def test_capture_and_build_compose_to_what_compile_does() -> None:
     assert torch.equal(executable(batch()), compiled.step(batch()))
     for mine, theirs in zip(staged.state(), compiled.state(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_what_build_makes_of_a_captured_graph_is_what_compile_runs() -> None:
+    for options in ({"lower": "eager"}, {"lower": "eager", "memory_budget": 0.0}):
+        compiled, staged = Training(**options), Training()
+        for training in (compiled, staged):
+            training.train_step(batch())
+        compiled.step(batch())
+        executable = ws.build(ws.capture(staged.train_step, batch()), **options)
+        assert executable.graph_module.code == compiled.step.executable.code
+
+
+def test_capture_build_and_compile_are_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    whole = step.compile_step
+
+    def noted(start: Any, *rest: Any, **named: Any) -> Any:
+        made = whole(start, *rest, **named)
+        seen.append((type(start).__name__, type(made).__name__))
+        return made
+
+    for module in (step, compiled_step, api):
+        monkeypatch.setattr(module, "compile_step", noted)
+    training = Training(lower="eager")
+    ws.build(ws.capture(training.train_step, batch()), lower="eager")
+    training.step(batch())
+    assert seen == [("StepCall", "BoundGraph"), ("BoundGraph", "Executable"), ("StepCall", "Executable")]
 
 
 def test_capturing_and_building_change_nothing() -> None:

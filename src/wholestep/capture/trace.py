@@ -53,6 +53,7 @@ from wholestep.errors import (
 from wholestep.ir.captured_step import CapturedStep, HostCall
 from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.graphs import collector_paused
+from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
@@ -117,6 +118,9 @@ def trace_step(
                 leftovers.clean_up(capture.fake_mode)
                 raise
         leftovers.refuse(capture, captured.step_graph, capture.release(), context)
+    signature = captured.step_graph.signature
+    facts = IterationFacts(captured.late_outputs(), signature.creates_optimizer_state)
+    note_iteration_facts(captured.step_graph.gm, facts)
     return replace(captured, seconds=time.perf_counter() - started)
 
 

@@ -12,6 +12,7 @@ from wholestep.cross_iteration.iterations import Iterations, Pending
 from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.signature import InputKind
+from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.runtime.executor import Executor
 from wholestep.torch_private.dtensor import local_of
@@ -20,8 +21,8 @@ from wholestep.torch_private.dtensor import local_of
 class CrossingExecutor(Executor):
     """Runs the setup graph first, and the main graph while updates are pending."""
 
-    def __init__(self, captured: CapturedStep, iterations: Iterations) -> None:
-        super().__init__(captured, iterations.main, lambda *inputs: None)
+    def __init__(self, captured: CapturedStep, iterations: Iterations, memory: MemoryReport | None = None) -> None:
+        super().__init__(captured, iterations.main, self._iterate, memory=memory)
         self.iterations = iterations
         self.left: Pending | None = None
         """What the last run left for the next one."""
@@ -45,9 +46,9 @@ class CrossingExecutor(Executor):
             self._taken = None
         return result
 
-    def _outputs(self, inputs: list[Any]) -> tuple[Any, ...]:
+    def _iterate(self, *inputs: Any) -> tuple[Any, ...]:
         self.left = None
-        outputs, self.left = self.iterations.run(inputs, self._taken)
+        outputs, self.left = self.iterations.run(list(inputs), self._taken)
         return outputs
 
     def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any]) -> None:

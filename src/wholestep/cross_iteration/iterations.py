@@ -23,7 +23,14 @@ from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.effects import is_collective, shared_inputs
 from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, flush_graph, kept, setup_graph
-from wholestep.ir.iter.moves import DESTINATIONS, late_outputs, marked_moves, move_of, needed_outputs, requested_moves
+from wholestep.ir.iter.moves import (
+    DESTINATIONS,
+    iteration_facts,
+    marked_moves,
+    move_of,
+    needed_outputs,
+    requested_moves,
+)
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
@@ -190,7 +197,7 @@ def iterations_of(step_graph: StepGraph) -> Iterations | None:
     gm = step_graph.gm
     if not any(marked_moves(gm.graph)):
         return None
-    late = late_outputs(gm)
+    late = iteration_facts(gm).late_outputs
     graph = IterGraph(gm.graph, late_outputs=late)
     marked = marked_moves(graph)
     try:

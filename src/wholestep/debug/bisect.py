@@ -30,7 +30,7 @@ from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
 from wholestep.debug.minifier.isolation import apart
 from wholestep.debug.minifier.minify import minify
 from wholestep.debug.minifier.trial import Outcome, copy_of
-from wholestep.debug.step_versions import CapturedCall, Version, capture_call, options_of, with_passes
+from wholestep.debug.step_versions import CapturedCall, Version, captured_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError, WholestepError
 from wholestep.ir.graphs import copy_graph
 from wholestep.ir.io.repro import importable
@@ -103,7 +103,7 @@ class _Bisect:
         instance = getattr(step, "_instance", None)
         whole = (instance, *args) if instance is not None else args
         self._kept, self._key = _kept_graph(getattr(step, "_step", step), whole, kwargs)
-        self._call: CapturedCall = capture_call(self._fn, args, kwargs, options)
+        self._call: CapturedCall = captured_call(self._fn, args, kwargs, options)
         self._right: list[str] = []
 
     def run(self) -> Found:

@@ -77,7 +77,7 @@ def judge_eager(call: CapturedCall, fn: Any, args: tuple[Any, ...], kwargs: dict
     left: list[Any] = []
     outputs = run_nodes(call.step_graph.gm, call.inputs, lambda node, value: True, left)
     leaves, _ = leaves_of((args, kwargs))
-    gather = call.binding.gather
+    gather = call.step_graph.gather
     torch.manual_seed(SEED)
     try:
         result = fn(*args, **kwargs)

@@ -11,18 +11,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep.capture.trace import find_models
-from wholestep.cross_iteration import pending
 from wholestep.cross_iteration.executor import CrossingExecutor
 from wholestep.errors import BisectError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
-from wholestep.lower.step import LoweringCache
 from wholestep.options import Options
 from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
 from wholestep.passes.engine.manager import run_passes
-from wholestep.step import Binding, build_step, trace
+from wholestep.step import BoundGraph, ResolvedOptions, Shared, capture_call, compile_step, resolve
 from wholestep.torch_private.fx_graphs import has_plain_codegen
 from wholestep.torch_private.pytrees import pytree
 
@@ -59,32 +56,23 @@ class Version:
 class CapturedCall:
     """One call of a step: its captured graph before all passes, and the inputs that it has now."""
 
-    binding: Binding
+    step_graph: BoundGraph
+    """The graph as captured. Copy it before a pass."""
     inputs: tuple[Any, ...]
 
     @property
     def captured(self) -> CapturedStep:
         """What left capture."""
-        return self.binding.captured
-
-    @property
-    def step_graph(self) -> StepGraph:
-        """The graph as captured. Copy it before a pass."""
-        return self.captured.step_graph
+        return self.step_graph.captured
 
 
-def capture_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> CapturedCall:
+def captured_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> CapturedCall:
     """Capture a call as `ws.compile` does, without its passes. Nothing runs, and no state changes."""
-    pending.flush_all()
-    if options.parallel is not None:
-        find_models(fn, args, kwargs, options).run()
-    captured, _ = trace(fn, args, kwargs, options)
-    binding = captured.step_graph.binding
-    assert isinstance(binding, Binding)
-    inputs = binding.gather.read(leaves_of((args, kwargs))[0])
+    graph = capture_call(fn, args, kwargs, replace(resolve(options), passes=()))
+    inputs = graph.gather.read(leaves_of((args, kwargs))[0])
     if inputs is None:
         raise BisectError("the inputs of the captured graph cannot be read back.", fix="report this with the step.")
-    return CapturedCall(binding, tuple(inputs))
+    return CapturedCall(graph, tuple(inputs))
 
 
 def with_passes(step_graph: StepGraph, passes: Sequence[BoundPass], level: int) -> StepGraph:
@@ -96,11 +84,8 @@ def with_passes(step_graph: StepGraph, passes: Sequence[BoundPass], level: int) 
 
 def lowered_call(call: CapturedCall, step_graph: StepGraph, options: Options) -> fx.GraphModule:
     """What would run for a call: regions compiled, updates in place."""
-    if step_graph.binding is None:
-        step_graph = step_graph.copy()
-        step_graph.binding = call.binding.rebound(step_graph)
-    compiled = replace(options, lower="inductor", memory_budget=None, cuda_graph=False)
-    executable = build_step(step_graph.copy(), compiled, LoweringCache())
+    compiled = resolve(replace(options, lower="inductor", memory_budget=None, policy=None, cuda_graph=False))
+    executable = compile_step(call.step_graph.rebound(step_graph.copy()), compiled, Shared.of(options))
     return step_graph.gm if isinstance(executable.executor, CrossingExecutor) else executable.graph_module
 
 
@@ -127,10 +112,10 @@ def two_versions(one: Any, other: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return _same_inputs(*found)
 
 
-def options_of(step: Any) -> Options | None:
+def options_of(step: Any) -> ResolvedOptions | None:
     """The options of a compiled step, also of a bound one; None for a function."""
     found = getattr(step, "options", None)
-    return found if isinstance(found, Options) else None
+    return found if isinstance(found, ResolvedOptions) else None
 
 
 def _of_step(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plans: list[Any]) -> Version:
@@ -142,7 +127,7 @@ def _of_step(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plans: li
         )
     fn = getattr(step, "__wholestep_function__", step)
     plan = next(iter(plans), None)
-    call = capture_call(fn, args, kwargs, options or Options(lower="eager", parallel=plan))
+    call = captured_call(fn, args, kwargs, options or Options(lower="eager", parallel=plan))
     if options is None:
         return Version("eager", call.step_graph.gm, call.inputs, function=fn)
     graph = with_passes(call.step_graph, options.passes, 0)

@@ -17,6 +17,7 @@ import linecache
 import os
 import re
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -181,6 +182,17 @@ def location_of(frame: FrameType | None, *, with_text: bool = False) -> Location
 def user_location(*, with_text: bool = True) -> Location | None:
     """The line of the user's code that is running now."""
     return location_of(user_frame(2), with_text=with_text)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's code that is running now, however deep in the library."""
+    frame = user_frame(2)
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, seen)
 
 
 def location_of_exception(error: BaseException) -> Location | None:

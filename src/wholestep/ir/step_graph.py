@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from torch import fx
 from torch.fx.graph import CodeGen
@@ -120,13 +120,6 @@ def bytes_in(text: str, name: str, fix: str) -> int:
     return int(count)
 
 
-class GraphBinding(Protocol):
-    """The link from a captured graph to the user's objects."""
-
-    def rebound(self, step_graph: StepGraph) -> GraphBinding:
-        """The same for another version of the graph, with the same inputs and outputs."""
-
-
 class StepGraph:
     """A step: its graph (`gm`) and what every input and output is (`signature`)."""
 
@@ -135,8 +128,6 @@ class StepGraph:
         self.signature = signature
         self.memory: MemoryReport | None = None
         """With a memory budget: what was planned, and what the first run needed."""
-        self.binding: GraphBinding | None = None
-        """How the graph is bound to the user's objects (`step.Binding`); None where it was read from a file."""
         if not has_plain_codegen(gm.graph):
             gm.graph.set_codegen(CodeGen())
             gm.recompile()
@@ -154,12 +145,11 @@ class StepGraph:
         return text
 
     def copy(self) -> StepGraph:
-        """A copy to rewrite, bound to the same objects."""
+        """A copy to rewrite."""
         gm = lazy_graph_module(self.gm, copy_graph(self.gm.graph), type(self.gm).__name__)
         gm.meta.update(self.gm.meta)
         made = StepGraph(gm, self.signature)
         made.memory = self.memory
-        made.binding = None if self.binding is None else self.binding.rebound(made)
         return made
 
     def to_json(self) -> str:

@@ -45,12 +45,11 @@ from wholestep.ir.collectives import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_wait, may_draw, shared_inputs, writes
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.moves import (
-    CREATES,
     DESTINATIONS,
     deadline,
     first_readers,
     gm_meta,
-    late_outputs,
+    iteration_facts,
     marked_moves,
     move_of,
     needed_outputs,
@@ -80,7 +79,7 @@ STAYS = "wholestep_stays"
 def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_node: str) -> None:
     """Run the wait of one collective, and the optimizer of what it reduces, in the next iteration before a node."""
     graph: fx.Graph = gm.graph
-    if gm_meta(gm).get(CREATES, False):
+    if iteration_facts(gm).creates_state:
         log.info("%s: all updates of a step that creates optimizer state stay in it", target_comm_node)
         return
     by_name = {node.name: node for node in graph.nodes}
@@ -96,7 +95,7 @@ def iter_move_grads_and_optimizers(gm: Any, target_comm_node: str, target_dest_n
     waits = list(comm_block(started).waits)
     _prepare(gm)
     _split_optimizers(gm, waits)
-    crossing = plan_crossing(graph, waits, late_outputs(gm))
+    crossing = plan_crossing(graph, waits, iteration_facts(gm).late_outputs)
     for wait, why in crossing.stays.items():
         raise IterMoveError(
             f"{target_comm_node} cannot be completed in the next iteration: {why}.",
@@ -116,10 +115,10 @@ def overlap_optimizer_with_next_forward(gm: Any) -> None:
     """Let every update that can cross run in the next iteration, right before the first use of what it writes."""
     graph: fx.Graph = gm.graph
     _prepare(gm)
-    crossing = plan_crossing(graph, late_outputs=late_outputs(gm))
+    crossing = plan_crossing(graph, late_outputs=iteration_facts(gm).late_outputs)
     if crossing.groups:
         _split_optimizers(gm, [node for group in crossing.groups for node in group if is_wait(node.target)])
-        crossing = plan_crossing(graph, late_outputs=late_outputs(gm))
+        crossing = plan_crossing(graph, late_outputs=iteration_facts(gm).late_outputs)
     gm_meta(gm)[STAYS] = {wait.name: why for wait, why in crossing.stays.items()}
     for wait, why in crossing.stays.items():
         log.info("%s stays in its own iteration: %s", name_of(wait), why)
@@ -165,7 +164,7 @@ def _move(gm: Any, moves: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
         return
     marked = marked_moves(graph)
     earlier = [move_of(nodes, set()) for nodes in marked.values()]
-    plan_moves(graph, moves, earlier, late_outputs(gm))  # raises where one is not legal
+    plan_moves(graph, moves, earlier, iteration_facts(gm).late_outputs)  # raises where one is not legal
     destinations = dict(gm.meta.get(DESTINATIONS, {}))
     for number, (nodes, target) in enumerate(moves, max(marked, default=0) + 1):
         for node in nodes:

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from wholestep.errors import NoGraphError
 from wholestep.ir.captured_step import CapturedStep, Change
 from wholestep.ir.signature import ChangeKind
+from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import BatchGradSlot
 from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.torch_private.autograd import below_autograd, error_in_backward
@@ -37,13 +38,15 @@ class Executor:
         executable: fx.GraphModule,
         forward: Callable[..., Any],
         untold: Sequence[int] = (),
+        memory: MemoryReport | None = None,
     ) -> None:
-        """`forward`: the function of `executable`. `untold`: inputs that it updates without telling autograd."""
+        """`forward`: the function of `executable`. `untold`: inputs that it updates without telling autograd.
+        `memory`: the report of a memory budget, to which the first run adds what it needed."""
         self.captured = captured
         self.executable = executable
         self._forward = forward
         self._untold = untold
-        self._report = captured.step_graph.memory
+        self._report = memory
         self._measures = self._report is not None
         """Whether the next run is the one that tells how much memory it needs."""
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -57,7 +60,7 @@ class Executor:
         for change in self._release:
             change.slot.remove()
         with self._mode():
-            outputs = self._measured(inputs) if self._measures else self._outputs(inputs)
+            outputs = self._measured(inputs) if self._measures else self._forward(*inputs)
         if self._untold:
             increment_version([inputs[i] for i in self._untold])
         del inputs
@@ -74,10 +77,6 @@ class Executor:
         """What an input of the graph is called."""
         return self.captured.inputs[place].path
 
-    def _outputs(self, inputs: list[Any]) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self._forward(*inputs)
-        return found
-
     def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
         for change in self._changes:
             _apply(change, outputs, leaves)
@@ -88,7 +87,7 @@ class Executor:
         self._measures = False
         device = torch.device(self._report.device)
         held = held_bytes(inputs, device)
-        outputs, most = bytes_at_most(lambda: self._outputs(inputs), device)
+        outputs, most = bytes_at_most(lambda: self._forward(*inputs), device)
         self._report.measured_peak = None if most is None else held + most
         found: tuple[Any, ...] = outputs
         return found

@@ -32,11 +32,9 @@ from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import bound_argument
 
 if TYPE_CHECKING:
+    from wholestep.capture.graph.recorder import Recorder
     from wholestep.capture.objects.swapped_state import Tracked
     from wholestep.capture.trace import Capture
-
-if TYPE_CHECKING:
-    from wholestep.capture.graph.recorder import Recorder
 
 aten = torch.ops.aten
 

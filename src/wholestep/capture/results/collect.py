@@ -58,12 +58,6 @@ from wholestep.torch_private.fx_graphs import lazy_graph_module
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
-if TYPE_CHECKING:
-    from wholestep.capture.trace import Capture
-
-if TYPE_CHECKING:
-    from wholestep.capture.trace import Capture
-
 _OVERRIDDEN = frozenset({"step", "get_last_lr", "param_groups"})
 """What is replaced in schedulers and wrappers of optimizers while a step is traced."""
 

@@ -25,9 +25,9 @@ from torch import Tensor, fx, nn
 
 from wholestep.api import compile as compile_step
 from wholestep.compat.spmd.parallel_mode import DTensorExpandMode, ParallelMode
+from wholestep.compiled_step import CompiledStep
 from wholestep.errors import OptionError
 from wholestep.passes import graph_optimization_pass
-from wholestep.step import CompiledStep
 from wholestep.torch_private.pytrees import pytree
 
 COMPILED_OBJECT_KEY = "_compiled_obj"

@@ -1,8 +1,8 @@
 """Several calls of a step side by side: `ws.check`, and `ws.compile(check_first=N)`.
 
 Calls run on the user's own objects, which `ws.check` restores at the end. Each call starts from the state that the
-compiled call before it left, so that a difference is found in the call that produces it. `check_first` replaces the
-step's method that runs a call, and removes itself after N calls: later calls pay nothing for it.
+compiled call before it left, so that a difference is found in the call that produces it. `check_first` is a
+step that does so for its first N calls (`CheckedStep`).
 
 One call twice from the same state: eager, then compiled.
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from wholestep.capture.trace import is_tracing, steps_as_functions
+from wholestep.compiled_step import LAST, CompiledStep, P, R
 from wholestep.debug.check.findings import Finding, Observation, Status, Tolerance, counts, findings, observe, worst_of
 from wholestep.debug.check.reachable import Part, Reached, roots_of
 from wholestep.debug.check.report import CallCost, CheckReport, CheckRow, FirstDifference, cost_of, error_of, locate
@@ -38,6 +39,7 @@ from wholestep.debug.check.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, OptionError, WholestepError, invalid_value
 from wholestep.ir.tensor_copies import has_plain_memory
+from wholestep.options import Options
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import nudged
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
@@ -157,7 +159,7 @@ def _eager(before: Snapshot, roots: Roots, call: CheckedCall) -> Observation:
 def run_compiled(step: Any, call: CheckedCall) -> Any:
     """Run the compiled step, and flush pending updates."""
     try:
-        result = type(step)._run(step, call.fn, call.args, dict(call.kwargs))
+        result = CompiledStep._run(step, call.fn, call.args, dict(call.kwargs))
         step.flush()
         return result
     except WholestepError:
@@ -414,37 +416,25 @@ def _with_batch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return CheckedCall(fn, *ways[0])
 
 
-_LAST = "last_train_step"
-_METHOD = "_run"
+class CheckedStep(CompiledStep[P, R]):
+    """A compiled step whose first calls are compared with eager: `ws.compile(check_first=N)`."""
 
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
+        super().__init__(fn, options)
+        self._to_check = self.options.check_first
 
-class FirstCalls:
-    """Replaces `CompiledStep._run` until enough calls were equal."""
-
-    def __init__(self, step: Any, count: int) -> None:
-        self._step = step
-        self._left = count
-
-    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = self._step
-        if is_tracing():
-            return fn(*args, **kwargs)  # a compiled step inside of another one is part of its graph
-        last = not step._has_own_last and kwargs.get(_LAST)
-        named = kwargs if step._has_own_last else {key: value for key, value in kwargs.items() if key != _LAST}
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._to_check or is_tracing():
+            return super()._run(fn, args, kwargs)
+        last = not self._has_own_last and kwargs.get(LAST)
+        named = kwargs if self._has_own_last else {key: value for key, value in kwargs.items() if key != LAST}
 
         def refuse(compared: Compared) -> None:
-            first = locate(step, args, named, first_of(compared.different))
-            raise error_of(report_of(step, [compared], 1, first))
+            first = locate(self, args, named, first_of(compared.different))
+            raise error_of(report_of(self, [compared], 1, first))
 
-        compared = compare_call(step, CheckedCall(fn, args, named), in_double=False, on_difference=refuse)
-        self._left -= 1
-        if self._left == 0:
-            vars(step).pop(_METHOD, None)
+        compared = compare_call(self, CheckedCall(fn, args, named), in_double=False, on_difference=refuse)
+        self._to_check -= 1
         if last:
-            step.flush()
+            self.flush()
         return compared.result
-
-    @classmethod
-    def stand_in(cls, step: Any, count: int) -> None:
-        """Replace a step's method by a check."""
-        vars(step)[_METHOD] = cls(step, count)

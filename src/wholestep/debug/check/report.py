@@ -22,7 +22,7 @@ from wholestep.debug.bisect import Found, bisect
 from wholestep.debug.check.findings import Finding, Status
 from wholestep.debug.check.reachable import Part
 from wholestep.debug.compare import compare_versions
-from wholestep.debug.step_versions import Version, capture_call, with_passes
+from wholestep.debug.step_versions import Version, captured_call, with_passes
 from wholestep.errors import CheckError, Location
 from wholestep.ir.meta import nearest_location
 from wholestep.ir.readable import format_node
@@ -89,7 +89,7 @@ def _stale_node(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fou
     inputs = entry.gather.read(leaves_of((args, kwargs))[0])
     if inputs is None:
         return None
-    call = capture_call(step._fn, args, kwargs, step.options)
+    call = captured_call(step._fn, args, kwargs, step.options)
     fresh = with_passes(call.step_graph, step.options.passes, 0)
     versions = Version("new", fresh.gm, call.inputs), Version("kept", entry.step_graph.gm, tuple(inputs))
     first = compare_versions(*versions, "reassociates").first

@@ -46,7 +46,7 @@ from wholestep.ir.iter.graph import (
     setup_graph,
     single_graph,
 )
-from wholestep.ir.iter.moves import CREATES, DESTINATIONS, late_outputs, marked_moves, requested_moves
+from wholestep.ir.iter.moves import DESTINATIONS, iteration_facts, marked_moves, requested_moves
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
@@ -83,7 +83,7 @@ class IterGraphModule(nn.Module):
         self._lower = lower
         self._lowered: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
         """By identity, a graph that ran and what was made of it."""
-        graph = IterGraph(main_gm.graph, late_outputs=late_outputs(main_gm))
+        graph = IterGraph(main_gm.graph, late_outputs=iteration_facts(main_gm).late_outputs)
         make_marked_moves(graph, main_gm.meta)
         self.main_gm = fx.GraphModule(main_gm, graph)
         self.main_gm.meta = dict(main_gm.meta)
@@ -188,7 +188,7 @@ class IterGraphModule(nn.Module):
         """
         graph, destinations = marked_graph(self.graph)
         meta = dict(self.meta)
-        if meta.get(CREATES, False):
+        if iteration_facts(self).creates_state:
             for node in graph.nodes:
                 if node_meta(node).move:
                     update_node_meta(node, move=0)

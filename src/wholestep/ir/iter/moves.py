@@ -273,22 +273,34 @@ def roots_of(node: fx.Node) -> list[fx.Node]:
 
 DESTINATIONS = "wholestep_destinations"
 """In the `meta` of a graph module: number of a move to the name of the node that it runs before."""
-LATE = "wholestep_late_outputs"
-"""In the `meta` of a graph module: places in the output that may be filled by the next iteration (gradients)."""
-CREATES = "wholestep_creates_state"
-"""In the `meta` of a graph module: True if its step creates optimizer state."""
+_FACTS = "wholestep_iteration_facts"
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """What has to be known of a captured step to move a part of it into the next iteration."""
+
+    late_outputs: tuple[int, ...] = ()
+    """Places in the output that may be filled by the next iteration (gradients)."""
+    creates_state: bool = False
+    """True if the step creates optimizer state: its graph runs once."""
+
+
+def note_iteration_facts(gm: fx.GraphModule, facts: IterationFacts) -> None:
+    """Capture notes on a graph module what passes that move nodes between iterations ask for."""
+    gm.meta[_FACTS] = facts
+
+
+def iteration_facts(gm: Any) -> IterationFacts:
+    """The facts of a graph module, or of the main one of an IterGraphModule; none are known of a bare graph."""
+    found: IterationFacts = gm_meta(gm).get(_FACTS, IterationFacts())
+    return found
 
 
 def gm_meta(gm: Any) -> dict[str, Any]:
     """Where a graph module, or the main one of an IterGraphModule, stores what passes recorded."""
     meta: dict[str, Any] = getattr(gm, "main_gm", gm).meta
     return meta
-
-
-def late_outputs(gm: Any) -> tuple[int, ...]:
-    """Places in the output of a graph that may be filled by the next iteration."""
-    found: tuple[int, ...] = gm_meta(gm).get(LATE, ())
-    return found
 
 
 def marked_moves(graph: fx.Graph) -> dict[int, list[fx.Node]]:
