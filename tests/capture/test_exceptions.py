@@ -121,3 +121,15 @@ def test_a_refused_step_can_be_called_again_after_the_cause_is_gone() -> None:
     careful["on"] = False
     compiled(world.batch())
     assert len(compiled.graphs) == 1
+
+
+def test_an_operator_that_eager_refuses_raises_what_eager_raises() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.stack([p for p in (x,) if p.shape[0] > 5])
+        except RuntimeError:
+            return x * 2
+
+    assert torch.equal(ws.compile(step, lower="eager")(torch.ones(2)), step(torch.ones(2)))
+    with pytest.raises(RuntimeError, match="non-empty TensorList"):
+        ws.compile(lambda x: torch.stack([]) + x, lower="eager")(torch.ones(2))

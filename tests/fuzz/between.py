@@ -38,7 +38,11 @@ def checkpoint_optimizer(b: Builder) -> None:
     b.assigned_between.add("saved_optimizer")
     b.after(
         "if i == 1 and hasattr(optimizer, 'state_dict'):\n    saved_optimizer = copy.deepcopy(optimizer.state_dict())",
-        "if i == 3 and hasattr(optimizer, 'state_dict'):\n    optimizer.load_state_dict(saved_optimizer)",
+        "if i == 3 and hasattr(optimizer, 'state_dict'):",
+        "    try:",
+        "        optimizer.load_state_dict(saved_optimizer)",
+        "    except ValueError:  # a group was added since",
+        "        pass",
     )
 
 

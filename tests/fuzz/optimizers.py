@@ -293,6 +293,13 @@ class Wrapper(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         self.base.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict(state)
+        self.param_groups = self.base.param_groups
 """,
     "chain of two": """
 class Inner:

@@ -224,10 +224,14 @@ class Recorder(DispatchMode):
         return out
 
     def _computed(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
-        if not self._has_symbols:
-            return func(*fake_args, **fake_kwargs)
-        with shapes_by_python():
-            return func(*fake_args, **fake_kwargs)
+        try:
+            if not self._has_symbols:
+                return func(*fake_args, **fake_kwargs)
+            with shapes_by_python():
+                return func(*fake_args, **fake_kwargs)
+        except AssertionError as error:
+            # Shape rules in Python assert what a kernel checks: user code gets the exception that eager raises.
+            raise RuntimeError(str(error)) from error
 
     def _flag(self, func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         flag = bound_argument(func, facts.names.index(facts.writes_if), args, kwargs)
