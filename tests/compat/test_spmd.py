@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cases.parts import train_step
 from wholestep.compat.spmd.api import COMPILED_OBJECT_KEY, Override, compile
 from wholestep.compat.spmd.data_parallel import DataParallelStyle
 from wholestep.compat.spmd.gm_transformation import GraphModuleTransformation
@@ -46,14 +47,6 @@ def two_ranks() -> Iterator[None]:
 
 alone = pytest.mark.usefixtures("two_ranks")
 pytestmark = pytest.mark.fake_group
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def trained(optimizer: Callable[..., Any] = torch.optim.SGD, **options: Any) -> tuple[nn.Module, Any, Tensor]:

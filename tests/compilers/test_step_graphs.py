@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.errors import DebugError, OptionError
 from wholestep.ir.io.dump import random_input, record_of
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:

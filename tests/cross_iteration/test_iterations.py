@@ -17,19 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Optimizer
 
 import wholestep as ws
+from cases.parts import train_step
 from ranks import run_ranks
 from wholestep.errors import PendingError
 from wholestep.passes.iter_move import overlap_optimizer_with_next_forward
 from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def keeps_grads(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

@@ -6,23 +6,16 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.ir.graphs import epilogue
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower import LowerOptions
 from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.step import LoweredStep, is_compiled, lower_step, record_step
 from wholestep.runtime.program import program
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def captured(optimizer: str = "SGD") -> StepGraph:

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import wholestep as ws
+from cases.parts import train_step
 from ranks import RanksFailed, run_ranks
 from wholestep import step
 from wholestep.ir.effects import is_collective
@@ -29,14 +30,6 @@ def world_mesh() -> DeviceMesh:
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 class Job:

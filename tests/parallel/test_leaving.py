@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import wholestep as ws
+from cases.parts import train_step
 from ranks import RanksFailed, run_ranks
 
 FAILURES = (ws.errors.PeerFailedError, ws.errors.DesyncError)
@@ -25,14 +26,6 @@ FAILURES = (ws.errors.PeerFailedError, ws.errors.DesyncError)
 
 def world_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 class Job:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 import wholestep as ws
+from cases.parts import train_step
 from ranks import run_ranks
 
 PLANS = {"replicate": ws.Replicate, "fully shard": ws.FullyShard}
@@ -29,14 +30,6 @@ def world_mesh() -> DeviceMesh:
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def message_of(run: Callable[[], Any], seconds: float = SECONDS) -> str:

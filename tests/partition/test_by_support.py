@@ -15,6 +15,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import wholestep as ws
+from cases.parts import train_step
 from partition.random_graphs import Drawn, drawn_graphs, quotient_has_cycle
 from wholestep.errors import PartitionError
 from wholestep.partition import SupportedPartitions, fuse_partitions, partition_by_support, split_module
@@ -189,13 +190,6 @@ def test_the_result_is_a_callback_for_our_split_module(drawn):
 def test_write_backs_of_a_captured_step_come_after_all_reads():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def train_step(model, optimizer, x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
     step = ws.capture(ws.compile(train_step), model, optimizer, torch.randn(3, 4))
     found = partition_by_support(step, lambda node: "mm" not in node.name)

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from cases.parts import train_step
 from ir.collectives import Build
 from ranks import run_ranks
 from wholestep.errors import OptionError
@@ -33,14 +34,6 @@ def count(gm: fx.GraphModule, kind: str) -> int:
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 8), nn.Linear(8, 5))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def beside_torch(rank: int, kind: str, passes: Any) -> tuple[bool, int, int]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.errors import OptionError, PassError, PassOrderError
 from wholestep.ir.verify import verify
 from wholestep.passes import applied_passes, graph_optimization_pass, run_passes
@@ -58,14 +59,6 @@ def raises(gm: fx.GraphModule) -> None:
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
     node.args = ()
     raise RuntimeError("out of ideas")
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def step_graph() -> ws.StepGraph:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.errors import OptionError, PassError, PassOrderError
 from wholestep.passes import applied_passes
 
@@ -71,14 +72,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name in set(sys.modules) - modules:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def train(step: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.cross_iteration.iterations import iterations_of
 from wholestep.errors import IterMoveError, PassOrderError
 from wholestep.ir import StepGraph
@@ -41,14 +42,6 @@ def eight_ranks() -> Iterator[None]:
     yield
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.ir.step_graph import MemoryReport
 
 
@@ -52,14 +53,6 @@ class Images(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def rows(i: int) -> Tensor:
