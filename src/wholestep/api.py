@@ -18,7 +18,16 @@ from wholestep.options import Dim, Options
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, GraphPass
 from wholestep.remat.options import Budget
-from wholestep.step import BoundGraph, Executable, ResolvedOptions, Shared, capture_call, compile_step, resolve
+from wholestep.step import (
+    BoundGraph,
+    Executable,
+    ResolvedOptions,
+    Shared,
+    capture_call,
+    compile_step,
+    resolve,
+    with_plan_of_models,
+)
 
 if TYPE_CHECKING:
     from wholestep.debug.check.report import CheckReport
@@ -179,7 +188,7 @@ def check(
         )
     found = given or resolve(Options.of(**chosen))
     found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
-    if found.parallel is not None:
+    if with_plan_of_models(function, args, named, found).parallel is not None:
         raise OptionError(
             "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
             fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",

@@ -29,7 +29,17 @@ from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.options import Options
 from wholestep.ranks.step_ranks import RankOptions, Ranks
-from wholestep.step import Executable, Shared, StepCall, capture_call, compile_step, needs_eager, resolve
+from wholestep.step import (
+    Executable,
+    ResolvedOptions,
+    Shared,
+    StepCall,
+    capture_call,
+    compile_step,
+    needs_eager,
+    resolve,
+    with_plan_of_models,
+)
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.modes import mode_that_needs_eager
 
@@ -67,6 +77,7 @@ class CompiledStep(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self._fn = fn
         self.options = resolve(options)
+        """With a plan from the call on whose models torch has made parallel."""
         self.recompiles: list[Recompile] = []
         """Why each capture after the first happened."""
         self.capture_seconds = 0.0
@@ -79,14 +90,17 @@ class CompiledStep(Generic[P, R]):
         self._shared = Shared.of(self.options)
         self._warned = False
         self._modes_warned: set[str] = set()
-        plan = self.options.parallel
-        self._ranks = None
-        if plan is not None:
-            groups = [axis.group for axis in plan.axes]
-            self._ranks = Ranks(self._name, RankOptions(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
+        self._ranks = self._ranks_of_plan()
         self._work = PendingWork()
         weakref.finalize(self, finally_flush, self._work).atexit = False
         self._has_own_last = has_parameter(fn, LAST)
+
+    def _ranks_of_plan(self) -> Ranks | None:
+        plan = self.options.parallel
+        if plan is None:
+            return None
+        groups = [axis.group for axis in plan.axes]
+        return Ranks(self._name, RankOptions(plan.deadline, plan.axis_ranks, groups, plan.per_rank))
 
     @property
     def __wholestep_function__(self) -> Callable[P, R]:
@@ -178,6 +192,8 @@ class CompiledStep(Generic[P, R]):
     def _run_one(self, fn: Function, args: Args, kwargs: Kwargs, leaves: list[Any], structure: Any) -> Any:
         pending.flush_others(self._work, lambda: None if self._last is None else self._last.gather.read(leaves))
         found = self._going_on(leaves, structure) or self._find(leaves, structure)
+        if found is None:
+            self._take_plan(with_plan_of_models(fn, args, kwargs, self.options))
         if self._ranks is None:
             entry, state = found or self._compile(StepCall(fn, args, kwargs, leaves, structure))
             return self._run_entry(entry, state, leaves)
@@ -194,6 +210,13 @@ class CompiledStep(Generic[P, R]):
         entry, state = found
         with self._ranks.running(self._calls, entry.step_graph, state):
             return self._run_entry(entry, state, leaves)
+
+    def _take_plan(self, options: ResolvedOptions) -> None:
+        """From now on the step communicates as its models do."""
+        if options is not self.options:
+            self.flush()
+            self.options, self._shared = options, Shared.of(options)
+            self._ranks = self._ranks_of_plan()
 
     def _run_entry(self, entry: Executable, state: list[Any], leaves: list[Any]) -> Any:
         """Run a graph; what it leaves for the next call is completed by that, or by `flush`."""
@@ -312,7 +335,7 @@ class CompiledStep(Generic[P, R]):
 
     def __reduce__(self) -> Any:
         # A copy, also in another process, captures for itself: graphs belong to the objects they were captured with.
-        return type(self), (self._fn, self.options)
+        return type(self), (self._fn, self.options.given)
 
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._entries)} graphs)"

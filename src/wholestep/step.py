@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from wholestep.capture.objects.called import CalledObjects
 from wholestep.capture.scalars.scalar_policy import NumberPolicy, trace_with_numbers
-from wholestep.capture.trace import find_models, is_tracing, trace_step
+from wholestep.capture.trace import find_models, is_tracing, plan_of_models, trace_step
 from wholestep.cross_iteration import pending
 from wholestep.cross_iteration.executor import CrossingExecutor
 from wholestep.cross_iteration.iterations import Iterations, iterations_of
@@ -67,6 +67,8 @@ class ResolvedOptions(Options):
     passes: tuple[BoundPass, ...] = ()
     """The passes to run, in order, without the disabled ones."""
     parallel: Plan | None = None
+    given: Options = field(default_factory=Options, repr=False, compare=False)
+    """What the user wrote."""
 
 
 def resolve(options: Options) -> ResolvedOptions:
@@ -88,8 +90,17 @@ def resolve(options: Options) -> ResolvedOptions:
         raise OptionError(
             f"parallel={options.parallel!r} is not a plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
         )
-    given |= {"lower_options": lower_options, "memory_budget": budget, "disable_passes": ()}
+    given |= {"lower_options": lower_options, "memory_budget": budget, "disable_passes": (), "given": options}
     return ResolvedOptions(**given | {"passes": _passes_to_run(options, lower_options)})
+
+
+def with_plan_of_models(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: ResolvedOptions
+) -> ResolvedOptions:
+    """The options for a call: with a plan where none was given and torch has made the models of the step parallel
+    (`DistributedDataParallel`, `fully_shard`). `passes="auto"` is then chosen as for a plan that is given."""
+    plan = None if options.parallel is not None else plan_of_models(fn, args, kwargs, options)
+    return options if plan is None else resolve(replace(options.given, parallel=plan))
 
 
 def _passes_to_run(options: Options, lower_options: LowerOptions) -> tuple[BoundPass, ...]:
@@ -277,7 +288,7 @@ def capture_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     mode = mode_that_needs_eager()
     if mode is not None:
         raise needs_eager(mode)
-    chosen = resolve(options)
+    chosen = with_plan_of_models(fn, args, kwargs, resolve(options))
     pending.flush_all()
     if chosen.parallel is not None:
         find_models(fn, args, kwargs, chosen).run()

@@ -60,8 +60,11 @@ from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_o
 from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 from wholestep.options import Options
-from wholestep.parallel.place import Placing, plan_hooks, sharding_hooks
+from wholestep.parallel.place import Placing, placed_by_plan, plan_hooks, sharding_hooks
+from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
+from wholestep.parallel.wrapped import flags_of, plan_of_wrappers
+from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.dtensor import is_dtensor
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
@@ -137,6 +140,18 @@ def find_models(
     return Placing(options.parallel, discover(fn, leaves, CalledObjects(options)))
 
 
+def plan_of_models(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Plan | None:
+    """What torch has made of the models of a step (`DistributedDataParallel`, `fully_shard`), as a plan."""
+    if default_group() is None:
+        return None
+    flat = flatten((args, kwargs))
+    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
+    world = discover(fn, leaves, lambda target: isinstance(target, nn.Module))
+    return plan_of_wrappers(world, placed_by_plan(world).__contains__)
+
+
 class Capture:
     """One trace. Host of the recorder, the scalars and the patches."""
 
@@ -207,6 +222,8 @@ class Capture:
             self._build_inputs()
             if self.options.parallel is None:
                 self._refuse_shards()
+            elif self.options.parallel.wrapped:
+                self.world.variables += flags_of(self.world)
             if self.options.hooks == "refuse":
                 refuse_hooks(self.world, self.table.parameters, plan_hooks(self.world))
             with self._swapped():
@@ -239,6 +256,8 @@ class Capture:
     def _begin_session(self) -> None:
         if self.options.parallel is not None:
             self.session = Session(self.options.parallel, self.world, self.table, self.recorder)
+            if self.session.wrappers is not None:
+                self.session.wrappers.enter()
 
     def _build_inputs(self) -> None:
         self.table.build()

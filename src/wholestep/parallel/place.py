@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wholestep.errors import PlanError, WrappedError
 from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan, check_device
+from wholestep.parallel.wrapped import groups_of
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 
@@ -102,7 +103,8 @@ class Placing:
                 _check_same(plan, done.plan, path)
                 self._late += _unknown(done, model, path)
                 continue
-            _refuse_wrapped(model, path)
+            if not plan.wrapped:
+                _refuse_wrapped(model, path)
             check_device(plan.mesh, model, path)
             self._todo.append((model, path, _matched_plan(plan, model, path), _units(plan, model, path)))
 
@@ -168,7 +170,7 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
             where = f"{path}.{name}" if name else path
             raise WrappedError(
                 f"{where} is already parallel ({kind}), and the step would make it parallel again.",
-                fix="pass the plain model: parallel= does what the wrapper does.",
+                fix="leave parallel= out: the step then does what the wrapper does; or pass the plain model.",
             )
     for name, param in model.named_parameters():
         if is_dtensor(param):
@@ -180,6 +182,9 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
 
 def _place_model(plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str]) -> Placement:
     placement = Placement(plan)
+    if plan.wrapped:
+        _note_groups(placement, model)
+        return placement
     if plan.broadcast:
         _broadcast(plan, [*model.parameters(), *model.buffers()])
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -196,6 +201,21 @@ def _place_model(plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], unit
     return placement
 
 
+def _note_groups(placement: Placement, model: nn.Module) -> None:
+    """What `fully_shard` did to a model before the step was compiled; nothing for other wrappers."""
+    for group in groups_of(model):
+        placement.units.append(group.unit)
+        for holders, shape in group.parameters:
+            for module, name in holders:
+                placement.forms.setdefault(module, {})[name] = Form(shape)
+
+
+def placed_by_plan(world: FoundObjects) -> set[nn.Module]:
+    """All modules of models that a plan which the user gave has made parallel."""
+    roots = [m for m in world.modules if (done := _placements.get(m)) is not None and not done.plan.wrapped]
+    return {module for root in roots for module in root.modules()}
+
+
 def _matched_plan(plan: Plan, model: nn.Module, path: str) -> dict[str, Any]:
     if plan.tensor_parallel is None:
         return {}
@@ -208,7 +228,7 @@ def _matched_plan(plan: Plan, model: nn.Module, path: str) -> dict[str, Any]:
 
 def _units(plan: Plan, model: nn.Module, path: str) -> list[str]:
     """Paths of what `fully_shard` is applied to, inner modules first."""
-    if not isinstance(plan, FullyShard):
+    if not isinstance(plan, FullyShard) or plan.wrapped:
         return []
     if plan.modules is None:
         return [""]

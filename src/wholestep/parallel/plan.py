@@ -113,6 +113,8 @@ class Plan:
     `trainer.noise_scale`. All others that do must be the same on all ranks (WS-DESYNC)."""
     reduces: bool = field(default=True)
     """False: gradients stay each rank's own (see `no_sync`)."""
+    wrapped: bool = field(default=False, repr=False)
+    """A wrapper of torch made the model parallel, and the plan does in the graph what that does (`wrapped.py`)."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -192,7 +194,7 @@ class Plan:
             mesh, styles = self.tensor_parallel
             axes += [f"{axis.name}={axis.size}" for axis in axes_of(mesh)]
             axes += [f"{path}: {type(style).__name__}" for path, style in styles.items()]
-        hidden = ("mesh", "tensor_parallel", "reduces")
+        hidden = ("mesh", "tensor_parallel", "reduces", "wrapped")
         options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in hidden]
         return f"{type(self).__name__}({', '.join(axes + options)})"
 

@@ -26,12 +26,14 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
+from wholestep.errors import UnsupportedError
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import update_node_meta
 from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.plan import Axis, FullyShard, Plan, axes_of
+from wholestep.parallel.wrapped import Wrappers
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
 
 Norm = Callable[..., Tensor]
@@ -133,8 +135,15 @@ class Whole:
 class Reducer:
     """Gradients of one trace that are not yet reduced."""
 
-    def __init__(self, plan: Plan, recorder: TraceRecorder, wholes: list[Whole]) -> None:
+    def __init__(
+        self, plan: Plan, recorder: TraceRecorder, wholes: list[Whole], wrappers: Wrappers | None = None
+    ) -> None:
         self._plan = plan
+        self._wrappers = wrappers
+        self._held: dict[int, Whole] = {}
+        """Parameters whose gradient a backward added to that does not synchronise (`no_sync`)."""
+        self._own: set[Sharded] = set()
+        """The same, of sharded parameters: their whole gradients stay this rank's own."""
         self._recorder = recorder
         self._collectives = Collectives(recorder)
         self._wholes = {id(w.fake): w for w in wholes}
@@ -158,6 +167,8 @@ class Reducer:
         self._hooks.clear()
         self._wholes.clear()
         self._sharded.clear()
+        if self._wrappers is not None:
+            self._wrappers.release()
 
     def add(self, param: Sharded, grad: Tensor) -> None:
         """A whole gradient of a gathered parameter."""
@@ -167,10 +178,35 @@ class Reducer:
         before = self._pending.get(param)
         self._pending[param] = local if before is None else before + local
         self._sharded[id(param.fake)] = param
+        if self._wrappers is not None and not self._wrappers.is_due(param.fake):
+            self._own.add(param)
+        else:
+            self._own.discard(param)
 
     def _accumulated(self, tensor: Tensor) -> None:
         self._changed.pop(id(tensor), None)
-        self._changed[id(tensor)] = self._wholes[id(tensor)]
+        self._held.pop(id(tensor), None)
+        is_due = self._wrappers is None or self._wrappers.is_due(tensor)
+        (self._changed if is_due else self._held)[id(tensor)] = self._wholes[id(tensor)]
+
+    def after_backward(self) -> None:
+        """What wrappers of torch do at the end of a backward: all gradients that are due are reduced, once.
+
+        Those of a `DistributedDataParallel` together, also where this backward added nothing to what others left.
+        """
+        if self._wrappers is None:
+            return
+        for identity in self._wrappers.due_together():
+            whole = self._wholes.get(identity)
+            if whole is not None and whole.fake.grad is not None and identity not in self._changed:
+                self._changed[identity] = whole
+                self._held.pop(identity, None)
+        own = {param: grad for param, grad in self._pending.items() if param in self._own}
+        for param in own:
+            del self._pending[param]
+        self.flush()
+        self._pending = own
+        self._wrappers.end_backward()
 
     def is_concerned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter whose gradient may have to be reduced."""
@@ -182,6 +218,7 @@ class Reducer:
         if param is not None:
             self._pending.pop(param, None)
         self._changed.pop(id(tensor), None)
+        self._held.pop(id(tensor), None)
 
     def flush(self) -> None:
         """Reduce all that changed since the last time."""
@@ -210,10 +247,15 @@ class Reducer:
         plan, fake = self._plan, param.fake
         assert isinstance(plan, FullyShard)
         held = fake.grad
+        if held is not None and not is_unreduced(held) and param in self._own:
+            raise UnsupportedError(
+                f"a backward that does not synchronise adds to {param.path}.grad, which is reduced already.",
+                fix="call zero_grad() before, or synchronise the last backward before the optimizer's step.",
+            )
         if held is not None and is_unreduced(held):
             grad = local_of(held) + grad
             held = None
-        if not plan.reduces:
+        if not plan.reduces or param in self._own:
             spec = respec(spec_of(fake), _unreduced(spec_of(fake), plan))
             fake.grad = dtensor_over(grad, spec)
             return

@@ -13,7 +13,7 @@ Running on local tensors instead of DTensors gives the same bits, and a third of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,13 @@ from wholestep.errors import ShardedOptimizerError, UnsupportedError
 from wholestep.ir.graph_functions import own_chunk
 from wholestep.ir.meta import update_node_meta, user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.trace_protocol import TraceRecorder
+from wholestep.ir.trace_protocol import TracedTensor, TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Gathering, Sharded
 from wholestep.parallel.place import placement_of
 from wholestep.parallel.plan import FullyShard, Plan, axes_of
 from wholestep.parallel.reducing import Reducer, Whole
+from wholestep.parallel.wrapped import Wrappers
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
 from wholestep.torch_private.pytrees import pytree
 
@@ -217,13 +218,16 @@ class Session:
             form = forms.get(slot.module, {}).get(slot.key)
             if form is not None and is_dtensor(tracked.fake):
                 self._sharded[id(tracked.fake)] = Sharded(tracked.fake, tracked.slot.path, form)
+        self.wrappers = Wrappers(world, table) if plan.wrapped else None
         for tracked in table.parameters:
-            if id(tracked.fake) not in self._sharded:
+            if id(tracked.fake) not in self._sharded and (self.wrappers is None or self.wrappers.reduces(tracked.fake)):
                 wholes.append(Whole(tracked.fake, tracked.slot.path))
         self._recorder = recorder
         self._paths = {id(t.fake): t.slot.path for t in table.parameters}
         self._buffers = [tracked for slot, tracked in table.module_slots if slot.kind is InputKind.BUFFER]
-        self._reducer = Reducer(plan, recorder, wholes)
+        self._sent: dict[int, TracedTensor] = {}
+        """Buffers that a `DistributedDataParallel` takes from rank 0 before the step has written to them."""
+        self._reducer = Reducer(plan, recorder, wholes, self.wrappers)
         self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
 
     def axis_names(self) -> dict[str, str]:
@@ -300,6 +304,30 @@ class Session:
     def after_setting_grad(self, tensor: Any) -> None:
         self._reducer.replaced(tensor)
 
+    def after_backward(self) -> None:
+        """A call of `backward()` returned."""
+        self._reducer.after_backward()
+
+    def wrapped_forward(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`DistributedDataParallel.forward`."""
+        if self.wrappers is None or not self.wrappers.knows(module):
+            return original(module, *args, **kwargs)
+        return self.wrappers.forward(module, self._send, args, kwargs)
+
+    def _send(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Take buffers of a module from rank 0: at once those that the step has written to, the others at its start."""
+        sent = {id(module.get_buffer(name)) for name in names}
+        for tracked in self._buffers:
+            if id(tracked.fake) not in sent:
+                continue
+            if not self._recorder.values.is_written(tracked.input):
+                self._sent[id(tracked)] = tracked
+                continue
+            value = self._recorder.node_of(tracked.fake)
+            for axis in reversed(self._plan.axes):
+                value = self.collectives.broadcast(value, axis)
+            self._recorder.values.write(tracked.fake, value)
+
     def refuse_gradients(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """`torch.autograd.grad` of parameters goes past the reduction."""
         for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
@@ -317,24 +345,28 @@ class Session:
         if self._gathering is not None:
             self._gathering.check_unwritten()
         self._reducer.schedule()
-        if self._plan.buffers == "broadcast" and self._plan.ranks > 1:
-            self._take_buffers_of_first_rank()
+        if self._plan.ranks > 1:
+            everywhere = self._plan.buffers == "broadcast"
+            self._take_from_first_rank(self._buffers if everywhere else list(self._sent.values()))
+        if self.wrappers is not None:
+            self.wrappers.leave()
 
     def release(self) -> None:
         """After the trace: hold none of its fakes."""
         self._reducer.release()
         self._sharded.clear()
         self._buffers.clear()
+        self._sent.clear()
         if self._gathering is not None:
             self._gathering.release()
 
-    def _take_buffers_of_first_rank(self) -> None:
+    def _take_from_first_rank(self, buffers: Sequence[TracedTensor]) -> None:
         """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""
         nodes = self._recorder.nodes
         inputs = [node for node in nodes.graph.nodes if node.op == "placeholder"]
         holding = {id(node.meta.get("val")): node for node in inputs}
         place = inputs[-1]
-        for tracked in self._buffers:
+        for tracked in buffers:
             if not self._recorder.values.is_written(tracked.input):
                 continue
             source, before = holding[id(tracked.input)], nodes.last()

@@ -326,6 +326,8 @@ class _Walk:
             self._seen.add(id(module))
             where = f"{path}.{name}" if name else path
             self.world.modules.setdefault(module, where)
+            if type(module).__name__ == "DistributedDataParallel" and is_foreign(type(module)):
+                continue  # what it keeps for itself is its reducer's
             self._sources.class_(type(module), max(depth, _MAX_DEPTH - 2))
             for key, value in list(vars(module).items()):
                 if key in MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
@@ -360,7 +362,7 @@ def owns(optimizer: Optimizer, name: str) -> bool:
     return name in vars(optimizer) and not isinstance(inspect.getattr_static(type(optimizer), name, None), property)
 
 
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+_WRAPPERS = {"FullyShardedDataParallel", "DataParallel"}
 
 
 def _refuse_wrapper(module: nn.Module, path: str) -> None:

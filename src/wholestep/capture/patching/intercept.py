@@ -92,7 +92,10 @@ class FunctionMode(TorchFunctionMode):
             refuse_clocks((args, kwargs), "a tensor")
         if func in _BACKWARDS:
             with self._host.account.backward(args[0] if args else (kwargs or {})["tensors"]):
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            if self._host.session is not None:
+                self._host.session.after_backward()
+            return result
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
+from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
@@ -230,6 +231,8 @@ def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
     patch(CLIP_MODULE, TOTAL_NORM, partial(total_norm, session.collectives))
     patch(CLIP_MODULE, SCALE_BY_NORM, scale_by_norm)
     patch(*sharding_function(), session.own_chunk)
+    if session.wrappers is not None:
+        patch(DistributedDataParallel, "forward", session.wrapped_forward)
 
 
 def _with_named_scalars(
