@@ -1,7 +1,7 @@
-"""A compiled step: it runs the executable whose guards hold for a call, and compiles another where none does.
+"""`CompiledStep`: keeps a list of executables, runs the one whose guards hold for a call, and compiles if none does.
 
-The hot path is `_run`, `_find`, `_run_entry`. Around it: ranks agree before a first run, updates that the last call
-left pending are completed or taken up, and recompilations are noted with their reasons.
+The hot path is `_run`, `_find`, `_run_entry`. Around it: ranks agree before a first run, pending updates of the last
+call are completed or become a part of this one, and recompilations are recorded with their reasons.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from torch import fx
 
-from wholestep.capture.scalars.scalar_policy import NumberPolicy
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.trace import find_models, is_tracing
 from wholestep.cross_iteration import pending
-from wholestep.cross_iteration.executor import CrossingExecutor
-from wholestep.cross_iteration.iterations import Pending
+from wholestep.cross_iteration.executor import CrossingExecutor, Pending
 from wholestep.cross_iteration.pending import PendingWork, finally_flush
 from wholestep.errors import EagerWarning, OptionError, RecompileWarning
 from wholestep.ir.meta import warn_user
@@ -49,9 +48,9 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_MOST_GRAPHS = 128
+_MAX_GRAPHS = 128
 LAST = "last_train_step"
-"""A keyword of every compiled step: nothing is left pending after this call."""
+"""A keyword of every compiled step: no update is pending after this call."""
 
 log = logging.getLogger("wholestep")
 
@@ -61,7 +60,7 @@ class Recompile:
     """Why a step was captured again."""
 
     call: int
-    """The number of the call, from 1."""
+    """Which call of the step it was, from 1."""
     reason: str
 
     def __str__(self) -> str:
@@ -69,30 +68,33 @@ class Recompile:
 
 
 class CompiledStep(Generic[P, R]):
-    """A training step that runs as one graph. Call it like the function it was made from."""
+    """A training step that runs as one graph. Call it like the function that was passed to `ws.compile`."""
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
         if not callable(fn):
-            raise OptionError(f"ws.compile got a {type(fn).__name__}.", fix="pass the function that does one step.")
+            raise OptionError(
+                f"ws.compile got a {type(fn).__name__}, which cannot be called.",
+                fix="pass the function that does one step: ws.compile(train_step, ...).",
+            )
         functools.update_wrapper(self, fn)
         self._fn = fn
         self.options = resolve(options)
-        """With a plan from the call on whose models torch has made parallel."""
+        """The first call may add a plan, if torch has made the models parallel (`with_plan_of_models`)."""
         self.recompiles: list[Recompile] = []
         """Why each capture after the first happened."""
         self.capture_seconds = 0.0
         """Time spent capturing, over all graphs."""
         self._entries: list[Executable] = []
         self._last: Executable | None = None
-        self._last_left: Pending | None = None
-        """What the last call left for the next one; void unless `_work` says that it exists."""
+        self._pending: Pending | None = None
+        """The pending updates of the last call; valid while `_pending_work.exists`."""
         self._calls = 0
         self._shared = Shared.of(self.options)
         self._warned = False
         self._modes_warned: set[str] = set()
         self._ranks = self._ranks_of_plan()
-        self._work = PendingWork()
-        weakref.finalize(self, finally_flush, self._work).atexit = False
+        self._pending_work = PendingWork()
+        weakref.finalize(self, finally_flush, self._pending_work).atexit = False
         self._has_own_last = has_parameter(fn, LAST)
 
     def _ranks_of_plan(self) -> Ranks | None:
@@ -118,12 +120,12 @@ class CompiledStep(Generic[P, R]):
 
     @property
     def executable(self) -> fx.GraphModule | None:
-        """What ran last: the graph with its compiled regions, updating in place."""
+        """The graph module that ran last: with compiled regions and in-place updates."""
         return self._last.graph_module if self._last is not None else None
 
     @property
     def lowering(self) -> LoweringReport | None:
-        """What was compiled of the graph that ran last, and why the rest was not; None where nothing was."""
+        """Which nodes of the graph that ran last were compiled, and why the others were not; None without Inductor."""
         return None if self._last is None else self._last.lowering
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -143,7 +145,7 @@ class CompiledStep(Generic[P, R]):
 
     def _run(self, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         if is_tracing():
-            return fn(*args, **kwargs)  # a compiled step inside of another is a part of it
+            return fn(*args, **kwargs)  # a compiled step inside of another one becomes a part of its graph
         last = False if self._has_own_last else bool(kwargs.pop(LAST, False))
         mode = mode_that_needs_eager()
         if mode is not None:
@@ -160,23 +162,23 @@ class CompiledStep(Generic[P, R]):
         return result
 
     def _run_in_eager(self, mode: str, fn: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Call the plain function: a mode around the call acts on operators, and a replay would not honour it."""
+        """Call the plain function, because a mode around the call acts on operators and a replay would ignore it."""
         if self._ranks is not None:
-            with self._ranks.compiling(self._calls):  # tells the other ranks
+            with self._ranks.compiling(self._calls):  # posts the error to the other ranks
                 raise needs_eager(mode)
         if mode not in self._modes_warned:
             self._modes_warned.add(mode)
             warn_user(
-                f"{self._name} runs in eager while {mode} is on around the call: it acts on the operators that eager "
-                "runs, which a captured graph does not repeat.",
+                f"{self._name} runs in eager while {mode} is active around the call: it acts on the operators of the "
+                "eager step, which a captured graph does not run.",
                 EagerWarning,
             )
         self.flush()
         pending.flush_all()
         return fn(*args, **kwargs)
 
-    def _ready(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
-        """Have a graph for the next call, which finds it: a refusal comes before anything runs."""
+    def _prepare(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
+        """Capture a graph for the next call if there is none, so that a refusal is raised before anything runs."""
         if mode_that_needs_eager() is not None:
             return
         leaves, structure = leaves_of((args, kwargs))
@@ -190,8 +192,8 @@ class CompiledStep(Generic[P, R]):
             pending.resume()
 
     def _run_one(self, fn: Function, args: Args, kwargs: Kwargs, leaves: list[Any], structure: Any) -> Any:
-        pending.flush_others(self._work, lambda: None if self._last is None else self._last.gather.read(leaves))
-        found = self._going_on(leaves, structure) or self._find(leaves, structure)
+        pending.flush_others(self._pending_work, lambda: None if self._last is None else self._last.gather.read(leaves))
+        found = self._find_pending(leaves, structure) or self._find(leaves, structure)
         if found is None:
             self._take_plan(with_plan_of_models(fn, args, kwargs, self.options))
         if self._ranks is None:
@@ -212,54 +214,54 @@ class CompiledStep(Generic[P, R]):
             return self._run_entry(entry, state, leaves)
 
     def _take_plan(self, options: ResolvedOptions) -> None:
-        """From now on the step communicates as its models do."""
+        """Use the options with the plan of the models, if they are new."""
         if options is not self.options:
             self.flush()
             self.options, self._shared = options, Shared.of(options)
             self._ranks = self._ranks_of_plan()
 
     def _run_entry(self, entry: Executable, state: list[Any], leaves: list[Any]) -> Any:
-        """Run a graph; what it leaves for the next call is completed by that, or by `flush`."""
-        executor = entry.executor
+        """Run a graph. Its pending updates are completed by the next call, or by `flush`."""
+        executor, work = entry.executor, self._pending_work
         if not isinstance(executor, CrossingExecutor):
             result = executor.run(state, leaves)
-            self._work.taken()
-            self._last_left = None
+            work.clear()
+            self._pending = None
             return result
-        result = executor.run(state, leaves, self._last_left if self._work.exists else None)
-        self._work.taken()
-        left = self._last_left = executor.left
-        if left is not None:
-            left.ask = self._work.flush
-            complete = functools.partial(_complete, executor, left, self._ranks, self._calls)
-            self._work.left(complete, left.state, executor.modules, executor.owners, executor.without_hooks)
+        result = executor.run(state, leaves, self._pending if work.exists else None)
+        work.clear()
+        updates = self._pending = executor.pending
+        if updates is not None:
+            updates.flush = work.flush
+            complete = functools.partial(_complete, executor, updates, self._ranks, self._calls)
+            work.set(complete, updates.state, executor.modules, executor.owners, executor.without_hooks)
         return result
 
-    def _going_on(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
-        """The graph that left something, if it may run for this call; otherwise that is completed first."""
-        entry, left = self._last, self._last_left
-        if not self._work.exists or entry is None or left is None:
+    def _find_pending(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
+        """The entry with pending updates, if its guards hold for this call; otherwise the updates are completed."""
+        entry, updates = self._last, self._pending
+        if not self._pending_work.exists or entry is None or updates is None:
             return None
-        left.check_unchanged(entry.executor.path)
+        updates.check_unchanged(entry.executor.path)
         state = entry.gather.read(leaves)
-        if state is not None and left.goes_on(state) and entry.guards.hold(leaves, structure, state):
+        if state is not None and updates.fits(state) and entry.guards.hold(leaves, structure, state):
             return entry, state
-        self._work.flush()
+        self._pending_work.flush()
         return None
 
     @property
     def has_pending(self) -> bool:
-        """Whether the last call left updates for the next one (or for `flush`)."""
-        return self._work.exists
+        """Whether updates of the last call are pending."""
+        return self._pending_work.exists
 
     def flush(self) -> None:
-        """Complete what the last call left for the next one, if anything: parameters are then what eager has.
+        """Complete the pending updates of the last call, if there are any: parameters are then what eager has.
 
-        Needs no other rank. Happens by itself before anything that reads or writes whole models (`state_dict()`, eager
-        forwards), before other graphs, and at the end of `with step:`.
+        Needs no other rank. It is done automatically before code that reads or writes whole models (`state_dict()`,
+        eager forwards), before other graphs run, and at the end of `with step:`.
         """
-        self._work.release()
-        self._last_left = None
+        self._pending_work.release()
+        self._pending = None
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +270,7 @@ class CompiledStep(Generic[P, R]):
         if error is None:
             self.flush()
         else:
-            finally_flush(self._work)
+            finally_flush(self._pending_work)
 
     def _find(self, leaves: list[Any], structure: Any) -> tuple[Executable, list[Any]] | None:
         """A graph that may run for this call, and its inputs."""
@@ -282,12 +284,12 @@ class CompiledStep(Generic[P, R]):
         return None
 
     def _compile(self, call: StepCall) -> tuple[Executable, list[Any]]:
-        """An executable for a call that none fits, and its inputs."""
+        """Compile an executable for a call for which no guards hold. Also returns its inputs."""
         reason = None
         pending.flush_all()
         if self._last is not None:
-            like = (e for e in reversed(self._entries) if e.guards.same_structure(call.leaves, call.structure))
-            nearest = next(like, self._last)  # numbers are compared with those of a call with the same structure
+            similar = (e for e in reversed(self._entries) if e.guards.same_structure(call.leaves, call.structure))
+            nearest = next(similar, self._last)  # scalars are compared with those of a call with the same structure
             state = nearest.gather.read(call.leaves)
             reason = nearest.guards.why_not(call.leaves, call.structure, state)
             changed = nearest.guards.changed_numbers(call.leaves, call.structure, state)
@@ -295,8 +297,8 @@ class CompiledStep(Generic[P, R]):
         entry = compile_step(call, self.options, self._shared)
         seconds = entry.captured.seconds
         self._entries.append(entry)
-        if len(self._entries) > _MOST_GRAPHS:
-            del self._entries[0]  # the oldest; the warning about recompiles came long before
+        if len(self._entries) > _MAX_GRAPHS:
+            del self._entries[0]  # the oldest; RecompileWarning was given long before
         self.capture_seconds += seconds
         log.info("%s: %d nodes captured in %.2f s", self._name, entry.step_graph.num_nodes, seconds)
         if reason is not None:
@@ -304,7 +306,7 @@ class CompiledStep(Generic[P, R]):
             log.info("%s: captured again (%d graphs): %s", self._name, len(self._entries), reason)
             self._warn_if_many()
         state = entry.gather.read(call.leaves)
-        assert state is not None, "what was just captured can be read"
+        assert state is not None, "the inputs of a new capture exist"
         self._last = entry
         return entry, state
 
@@ -320,21 +322,21 @@ class CompiledStep(Generic[P, R]):
             self._warned = True
             reasons = "\n  ".join(str(r) for r in self.recompiles[-8:])
             warn_user(
-                f"{self._name} was captured {len(self._entries)} times; the last reasons:\n  {reasons}\n"
-                "Declare varying sizes with dynamic=..., or keep what varies out of the step.",
+                f"{self._name} was captured {len(self._entries)} times. The last reasons:\n  {reasons}\n"
+                "Declare sizes that vary with dynamic=..., or compute other values that vary outside of the step.",
                 RecompileWarning,
             )
 
     def reset(self) -> None:
-        """Forget all graphs (and the models and optimizers they hold on to); the next call captures anew."""
+        """Delete all graphs (and their references to models and optimizers); the next call captures again."""
         self.flush()
         self._entries.clear()
         self._last = None
         self.recompiles.clear()
-        self._shared.scalars = NumberPolicy()
+        self._shared.scalars = ScalarPolicy()
 
     def __reduce__(self) -> Any:
-        # A copy, also in another process, captures for itself: graphs belong to the objects they were captured with.
+        # A copy, also in another process, captures again: graphs are bound to the objects they were captured with.
         return type(self), (self._fn, self.options.given)
 
     def __repr__(self) -> str:
@@ -371,13 +373,13 @@ class BoundStep:
         return getattr(self._step, name)
 
 
-def _complete(executor: CrossingExecutor, left: Pending, ranks: Ranks | None, call: int) -> None:
-    left.check_unchanged(executor.path)
+def _complete(executor: CrossingExecutor, updates: Pending, ranks: Ranks | None, call: int) -> None:
+    updates.check_unchanged(executor.path)
     if ranks is None:
-        executor.complete(left)
+        executor.complete(updates)
         return
     with ranks.completing(call):
-        executor.complete(left)
+        executor.complete(updates)
 
 
 def has_parameter(fn: Callable[..., Any], name: str) -> bool:

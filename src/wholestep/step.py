@@ -1,11 +1,12 @@
-"""The way of a step: `compile_step` has every stage by name, from a call of the user's function to what runs.
+"""The stages of a step in order: `compile_step` takes a call of the user's function through capture, passes, memory
+budget and lowering.
 
 StepCall          a call of the user's function
 BoundGraph        its graph after all passes, bound to the user's objects          what `ws.capture` returns
-Executable        the graph within its budget, lowered, ready to run               what `ws.build` returns
+Executable        the graph within its memory budget, lowered, ready to run        what `ws.build` returns
 
-Also here: `resolve`, which reads what a user wrote for an option. Which executable runs for a call, and when another is
-compiled, is in `compiled_step.py`.
+`resolve` turns the options that a user wrote into the objects that they name. `compiled_step.py` decides which
+executable runs for a call, and when another one is compiled.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from typing import Any, Literal, overload
 from torch import Tensor, fx
 
 from wholestep.capture.objects.called import CalledObjects
-from wholestep.capture.scalars.scalar_policy import NumberPolicy, trace_with_numbers
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import find_models, is_tracing, plan_of_models, trace_step
 from wholestep.cross_iteration import pending
-from wholestep.cross_iteration.executor import CrossingExecutor
-from wholestep.cross_iteration.iterations import Iterations, iterations_of
+from wholestep.cross_iteration.executor import CrossingExecutor, IterationGraphs, iteration_graphs
 from wholestep.errors import GuardError, LowerWarning, OptionError, UnsupportedError
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.captured_step import CapturedStep
@@ -60,7 +60,7 @@ log = logging.getLogger("wholestep")
 
 @dataclass(frozen=True)
 class ResolvedOptions(Options):
-    """Options as the stages read them: every name is replaced by what it names."""
+    """Options as the stages read them: every name is replaced by the object that it names."""
 
     lower_options: LowerOptions = field(default_factory=LowerOptions)
     memory_budget: Budget | None = None
@@ -72,7 +72,7 @@ class ResolvedOptions(Options):
 
 
 def resolve(options: Options) -> ResolvedOptions:
-    """Read what a user wrote: names of passes, a budget as text, options of the lowering as a mapping, a plan."""
+    """Turn what a user wrote (names of passes, a budget as text, lowering options as a mapping) into objects."""
     if isinstance(options, ResolvedOptions):
         return options
     given = {each.name: getattr(options, each.name) for each in fields(Options)}
@@ -84,7 +84,7 @@ def resolve(options: Options) -> ResolvedOptions:
     if lower_options.shed and budget is not None:
         raise OptionError(
             f"memory_budget= is given together with shed={lower_options.shed} in lower_options.",
-            fix="leave out one: a budget chooses itself how many bytes to shed (step.last.memory.shed tells).",
+            fix="leave out one of them: a budget chooses how many bytes to shed (step.last.memory.shed).",
         )
     if options.parallel is not None and not isinstance(options.parallel, Plan):
         raise OptionError(
@@ -97,8 +97,8 @@ def resolve(options: Options) -> ResolvedOptions:
 def with_plan_of_models(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: ResolvedOptions
 ) -> ResolvedOptions:
-    """The options for a call: with a plan where none was given and torch has made the models of the step parallel
-    (`DistributedDataParallel`, `fully_shard`). `passes="auto"` is then chosen as for a plan that is given."""
+    """The options for a call. If they have no plan and torch has made the models of the step parallel
+    (`DistributedDataParallel`, `fully_shard`), they get the plan of these models, and `passes="auto"` follows it."""
     plan = None if options.parallel is not None else plan_of_models(fn, args, kwargs, options)
     return options if plan is None else resolve(replace(options.given, parallel=plan))
 
@@ -108,7 +108,7 @@ def _passes_to_run(options: Options, lower_options: LowerOptions) -> tuple[Bound
     if isinstance(chosen, str) and chosen == "auto":
         exact = options.lower != "inductor" or lower_options.exact
         chosen = automatic(communicates=options.parallel is not None, exact=exact)
-        # A default pass that "auto" left out already needs no disabling, and naming it is not a mistake.
+        # Naming a default pass that "auto" has already left out is not an error.
         left_out = {each.name for each in DEFAULT} - {each.name for each in chosen}
         disabled = [name for name in disabled if name not in left_out]
     passes = resolve_passes(chosen, disabled)
@@ -124,22 +124,23 @@ class StepCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
-    """Of the arguments."""
+    """The leaves of the arguments."""
     structure: Any
+    """The tree structure of the arguments."""
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
-        """A call with its arguments taken apart."""
+        """A call with its arguments flattened."""
         return cls(fn, args, kwargs, *leaves_of((args, kwargs)))
 
 
 class BoundGraph(StepGraph):
-    """A StepGraph and the user's objects: where its inputs lie, and for which calls it may run."""
+    """A StepGraph bound to the user's objects: `gather` reads its inputs, `guards` decide for which calls it runs."""
 
     def __init__(self, captured: CapturedStep, gather: Gather, guards: Guards, negated: tuple[str, ...]) -> None:
         super().__init__(captured.step_graph.gm, captured.step_graph.signature)
         self.captured = replace(captured, step_graph=self)
-        """The record that capture made, of this version of the graph."""
+        """The record of the capture, with this version of the graph."""
         self.gather = gather
         self.guards = guards
         self.negated = negated
@@ -147,7 +148,7 @@ class BoundGraph(StepGraph):
 
     @classmethod
     def of(cls, captured: CapturedStep, call: StepCall) -> BoundGraph:
-        """`call`: the captured one; not kept."""
+        """Bind a graph; `call` is the captured call, and is not stored."""
         gather = Gather(captured.inputs, call.leaves, captured.guards.optimizers)
         values = zip(captured.inputs, gather.read(call.leaves) or (), strict=False)
         negated = tuple(slot.path for slot, value in values if isinstance(value, Tensor) and value.is_neg())
@@ -166,17 +167,17 @@ class BoundGraph(StepGraph):
 
 @dataclass
 class Shared:
-    """What the captures of one compiled step learn from each other, and what its graphs share."""
+    """State that the captures and graphs of one compiled step share."""
 
     called: CalledObjects
-    """Objects that a trace found the step to call."""
-    scalars: NumberPolicy = field(default_factory=NumberPolicy)
-    """Which Python numbers are inputs of the graph."""
+    """Objects that the step calls, as found by its traces."""
+    scalars: ScalarPolicy = field(default_factory=ScalarPolicy)
+    """Which Python scalars are inputs of the graph."""
     lowering: LoweringCache = field(default_factory=LoweringCache)
 
     @classmethod
     def of(cls, options: Options) -> Shared:
-        """Nothing is known yet."""
+        """The state before the first capture."""
         return cls(CalledObjects(options))
 
 
@@ -191,17 +192,17 @@ def compile_step(start: StepCall, options: ResolvedOptions, shared: Shared, *, e
 def compile_step(
     start: StepCall | BoundGraph, options: ResolvedOptions, shared: Shared, *, end: str = "executable"
 ) -> BoundGraph | Executable:
-    """The way of a step, from a call of the user's function to what runs. Each stage takes what the last one made.
+    """All stages, from a call of the user's function to an executable. Each stage takes the result of the last one.
 
-    `ws.compile` goes all of it. `ws.capture` ends at the graph, and `ws.build` starts from there.
+    `ws.compile` runs all of them. `ws.capture` ends at the graph, and `ws.build` starts there.
     """
     if isinstance(start, StepCall):
-        # capture/: the function runs on fake tensors, under the plan of parallel/; no state changes.
+        # capture/: trace the function on fake tensors, under the plan of parallel/; no state changes.
         trace = functools.partial(trace_step, start.fn, start.args, start.kwargs, options, called=shared.called)
-        captured, shared.scalars = trace_with_numbers(trace, shared.scalars)
-        # guards/, runtime/gather.py: where the inputs lie, and for which calls the graph may run.
+        captured, shared.scalars = trace_with_scalars(trace, shared.scalars)
+        # guards/, runtime/gather.py: bind the graph to the user's objects.
         graph = BoundGraph.of(captured, start)
-        # passes/: ours, then those of the user, each verified.
+        # passes/: ours, then those of the user; the graph is verified after each.
         run_passes(graph, ALWAYS if graph.signature.groups else (), level=0)
         verify(graph, min(options.verify, 2))
         run_passes(graph, options.passes, level=options.verify, dump=_dump_of(options))
@@ -209,25 +210,25 @@ def compile_step(
         graph = start
     if end == "graph":
         return graph
-    # remat/: within the budget, the backward recomputes what is not saved.
+    # remat/: choose what is saved and what the backward recomputes, to stay within the memory budget.
     lower_options, once, lowered = _lowering_of(graph, options), graph.captured.runs_once, None
     if options.memory_budget is not None:
         measure = measure_step(graph, lower_options, shared.lowering.regions, runs_once=once)
         fitted = fit_to_budget(graph, options.memory_budget, policy_of(options.policy), measure=measure)
         graph.memory, lowered = fitted.report, fitted.executable
         verify(graph, min(options.verify, 2))
-    # cross_iteration/: updates that passes moved into the next iteration.
-    iterations = _crossing_iterations(graph)
+    # cross_iteration/: setup and main graphs, if a pass moved updates into the next iteration.
+    iterations = _iteration_graphs(graph)
     if iterations is not None:
         report = _lower_iterations(iterations, options, None if once else lower_options, shared.lowering)
         executor: Executor = CrossingExecutor(graph.captured, iterations, graph.memory)
     else:
-        # lower/: compiled regions, updates in place, one CUDA graph; runtime/: one Python function of the graph.
+        # lower/: compile regions, update in place, record one CUDA graph; runtime/: one Python function of the graph.
         lowered = lowered or lower_step(graph, lower_options, cache=shared.lowering.regions, runs_once=once)
-        forward, untold = _function_of(graph, lowered, options, shared.lowering)
+        forward, unversioned = _function_of(graph, lowered, options, shared.lowering)
         report = lowered.report
-        executor = Executor(graph.captured, lowered.gm, forward, untold, graph.memory)
-    graph.guards.add_conditions_on_sizes()  # lowering compares sizes, too
+        executor = Executor(graph.captured, lowered.gm, forward, unversioned, graph.memory)
+    graph.guards.add_conditions_on_sizes()  # lowering adds conditions on dynamic sizes
     return Executable(graph, executor, report)
 
 
@@ -236,30 +237,30 @@ def _dump_of(options: Options) -> PassDump | None:
 
 
 def _lowering_of(graph: BoundGraph, options: ResolvedOptions) -> LowerOptions | None:
-    """How regions are compiled; None where the step runs operator by operator."""
+    """How regions are compiled; None if the step runs operator by operator."""
     if options.lower != "inductor":
         return None
     if not graph.negated:
         return options.lower_options
     path = graph.negated[0]
     what = f"{path} is a negated view, which compiled code cannot read: the step runs operator by operator."
-    warn_user(f"{what} Give it {path}.resolve_neg().", LowerWarning)
+    warn_user(f"{what} Pass {path}.resolve_neg() instead.", LowerWarning)
     return None
 
 
-def _crossing_iterations(graph: BoundGraph) -> Iterations | None:
+def _iteration_graphs(graph: BoundGraph) -> IterationGraphs | None:
     if graph.captured.guards.items is not None:
-        log.info("updates stay in their own iteration: whether the graph may run depends on the contents of state")
+        log.info("updates stay in their own iteration: a guard reads the contents of state")
         return None
-    return iterations_of(graph)
+    return iteration_graphs(graph)
 
 
 def _lower_iterations(
-    iterations: Iterations, options: ResolvedOptions, lower_options: LowerOptions | None, cache: LoweringCache
+    iterations: IterationGraphs, options: ResolvedOptions, lower_options: LowerOptions | None, cache: LoweringCache
 ) -> LoweringReport | None:
     if lower_options is not None:
         if options.memory_budget is not None:
-            lower_options = replace(lower_options, remat=False, shed=0)  # what is recomputed is in the graph
+            lower_options = replace(lower_options, remat=False, shed=0)  # the graph has the recomputations already
         iterations.lower(functools.partial(lower_iteration, options=lower_options, cache=cache.regions))
     if options.lower == "debug":
         iterations.run_as(_checked_program)
@@ -269,9 +270,9 @@ def _lower_iterations(
 def _function_of(
     graph: BoundGraph, lowered: LoweredStep, options: ResolvedOptions, cache: LoweringCache
 ) -> tuple[Program, Sequence[int]]:
-    """What runs, and the inputs that it writes without telling autograd."""
+    """The function of the graph, and the inputs that it writes without raising their version counters."""
     if options.lower == "debug":
-        return _checked_program(graph.gm), lowered.written  # as people read it, before updates are in place
+        return _checked_program(graph.gm), lowered.written  # the functional graph, which a user reads
     mode = False if graph.captured.runs_once else options.cuda_graph
     recorded = record_step(graph, lowered, program, cuda_graph=mode, pool=cache.pool)
     return (program(lowered.gm), lowered.written) if recorded is None else (recorded.program, recorded.written)
@@ -284,7 +285,7 @@ def _checked_program(gm: fx.GraphModule) -> Program:
 
 
 def capture_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> BoundGraph:
-    """A call as a graph, for a caller that holds it: `ws.capture` and `CompiledStep.capture`. Nothing runs."""
+    """Capture one call for `ws.capture` and `CompiledStep.capture`. Nothing runs."""
     mode = mode_that_needs_eager()
     if mode is not None:
         raise needs_eager(mode)
@@ -305,17 +306,17 @@ class Executable:
         self.guards = graph.guards
         self.executor = executor
         self.lowering = lowering
-        """What was compiled, and why the rest was not; None where nothing was."""
+        """Which nodes were compiled, and why the others were not; None without Inductor."""
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """What runs: the graph with its compiled regions, updating in place."""
+        """The graph module that runs: with compiled regions and in-place updates."""
         return self.executor.executable
 
     @property
     def pending_state(self) -> tuple[int, ...]:
-        """Inputs whose update may still be pending when the graph starts."""
-        return self.executor.iterations.state if isinstance(self.executor, CrossingExecutor) else ()
+        """Indices of the inputs whose update may still be pending when the graph starts."""
+        return self.executor.graphs.state if isinstance(self.executor, CrossingExecutor) else ()
 
     def read(self, leaves: list[Any], structure: Any) -> list[Any] | None:
         """The inputs of the graph for a call; None if its guards do not hold."""
@@ -333,12 +334,12 @@ class Executable:
         if state is None:
             reason = self.guards.why_not(leaves, structure, self.gather.read(leaves))
             raise GuardError(
-                f"this executable was not built for the call: {reason}.",
-                fix="capture and build another one for such calls; a step of ws.compile does that by itself.",
+                f"a guard of this executable does not hold for the call: {reason}.",
+                fix="capture and build another executable for such calls, or use ws.compile, which does that itself.",
             )
         result = self.executor.run(state, leaves)
-        if isinstance(self.executor, CrossingExecutor) and self.executor.left is not None:
-            self.executor.complete(self.executor.left)
+        if isinstance(self.executor, CrossingExecutor) and self.executor.pending is not None:
+            self.executor.complete(self.executor.pending)
         return result
 
     def __repr__(self) -> str:
@@ -346,8 +347,9 @@ class Executable:
 
 
 def needs_eager(mode: str) -> UnsupportedError:
+    """The error for a call inside of a mode that a captured graph cannot honour."""
     return UnsupportedError(
-        f"{mode} is on around the call. It acts on the operators that eager runs, which a captured graph does not "
-        "repeat.",
-        fix="leave it before the call; without parallel=, a compiled step runs in eager while it is on.",
+        f"{mode} is active around the call. It acts on the operators of the eager step, which a captured graph does "
+        "not run.",
+        fix="leave the mode before the call; without parallel=, a compiled step runs in eager while it is active.",
     )

@@ -411,7 +411,7 @@ def test_anomaly_detection_switched_on_raises_on_nan_in_the_backward_like_eager(
 def test_capture_under_such_a_mode_is_refused() -> None:
     world = World(fresh=False)
     before = world.look()
-    with CountOperators(), pytest.raises(ws.errors.UnsupportedError, match="CountOperators is on around the call"):
+    with CountOperators(), pytest.raises(ws.errors.UnsupportedError, match="CountOperators is active around the call"):
         ws.capture(plain_step, world.model, world.optimizer, world.batch())
     assert_unchanged_and_trainable(world, before, fresh=False)
 

@@ -259,20 +259,20 @@ def the_last_train_step_leaves_nothing(rank: int) -> None:
 @check
 def an_update_is_not_lost_by_an_error_before_it(rank: int) -> None:
     training = Training()
-    entry, left = training.step._last, training.step._last_left
+    entry, pending = training.step._last, training.step._pending
     assert entry is not None
-    assert entry.executor.iterations is not None
-    assert left is not None
+    assert entry.executor.graphs is not None
+    assert pending is not None
     inputs = entry.gather.read([None, None, torch.randn(5, 3)])
-    graphs, run = entry.executor.iterations, entry.executor.iterations._run_main
+    graphs, run = entry.executor.graphs, entry.executor.graphs._run_main
 
     def fails(*inputs: Any) -> Any:
         raise ArithmeticError
 
     graphs._run_main = fails
     with pytest.raises(ArithmeticError):
-        graphs.run(inputs or [], left)
-    assert left.left == list(range(len(graphs.pieces)))
+        graphs.run(inputs or [], pending)
+    assert pending.remaining == list(range(len(graphs.pieces)))
     graphs._run_main = run
     training.step.flush()
     training.check_complete()
@@ -281,23 +281,23 @@ def an_update_is_not_lost_by_an_error_before_it(rank: int) -> None:
 @check
 def a_piece_that_ran_before_an_error_does_not_run_again(rank: int) -> None:
     training = Training()
-    entry, left = training.step._last, training.step._last_left
+    entry, pending = training.step._last, training.step._pending
     assert entry is not None
-    assert entry.executor.iterations is not None
-    assert left is not None
+    assert entry.executor.graphs is not None
+    assert pending is not None
     inputs = entry.gather.read([None, None, torch.randn(5, 3)])
-    graphs = entry.executor.iterations
+    graphs = entry.executor.graphs
 
     def fails(*inputs: Any) -> Any:
         first = graphs.pieces[0]
         with below_autograd():
-            first.run(*(left.inputs[i] for i in first.state), *(left.carried[i] for i in first.given))
-        graphs._ran.append(0)
+            first.run(*(pending.inputs[i] for i in first.state), *(pending.carried[i] for i in first.carried))
+        graphs._done.append(0)
         raise ArithmeticError
 
     graphs._run_main = fails
     with pytest.raises(ArithmeticError):
-        graphs.run(inputs or [], left)
+        graphs.run(inputs or [], pending)
     training.step.flush()
     training.check_complete()
 

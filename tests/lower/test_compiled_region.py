@@ -164,7 +164,7 @@ def test_a_step_whose_input_is_a_negated_view_is_not_compiled() -> None:
 
     compiled = ws.compile(step, lower="inductor", lower_options=ANY)
     x = torch.randn(8, dtype=torch.complex64).conj().imag
-    with pytest.warns(LowerWarning, match=r"x is a negated view, .* Give it x.resolve_neg\(\)"):
+    with pytest.warns(LowerWarning, match=r"x is a negated view, .* Pass x.resolve_neg\(\)"):
         torch.testing.assert_close(compiled(x), step(x))
     assert lowering_of_step(compiled) is None
     torch.testing.assert_close(compiled(x.resolve_neg()), step(x))

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
 from cases.parts import train_step
-from wholestep.cross_iteration.iterations import iterations_of
+from wholestep.cross_iteration.executor import iteration_graphs
 from wholestep.errors import IterMoveError, PassOrderError
 from wholestep.ir import StepGraph
 from wholestep.ir.effects import is_collective, is_wait
@@ -113,7 +113,7 @@ def test_a_split_and_marked_graph_computes_the_same() -> None:
 def test_pieces_write_in_place_and_the_rest_of_the_graph_does_not_write_what_they_do() -> None:
     graph = captured()
     overlap_optimizer_with_next_forward(graph)
-    iterations = iterations_of(graph)
+    iterations = iteration_graphs(graph)
     assert iterations is not None
     for piece in iterations.pieces:
         assert any(str(n.target).startswith("aten.addcdiv_") for n in piece.gm.graph.nodes)
@@ -127,7 +127,7 @@ def test_the_fused_optimizer_of_a_bucket_updates_in_place() -> None:
     graph = captured(optimizer=lambda model: AdamW(model.parameters(), lr=0.1, fused=True))
     comm_fusion_with_concat(graph, 0.00006)
     overlap_optimizer_with_next_forward(graph)
-    iterations = iterations_of(graph)
+    iterations = iteration_graphs(graph)
     assert iterations is not None
     ops = [str(n.target) for n in iterations.main.graph.nodes if "_fused_adamw" in str(n.target)]
     assert set(ops) == {"aten._fused_adamw_.default"}
@@ -192,7 +192,7 @@ def test_a_graph_that_creates_the_optimizer_state_lets_it_stay() -> None:
     graph = captured(optimizer=lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), calls=1)
     overlap_optimizer_with_next_forward(graph)
     assert moved(graph) == []
-    assert iterations_of(graph) is None
+    assert iteration_graphs(graph) is None
 
 
 def test_moving_averages_of_parameters_cross_with_them() -> None:
@@ -222,10 +222,10 @@ def test_one_reduction_moves_to_a_named_node() -> None:
         iter_move_grads_and_optimizers(graph, reduction, "t_default")
     assert len(moved(graph)) == 2
     assert list(graph.gm.meta[DESTINATIONS].values()) == ["t_default", "t_default"]
-    iterations = iterations_of(graph)
+    iterations = iteration_graphs(graph)
     assert iterations is not None
     names = [n.name for n in iterations.main.graph.nodes]
-    assert names.index("ran_1") < names.index("t_default")
+    assert names.index("mark_done_1") < names.index("t_default")
 
 
 def test_a_destination_after_the_first_use_raises_and_marks_nothing() -> None:
@@ -310,7 +310,7 @@ def test_a_pass_that_makes_a_move_illegal_afterwards_costs_the_overlap_only(capl
     output = graph.gm.graph.output_node()
     output.args = ((*output.args[0], node),)  # type: ignore[misc]
     with caplog.at_level(logging.WARNING, "wholestep"):
-        assert iterations_of(graph) is None
+        assert iteration_graphs(graph) is None
     assert "updates stay in their own iteration" in caplog.text
 
 
@@ -330,5 +330,5 @@ def test_a_pass_may_return_an_iter_graph_module_and_its_moves_become_marks() -> 
     assert names == [[node.name for node in group] for group in moved(other)]
     assert graph.gm.meta[DESTINATIONS] == other.gm.meta[DESTINATIONS]
     assert [str(n.target) for n in graph.gm.graph.nodes][-5:] == [str(n.target) for n in other.gm.graph.nodes][-5:]
-    assert iterations_of(graph) is not None
+    assert iteration_graphs(graph) is not None
     assert ws.passes.applied_passes(graph.gm)[-2:] == ("overlap_optimizer_with_next_forward", "as_before")

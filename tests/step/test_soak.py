@@ -59,16 +59,16 @@ def test_ten_thousand_calls_with_changing_numbers_keep_memory_flat() -> None:
 
 
 def test_the_number_of_graphs_is_capped_and_the_oldest_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api._MOST_GRAPHS <= 128
-    monkeypatch.setattr(api, "_MOST_GRAPHS", 12)
+    assert api._MAX_GRAPHS <= 128
+    monkeypatch.setattr(api, "_MAX_GRAPHS", 12)
     trainer = SoakTrainer(device())
     step = ws.compile(trainer.step, lower="eager")
     step(torch.randn(2, 3), 1.0)
     step(torch.randn(2, 3), 1.0)
     oldest = weakref.ref(step.graphs[0])
-    for rows in range(3, 3 + api._MOST_GRAPHS + 10):
+    for rows in range(3, 3 + api._MAX_GRAPHS + 10):
         step(torch.randn(rows, 3), 1.0)
-    assert len(step.graphs) == api._MOST_GRAPHS
+    assert len(step.graphs) == api._MAX_GRAPHS
     gc.collect()
     assert oldest() is None
 

@@ -153,7 +153,7 @@ def test_an_executable_refuses_modes_that_act_on_the_operators_of_eager() -> Non
     before = training.state()
     with (
         torch.autograd.set_detect_anomaly(True),
-        pytest.raises(ws.errors.UnsupportedError, match="is on around"),
+        pytest.raises(ws.errors.UnsupportedError, match="is active around"),
     ):
         executable(batch())
     with pytest.raises(ws.errors.UnsupportedError, match="the capture of another step"):

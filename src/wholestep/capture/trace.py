@@ -41,7 +41,7 @@ from wholestep.capture.results.accounting import Account
 from wholestep.capture.results.collect import collect
 from wholestep.capture.results.leftovers import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
-from wholestep.capture.scalars.scalar_policy import NumberPolicy
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import Number, ScalarGuard, ScalarNode
 from wholestep.errors import (
     ItemError,
@@ -94,7 +94,7 @@ def trace_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    numbers: NumberPolicy = NumberPolicy(),  # noqa: B008  (frozen)
+    numbers: ScalarPolicy = ScalarPolicy(),  # noqa: B008  (frozen)
     seen: set[str] | None = None,
     called: CalledObjects | None = None,
 ) -> CapturedStep:
@@ -161,7 +161,7 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
-        numbers: NumberPolicy,
+        numbers: ScalarPolicy,
         seen: set[str],
         called: CalledObjects,
     ) -> None:

@@ -1,26 +1,26 @@
-"""Complete what a step left pending before anybody sees that it is not done.
+"""Flush pending updates before user code reads the state that they update.
 
-    step(batch)                   parameters wait for their update; it runs in the next call of step
-    model.state_dict()            the update runs first: hooks of the model and its optimizer see to that
-    model(x)                      also before an eager forward, an optimizer's own step, another compiled step
-    scaler.get_scale()            a GradScaler has no hooks: tensors that complete the step lie in the place of its own
-    model.weight.grad.norm()      neither has a gradient that zero_grad(set_to_none=False) keeps
-    model.parameters()            torch's other ways to all parameters are watched (`watching.py`)
-    model.weight.sum()            sees the parameter without the update: torch tells nobody. step.flush() comes before
+    step(batch)                   the update of the parameters is pending; it runs in the next call of step
+    model.state_dict()            flushes first, by hooks of the model and of its optimizer
+    model(x)                      so does an eager forward, an optimizer's own step, another compiled step
+    model.parameters()            and a few methods that give access to all parameters (below)
+    scaler.get_scale()            a GradScaler has no hooks: its tensors are replaced by late tensors, which flush
+    model.weight.grad.norm()      the same for a gradient that zero_grad(set_to_none=False) keeps
+    model.weight.sum()            reads the parameter without the update: no hook exists. Call step.flush() before
 
-The two hooks of the process (before every forward, before every optimizer step), what is watched and the stand-ins are
-there only while something is pending and no compiled step runs, so that no capture and no guard ever meets them.
+The two global hooks (before every forward, before every optimizer step), the replaced methods and the late tensors are
+installed only while an update is pending and no compiled step runs, so no capture and no guard ever sees them.
 
-Torch's ways to all of a model or an optimizer that have no hooks: watched while something is pending.
+Methods without hooks that are replaced while an update is pending:
 
-    model.parameters(), buffers()     AveragedModel, parameters_to_vector, an average or a log that is kept by hand
-    model.half(), model.to(...)       a pending update belongs to the tensors that were there before
-    model.eval()                      whatever methods of the model read then
+    model.parameters(), buffers()     for AveragedModel, parameters_to_vector, averages or logs by hand
+    model.half(), model.to(...)       the pending update belongs to the tensors from before the conversion
+    model.eval()                      methods of the model that run then may read parameters
     copy.deepcopy(optimizer)          and pickling it
 
-Four methods of `nn.Module` and `Optimizer` are replaced by ones that ask first and then call what was there. They are
-put back before any compiled step or capture runs, and as soon as nothing is pending. A tensor that somebody already
-holds, or reaches by an attribute, is read without any of these.
+The replacements of these methods of `nn.Module` and `Optimizer` flush and then call the original. They are removed
+before any compiled step or capture runs, and as soon as nothing is pending. A tensor that user code already holds, or
+reads as an attribute, is read without a flush.
 """
 
 from __future__ import annotations
@@ -31,42 +31,44 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.cross_iteration.late_tensor import LateTensor
 from wholestep.ir.user_objects.slots import Slot
 from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
-from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS, WATCHED_METHODS
+from wholestep.torch_private.fake_tensors import no_torch_function, wrapper_tensor
+from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS, PARAMETER_ACCESS_METHODS
+from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep")
 
 _KEY = "wholestep"
 _all: weakref.WeakSet[PendingWork] = weakref.WeakSet()
-"""Steps that have something pending. A module's forward is an event of the process, so that this is too."""
+"""All steps with pending updates. Global, because the hooks of modules are."""
 
 
 class PendingWork:
-    """What one compiled step left to do, and the hooks that see to it."""
+    """The pending updates of one compiled step, and the hooks that flush them."""
 
     def __init__(self) -> None:
         self._complete: Callable[[], None] | None = None
         self._state: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
-        self._touching: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._hooked: tuple[Any, ...] = ()
-        self._unhookable: tuple[Slot, ...] = ()
-        self._stand_ins: dict[Slot, tuple[Tensor, Tensor]] = {}
-        """What belongs into a slot, and what may stand there for it."""
-        self._covers = False
+        self._without_hooks: tuple[Slot, ...] = ()
+        self._late_tensors: dict[Slot, tuple[Tensor, Tensor]] = {}
+        """By slot, the tensor and the late tensor that may replace it."""
+        self._installed = False
 
     @property
     def exists(self) -> bool:
-        """Whether something is pending."""
+        """Whether an update is pending."""
         return self._complete is not None
 
-    def left(
+    def set(
         self,
         complete: Callable[[], None],
         state: list[Tensor],
@@ -74,51 +76,52 @@ class PendingWork:
         owners: tuple[nn.Module | Optimizer, ...],
         without_hooks: tuple[Slot, ...] = (),
     ) -> None:
-        """A step left something: `complete` does it. `owners` hold the state, `modules` are all that the step knows.
+        """A step has left updates pending; `complete` runs them.
 
-        `without_hooks`: slots of state in other objects, which cannot say that somebody asks for it.
+        `state`: the tensors that they update. `modules`: all modules of the step. `owners`: the modules and optimizers
+        that hold the state. `without_hooks`: slots of state in objects that have no hook for reads.
         """
         self._complete, self._state = complete, state
-        if self._unhookable is not without_hooks:
-            self._unhookable = without_hooks
-            self._stand_ins = {}
+        if self._without_hooks is not without_hooks:
+            self._without_hooks = without_hooks
+            self._late_tensors = {}
         if self._modules is not modules:
             self._modules = modules
-            self._touching.clear()
+            self._concerned.clear()
         if self._hooked != owners:
             self._unhook()
             self._hook(owners)
         _all.add(self)
 
-    def cover(self) -> None:
-        """Put stand-ins where state without hooks lies."""
-        if self._complete is None or self._covers:
+    def install_late_tensors(self) -> None:
+        """Put late tensors into the slots of state without hooks."""
+        if self._complete is None or self._installed:
             return
-        for slot in self._unhookable:
+        for slot in self._without_hooks:
             now = slot.get()
-            real, stand_in = self._stand_ins.get(slot, (None, None))
+            real, late = self._late_tensors.get(slot, (None, None))
             if real is not now and isinstance(now, Tensor):
-                real, stand_in = now, _stand_in(now, weakref.ref(self))
-                self._stand_ins[slot] = real, stand_in
-            if stand_in is not None and real is now:
-                slot.set(stand_in)
-        self._covers = True
+                real, late = now, _late_tensor(now, weakref.ref(self))
+                self._late_tensors[slot] = real, late
+            if late is not None and real is now:
+                slot.set(late)
+        self._installed = True
 
-    def uncover(self) -> None:
-        """Put back what the stand-ins stand for, unless somebody put something else there."""
-        if not self._covers:
+    def remove_late_tensors(self) -> None:
+        """Put the real tensors back, except into slots that user code has set meanwhile."""
+        if not self._installed:
             return
-        self._covers = False
-        for slot in self._unhookable:
-            real, stand_in = self._stand_ins.get(slot, (None, None))
-            if stand_in is not None and slot.get() is stand_in:
+        self._installed = False
+        for slot in self._without_hooks:
+            real, late = self._late_tensors.get(slot, (None, None))
+            if late is not None and slot.get() is late:
                 slot.set(real)
             else:
-                self._stand_ins.pop(slot, None)
+                self._late_tensors.pop(slot, None)
 
-    def taken(self) -> None:
-        """The step itself goes on with what it left."""
-        self.uncover()
+    def clear(self) -> None:
+        """Nothing is pending any more: the updates were completed, or run as a part of the next iteration."""
+        self.remove_late_tensors()
         self._complete = None
         self._state = []
         _all.discard(self)
@@ -126,38 +129,38 @@ class PendingWork:
             suspend()
 
     def flush(self) -> None:
-        """Do what is pending. If that fails it stays pending."""
+        """Complete the pending updates. If that raises they stay pending."""
         complete = self._complete
         if complete is None:
             return
-        self._complete = None  # completing may run code that asks again
-        self.uncover()
+        self._complete = None  # completing may run code that flushes again
+        self.remove_late_tensors()
         try:
             complete()
         except BaseException:
             self._complete = complete
-            self.cover()
+            self.install_late_tensors()
             raise
-        self.taken()
-        self._stand_ins = {}
+        self.clear()
+        self._late_tensors = {}
 
     def release(self) -> None:
-        """Flush, and take the hooks away from models and optimizers."""
+        """Flush, and remove the hooks from models and optimizers."""
         self.flush()
         self._unhook()
 
-    def holds(self, tensors: Iterable[Any]) -> bool:
-        """Whether one of some tensors waits for its update."""
+    def updates_any(self, tensors: Iterable[Any]) -> bool:
+        """Whether an update of one of some tensors is pending."""
         memory = {_memory(tensor) for tensor in self._state}
         return any(isinstance(t, Tensor) and _memory(t) in memory for t in tensors)
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is one that the step knows, or contains one."""
+        """Whether a module is one of the step's, or contains one."""
         if id(module) in self._modules:
             return True
-        if module not in self._touching:
-            self._touching[module] = any(id(each) in self._modules for each in module.modules())
-        return self._touching[module]
+        if module not in self._concerned:
+            self._concerned[module] = any(id(each) in self._modules for each in module.modules())
+        return self._concerned[module]
 
     def _hook(self, owners: tuple[nn.Module | Optimizer, ...]) -> None:
         self._hooked = owners
@@ -174,7 +177,7 @@ class PendingWork:
 
 
 class _FlushFirst:
-    """A hook before something reads or replaces state."""
+    """A hook that flushes before state is read or replaced."""
 
     def __init__(self, work: Callable[[], PendingWork | None]) -> None:
         self._work = work
@@ -185,7 +188,7 @@ class _FlushFirst:
             work.flush()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FlushFirst:
-        """A model is copied parameter by parameter: those that are copied already get the update too."""
+        """Flush while a model is copied parameter by parameter: copies that exist already get the update, too."""
         work = self._work()
         if work is not None and work.exists:
             state = list(work._state)
@@ -202,61 +205,61 @@ class _FlushFirst:
 
 
 def _no_hook() -> Callable[..., None]:
-    return _nothing
+    return _do_nothing
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """The hook of a model that was pickled while an update was pending."""
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """The hook in a model that was pickled while an update was pending."""
 
 
 def flush_others(work: PendingWork, tensors: Callable[[], Iterable[Any] | None]) -> None:
-    """Complete what other steps left, where it concerns some tensors (None: not known, so all of it)."""
+    """Flush the other steps whose pending updates concern some tensors (None: unknown, so flush all)."""
     if not _all:
         return
     others = [each for each in _all if each is not work]
     if not others:
         return
-    known = tensors()
+    concerned = tensors()
     for each in others:
-        if known is None or each.holds(known):
+        if concerned is None or each.updates_any(concerned):
             each.flush()
 
 
 def flush_all() -> None:
-    """Complete what any step left: a capture begins."""
+    """Flush all steps; before a capture."""
     suspend()
     for each in list(_all):
         each.flush()
 
 
 def suspend() -> None:
-    """Take the hooks of the process and all stand-ins away: a compiled step, or a capture, begins."""
+    """Remove the global hooks, replaced methods and late tensors; before a compiled step or a capture."""
     for work in _all:
-        work.uncover()
+        work.remove_late_tensors()
     forwards, steps = GLOBAL_PRE_HOOKS
     if forwards or steps:
         forwards.pop(_KEY, None)
         steps.pop(_KEY, None)
-    unwatch()
+    restore_methods()
 
 
 def resume() -> None:
-    """Put the hooks of the process and the stand-ins back where something is pending."""
+    """Install the global hooks, replaced methods and late tensors again if an update is pending."""
     if _all:
         for work in _all:
-            work.cover()
+            work.install_late_tensors()
         forwards, steps = GLOBAL_PRE_HOOKS
         forwards[_KEY] = _before_forward
         steps[_KEY] = _before_optimizer
-        watch(_flush_for, _flush_for_optimizer)
+        replace_methods(_flush_for, _flush_for_optimizer)
 
 
 def finally_flush(work: PendingWork) -> None:
-    """The step is gone, its model may live on."""
+    """Flush for a step that is deleted or left by an exception: its model may be used further."""
     try:
         work.release()
     except Exception:
-        log.exception("what a compiled step had left pending could not be completed")
+        log.exception("the pending updates of a compiled step could not be completed")
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
@@ -275,19 +278,50 @@ def _flush_for(module: nn.Module) -> None:
 
 def _flush_for_optimizer(optimizer: Optimizer) -> None:
     for work in list(_all):
-        if work.holds(p for group in optimizer.param_groups for p in group["params"]):
+        if work.updates_any(p for group in optimizer.param_groups for p in group["params"]):
             work.flush()
 
 
-def _stand_in(real: Tensor, work: Callable[[], PendingWork | None]) -> Tensor:
-    """A tensor that looks like another one, and completes the step when somebody asks what is in it."""
+class LateTensor(torch.Tensor):
+    """A tensor whose value a pending update computes: it has the metadata, and every operator on it flushes the step.
+
+    zero_grad(); loss.backward(); optimizer.step()     the update is pending, and with it the reduction of the gradient
+    p.grad.norm()                                      flushes the step, then reads the reduced gradient
+    """
+
+    _flushed: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, like: Any, flushed: Callable[[], Tensor]) -> LateTensor:
+        late: LateTensor = wrapper_tensor(cls, like)
+        return late
+
+    def __init__(self, like: Any, flushed: Callable[[], Tensor]) -> None:
+        """`flushed`: completes the update and returns the tensor."""
+        self._flushed = flushed
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._flushed())
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(LateTensor, lambda late: late._flushed(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _late_tensor(real: Tensor, work: Callable[[], PendingWork | None]) -> Tensor:
+    """A late tensor with the metadata of another one, also of a DTensor."""
     local: Tensor = local_of(real)
-    late = LateTensor(local, functools.partial(_completed, work, local))
+    late = LateTensor(local, functools.partial(_after_flush, work, local))
     return dtensor_over(late, spec_of(real)) if is_dtensor(real) else late
 
 
-def _completed(work: Callable[[], PendingWork | None], tensor: Tensor) -> Tensor:
-    """A tensor after what is pending was done; a step that is gone has done it."""
+def _after_flush(work: Callable[[], PendingWork | None], tensor: Tensor) -> Tensor:
+    """A tensor after a flush; a step that was deleted has flushed already."""
     found = work()
     if found is not None:
         found.flush()
@@ -299,37 +333,35 @@ def _memory(tensor: Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-Ask = Callable[[Any], None]
-
 _replaced: list[tuple[type, str, Any, Any]] = []
-"""Class, name, what stood there and what stands there now: of the process, as the classes are."""
+"""Class, method name, original and replacement. Global, because the classes are."""
 
 
-def watch(ask_module: Callable[[nn.Module], None], ask_optimizer: Callable[[Optimizer], None]) -> None:
-    """From now on ask before somebody gets to parameters by one of these ways."""
+def replace_methods(flush_module: Callable[[nn.Module], None], flush_optimizer: Callable[[Optimizer], None]) -> None:
+    """Replace the methods that give access to all parameters by ones that flush first."""
     if _replaced:
         return
-    for owner, name in WATCHED_METHODS:
+    for owner, name in PARAMETER_ACCESS_METHODS:
         original = owner.__dict__[name]
-        ask: Ask = ask_module if owner is nn.Module else ask_optimizer
-        asking = _asks_first(original, ask, only_eval=name == "train")
-        setattr(owner, name, asking)
-        _replaced.append((owner, name, original, asking))
+        flush: Callable[[Any], None] = flush_module if owner is nn.Module else flush_optimizer
+        replacement = _flushing_first(original, flush, only_eval=name == "train")
+        setattr(owner, name, replacement)
+        _replaced.append((owner, name, original, replacement))
 
 
-def unwatch() -> None:
-    """Put back what was there, unless somebody else has put something in its place since."""
-    for owner, name, original, asking in _replaced:
-        if owner.__dict__.get(name) is asking:
+def restore_methods() -> None:
+    """Restore the originals, except of a method that other code has replaced meanwhile."""
+    for owner, name, original, replacement in _replaced:
+        if owner.__dict__.get(name) is replacement:
             setattr(owner, name, original)
     _replaced.clear()
 
 
-def _asks_first(original: Callable[..., Any], ask: Ask, only_eval: bool) -> Callable[..., Any]:
+def _flushing_first(original: Callable[..., Any], flush: Callable[[Any], None], only_eval: bool) -> Callable[..., Any]:
     @functools.wraps(original)
-    def asking(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def flushing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not only_eval or not (args[0] if args else kwargs.get("mode", True)):
-            ask(self)
+            flush(self)
         return original(self, *args, **kwargs)
 
-    return asking
+    return flushing

@@ -1,6 +1,6 @@
-"""Whether a captured graph may run for a call: all its guards, in the order in which they usually fail.
+"""All guards of a captured graph: whether it may run for a call. Ordered so that likely failures come first.
 
-Built once per graph from what capture saw. Nearly all of it runs as whole-list comparisons in C: identity of
+Built once per graph from its guard specs. Nearly all checks are comparisons of whole lists in C: identity of
 parameters, equality of module attributes, one C++ call over all tensors.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 from wholestep.guards.arguments_and_scalars import (
-    FoundElsewhere,
-    NoGradients,
-    SameBranches,
+    DynamicSizes,
+    NoArgumentGradients,
+    SameArgumentAliases,
     SameContents,
-    SameNumberTypes,
     SameObjects,
+    SameScalarConditions,
+    SameScalarTypes,
+    SameStateArguments,
     SameStructure,
-    SameTensorTwice,
-    SizesInRange,
 )
 from wholestep.guards.guard import Call, Guard
 from wholestep.guards.modules import (
-    EmptyBuffers,
-    OtherAttributes,
+    SameNoneBuffers,
+    SameOtherAttributes,
     watched_attributes,
     watched_parameters,
 )
-from wholestep.guards.optimizers import OptimizerAttributes, SameNests, SameOptimizer, SameScalers
+from wholestep.guards.optimizers import OptimizerAttributes, SameNestedState, SameOptimizer, SameScalers
 from wholestep.guards.python_state import (
     SameArrays,
     SameChains,
@@ -44,10 +44,10 @@ from wholestep.guards.python_state import (
     SameVariables,
 )
 from wholestep.guards.tensors import (
-    AllThere,
-    SameForm,
+    InputsExist,
     SameGradients,
     SameHooks,
+    SameMetadata,
     SameRequiresGrad,
     SameTensorAttributes,
 )
@@ -60,7 +60,7 @@ class Guards:
 
     def __init__(self, specs: GuardSpecs, gather: Gather, leaves: list[Any]) -> None:
         """`leaves`: the arguments of the captured call; not kept."""
-        self._sizes = SizesInRange(specs)
+        self._sizes = DynamicSizes(specs)
         self._structure = SameStructure(specs)
         everything: list[Guard] = [
             SameModes(),
@@ -72,12 +72,12 @@ class Guards:
             SameGradients(specs),
             SameRequiresGrad(specs, gather),
             SameHooks(specs),
-            AllThere(gather.slots),
-            SameNumberTypes(specs),
-            SameForm(specs, gather, leaves),
-            # Most steps have few of these.
-            OtherAttributes(specs),
-            EmptyBuffers(specs),
+            InputsExist(gather.slots),
+            SameScalarTypes(specs),
+            SameMetadata(specs, gather, leaves),
+            # Most steps have few items for these.
+            SameOtherAttributes(specs),
+            SameNoneBuffers(specs),
             SameTensorAttributes(specs),
             SameClasses(specs),
             SameThreadLocals(specs),
@@ -93,24 +93,24 @@ class Guards:
             SameContainers(specs),
             SameArrays(specs),
             SameTensors(specs),
-            SameNests(specs),
+            SameNestedState(specs),
             SameScalers(specs),
             SameChains(specs),
-            FoundElsewhere(specs),
-            NoGradients(specs, leaves),
-            SameTensorTwice(specs, leaves),
+            SameStateArguments(specs),
+            NoArgumentGradients(specs, leaves),
+            SameArgumentAliases(specs, leaves),
             self._sizes,
-            SameBranches(specs),
+            SameScalarConditions(specs),
         ]
         self._guards = [guard for guard in everything if guard.is_needed()]
         self._checks = [guard.holds for guard in self._guards]
 
     def add_conditions_on_sizes(self) -> None:
-        """Take over what was assumed of sizes since the capture: lowering compares them too."""
-        self._sizes.renew()
+        """Add the conditions on sizes that were recorded after the capture, by lowering."""
+        self._sizes.update()
 
     def hold(self, leaves: list[Any], structure: Any, state: list[Any]) -> bool:
-        """Whether the graph may run. `state` is what `gather` read."""
+        """Whether the graph may run. `state`: the values that `Gather.read` returned."""
         call = Call(leaves, structure, state)
         for holds in self._checks:  # noqa: SIM110  (a generator costs more than the checks)
             if not holds(call):
@@ -118,17 +118,17 @@ class Guards:
         return True
 
     def why_not(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> str:
-        """The first difference between this graph's conditions and a call, for people."""
+        """The first guard that a call does not meet, as text."""
         call = Call(leaves, structure, state)
         reasons = (reason for guard in self._guards for reason in guard.reasons(call))
         return next(reasons, "a condition that could not be named")
 
     def same_structure(self, leaves: list[Any], structure: Any) -> bool:
-        """Whether the arguments of a call are nested as those of the captured one."""
+        """Whether the arguments of a call have the tree structure of the captured call."""
         return self._structure.holds(Call(leaves, structure, None))
 
     def changed_numbers(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
-        """The paths of all Python numbers that a guard holds constant and that have another value now."""
+        """The paths of all Python scalars that a guard compares with a constant and whose value changed."""
         call = Call(leaves, structure, state)
         if not self._structure.holds(call):
             return set()

@@ -1,5 +1,5 @@
-"""Guards on the arguments of a call: their structure, non-tensor leaves, which tensors are the same object, dynamic
-sizes; and on scalar inputs: their types, and the branches that Python took on them.
+"""Guards on the arguments of a call (tree structure, non-tensor leaves, which tensors are one object, dynamic sizes)
+and on scalar inputs (their types, and the branches that Python took on them).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 
 class SameStructure(Guard):
-    """The arguments are nested as they were."""
+    """The arguments have the same tree structure."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._structure = specs.arguments.structure
@@ -32,7 +32,7 @@ class SameStructure(Guard):
 
 
 class SameObjects(Guard):
-    """Arguments that are no tensors are the same objects, or the same plain values."""
+    """Non-tensor leaves are the same objects, or equal plain values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._paths = specs.arguments.paths
@@ -58,7 +58,7 @@ class SameObjects(Guard):
 
 
 class SameContents(Listed):
-    """Lists, dicts and arrays among the arguments hold what they held."""
+    """Lists, dicts and arrays among the arguments have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._paths = specs.arguments.paths
@@ -76,8 +76,8 @@ class SameContents(Listed):
         return (f"the contents of {path} changed" for path in changed)
 
 
-class FoundElsewhere(Listed):
-    """A tensor that was also found elsewhere (a parameter passed to the step) still is what lies there."""
+class SameStateArguments(Listed):
+    """An argument that is also state (a parameter passed to the step) is still that state."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._paths = specs.arguments.paths
@@ -90,25 +90,25 @@ class FoundElsewhere(Listed):
                 yield f"{self._paths[i]} is no longer {slot.path}"
 
 
-class NoGradients(Listed):
-    """Tensors among the arguments that require grad have no gradient yet."""
+class NoArgumentGradients(Listed):
+    """Tensor arguments that require grad have no gradient."""
 
     def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
         self._paths = specs.arguments.paths
         elsewhere = {i for i, _ in specs.arguments.found_elsewhere}
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._places = [i for i, tensor in tensors if tensor.requires_grad and i not in elsewhere]
-        super().__init__(self._places)
+        self._indices = [i for i, tensor in tensors if tensor.requires_grad and i not in elsewhere]
+        super().__init__(self._indices)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for i in self._places:
+        for i in self._indices:
             leaf = call.leaves[i]
             if leaf.is_leaf and leaf.grad is not None:
                 yield f"{self._paths[i]}.grad is set"
 
 
-class SameTensorTwice(Listed):
-    """Arguments that were one tensor still are."""
+class SameArgumentAliases(Listed):
+    """Arguments that were the same tensor still are."""
 
     def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
         self._paths = specs.arguments.paths
@@ -118,7 +118,7 @@ class SameTensorTwice(Listed):
     def reasons(self, call: Call) -> Iterator[str]:
         for first, second in self._pairs:
             if call.leaves[first] is not call.leaves[second]:
-                yield f"{self._paths[first]} and {self._paths[second]} are two tensors"
+                yield f"{self._paths[first]} and {self._paths[second]} were one tensor and are two"
 
 
 def _aliased(leaves: list[Any]) -> list[tuple[int, int]]:
@@ -132,8 +132,8 @@ def _aliased(leaves: list[Any]) -> list[tuple[int, int]]:
     return pairs
 
 
-class SizesInRange(Listed):
-    """Declared dynamic sizes are in their range, and are as the trace assumed."""
+class DynamicSizes(Listed):
+    """Dynamic sizes are in their declared range, and meet the conditions that the trace assumed."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._sizes = specs.sizes
@@ -144,10 +144,10 @@ class SizesInRange(Listed):
             for dim, declared in dims.items()
         ]
         super().__init__(self._dims)
-        self.renew()
+        self.update()
 
-    def renew(self) -> None:
-        """Take over what was assumed since: lowering compares sizes, too."""
+    def update(self) -> None:
+        """Read the assumed conditions again: lowering adds some."""
         self._assumed = self._sizes.assumed()
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -156,12 +156,12 @@ class SizesInRange(Listed):
         for name, places in self._sizes.sources.items():
             found = {f"{self._paths[leaf]}.shape[{dim}]": call.leaves[leaf].shape[dim] for leaf, dim in places}
             if len(set(found.values())) > 1:
-                yield "one size became several: " + ", ".join(f"{where} is {size}" for where, size in found.items())
+                yield "sizes that were equal differ: " + ", ".join(f"{at} is {size}" for at, size in found.items())
                 return
             sizes[name] = next(iter(found.values()))
         for text, check in self._assumed:
             if not check(sizes):
-                yield f"sizes {sizes} break {text}"
+                yield f"the sizes {sizes} do not meet {text}"
 
     def _raise_out_of_range(self, leaves: list[Any]) -> None:
         for leaf, dim, declared, path in self._dims:
@@ -170,8 +170,8 @@ class SizesInRange(Listed):
                 raise out_of_range(path, dim, size, declared)
 
 
-class SameNumberTypes(Listed):
-    """Numbers that became inputs are still of the type that they had: `1`, `1.0` and `True` may take other branches."""
+class SameScalarTypes(Listed):
+    """Scalar inputs have the same Python type: `1`, `1.0` and `True` may take different branches."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._numbers = specs.scalar_types
@@ -184,22 +184,22 @@ class SameNumberTypes(Listed):
                 yield f"{slot.path} is no longer of type {kind.__name__}"
 
 
-class SameBranches(Listed):
-    """Numbers that Python compared while tracing (a learning rate, a step count) compare the same way."""
+class SameScalarConditions(Listed):
+    """Conditions that Python evaluated on scalar inputs while tracing (on a learning rate, a step count) still hold."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._conditions = specs.conditions
         self._items = specs.items
         self._slots = specs.placeholder_slots
         used = {id(leaf): leaf for condition in self._conditions for leaf in condition.leaves}.values()
-        self._numbers = list(used) if all(isinstance(leaf, Slot) for leaf in used) else None
-        """The numbers that guards look at, where those are all they look at: unchanged numbers need no look."""
-        self._good_numbers: list[Any] | None = None
+        self._scalars = list(used) if all(isinstance(leaf, Slot) for leaf in used) else None
+        """All scalars in the conditions, if they contain nothing else: unchanged values need no evaluation."""
+        self._passed_values: list[Any] | None = None
         super().__init__(self._conditions)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        numbers = None if self._numbers is None else [value_in(call, slot) for slot in self._numbers]
-        if numbers is not None and numbers == self._good_numbers:
+        values = None if self._scalars is None else [value_in(call, slot) for slot in self._scalars]
+        if values is not None and values == self._passed_values:
             return
         value = self._value_in(call)
         memo: dict[int, Any] = {}
@@ -207,10 +207,10 @@ class SameBranches(Listed):
             if not condition.holds(value, memo):
                 yield f"{condition.text} no longer holds"
                 return
-        self._good_numbers = numbers
+        self._passed_values = values
 
     def _value_in(self, call: Call) -> Callable[[Any], Any]:
-        """What gives the value of a leaf of an expression."""
+        """A function from a leaf of an expression to its value in this call."""
 
         def current(node: Any) -> Any:
             return value_in(call, self._slots[node])
@@ -229,5 +229,5 @@ class SameBranches(Listed):
 
 
 def value_in(call: Call, slot: Slot) -> Any:
-    """What a slot holds in this call."""
+    """The value of a slot in this call."""
     return call.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()

@@ -1,4 +1,4 @@
-"""What a guard is: a condition on a call, with a cheap check, the reasons why it fails, and their wording."""
+"""The base classes of guards: a condition on a call, with a cheap check and, if it fails, the reasons as text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Call:
     """A call of the step, as guards see it."""
 
     leaves: list[Any]
-    """Of the arguments."""
+    """The leaves of the arguments."""
     structure: Any
-    """Equal for arguments of the same structure."""
+    """The tree structure of the arguments."""
     state: list[Any] | None
-    """The inputs of the graph as they are now; None if some are gone."""
+    """The current values of the graph's inputs; None if some no longer exist."""
 
 
 class Guard(ABC):
@@ -31,42 +31,42 @@ class Guard(ABC):
 
     @abstractmethod
     def holds(self, call: Call) -> bool:
-        """Whether the condition is met: run at every call."""
+        """Whether the condition is met. Runs at every call."""
 
     @abstractmethod
     def reasons(self, call: Call) -> Iterator[str]:
-        """What differs, for people: run only where a check failed. Guards before this one in the order hold."""
+        """What differs, as text. Runs only after a check failed; the guards before this one in the order hold."""
 
     def is_needed(self) -> bool:
-        """Whether there is something to look at; otherwise the guard is left out."""
+        """Whether there is anything to check; otherwise the guard is left out."""
         return True
 
     def changed_numbers(self, call: Call) -> Iterator[str]:
-        """The paths of Python numbers that have another value of the same type: the next capture makes them inputs."""
+        """The paths of Python scalars whose value changed but not their type: the next capture makes them inputs."""
         return iter(())
 
 
 class Listed(Guard):
-    """A guard that looks at few things one by one: it holds where there is no reason why not."""
+    """A guard on a few items that are checked one by one: it holds if `reasons` finds none."""
 
-    def __init__(self, looks_at: Sequence[Any]) -> None:
-        self._looks_at = looks_at
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items_to_check = items
 
     def is_needed(self) -> bool:
-        return bool(self._looks_at)
+        return bool(self._items_to_check)
 
     def holds(self, call: Call) -> bool:
         return next(self.reasons(call), None) is None
 
 
 class Watched(Guard):
-    """Guards on what lies in some dicts: while none of these is written, no guard needs a second look."""
+    """Guards on the contents of some dicts: they are checked again only after one of these dicts was written."""
 
     def __init__(self, guards: Sequence[Guard], dicts: Sequence[dict[Any, Any]]) -> None:
         self._guards = guards
         self._dicts = list({id(d): d for d in dicts}.values())
         self._watch: DictWatch | None = None
-        """Begun when the guards held."""
+        """Created when the guards last held."""
 
     def holds(self, call: Call) -> bool:
         if self._watch is not None and self._watch.unchanged():
@@ -86,7 +86,7 @@ class Watched(Guard):
 
 
 def was_and_is(path: str, before: Any, now: Any) -> str:
-    """That there is another value now."""
+    """The text of a value that changed."""
     return f"{path} was {_brief(before)} and is {_brief(now)}"
 
 
@@ -97,5 +97,5 @@ def _brief(value: Any) -> str:
 
 
 def is_other_number(now: Any, before: Any) -> bool:
-    """Whether both are numbers of a type, and differ."""
+    """Whether both are scalars of one type with different values."""
     return type(now) is type(before) and type(now) in (int, float) and not same_plain(now, before)

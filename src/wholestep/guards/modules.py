@@ -1,4 +1,4 @@
-"""Guards on modules: what a user can set on them, their submodules, parameters and buffers."""
+"""Guards on modules: attributes that a user can set, submodules, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
 
 class SameAttributes(Guard):
-    """Modules have the attributes that they had. Those that the step itself sets are `OtherAttributes`."""
+    """Modules have the same attributes. For modules whose attributes the step sets, see `SameOtherAttributes`."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         modules = [(m, path) for m, path in specs.modules if id(m) not in specs.volatile]
         self.dicts = [vars(m) for m, _ in modules]
         self._paths = [path for _, path in modules]
-        # Only what a user can set: comparing torch's own dictionaries of each module would touch ten times the memory.
+        # Only attributes that a user can set: with torch's own dicts of each module it would read ten times the memory.
         self._before = [{k: v for k, v in d.items() if k not in MODULE_INTERNALS} for d in self.dicts]
         self._readers = [(_reader(list(before)), d) for d, before in zip(self.dicts, self._before, strict=True)]
         self._values = [list(before.values()) for before in self._before]
@@ -34,7 +34,7 @@ class SameAttributes(Guard):
             try:
                 now = read(d)
             except KeyError:
-                return False  # one is gone, and another there
+                return False  # one was removed and another added
             if not all(map(is_, now, values)) and not all(map(same_value, now, values)):
                 return False
         return True
@@ -73,21 +73,21 @@ class SameParameters(Guard):
 
     def __init__(self, specs: GuardSpecs) -> None:
         slots = [(slot, tensor) for slot, tensor in specs.module_tensors if slot.kind is not InputKind.BUFFER]
-        self._places = [(slot.mapping, slot.key) for slot, _ in slots]
+        self._entries = [(slot.mapping, slot.key) for slot, _ in slots]
         self._paths = [slot.path for slot, _ in slots]
         self._objects = [tensor for _, tensor in slots]
 
     def holds(self, call: Call) -> bool:
-        return all(map(is_, [mapping.get(key) for mapping, key in self._places], self._objects))
+        return all(map(is_, [mapping.get(key) for mapping, key in self._entries], self._objects))
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for path, (mapping, key), known in zip(self._paths, self._places, self._objects, strict=True):
-            if mapping.get(key) is not known:
+        for path, (mapping, key), before in zip(self._paths, self._entries, self._objects, strict=True):
+            if mapping.get(key) is not before:
                 yield f"{path} is another parameter"
 
 
 class SameCounts(Guard):
-    """Modules have as many parameters and buffers as they had."""
+    """Modules have the same number of parameters and buffers."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self.dicts = [vars(m)[kind] for m, _ in specs.modules for kind in ("_parameters", "_buffers")]
@@ -101,8 +101,8 @@ class SameCounts(Guard):
             yield "a parameter or buffer was registered or removed"
 
 
-class OtherAttributes(Listed):
-    """Where the step sets attributes of a module, its other attributes are as they were."""
+class SameOtherAttributes(Listed):
+    """Modules whose attributes the step sets: their other attributes are the same."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         volatile = specs.volatile
@@ -128,8 +128,8 @@ class OtherAttributes(Listed):
                     yield f"{path}.{key}"
 
 
-class EmptyBuffers(Listed):
-    """Buffers that were None still are."""
+class SameNoneBuffers(Listed):
+    """Buffers that were None are still None."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._buffers = [
@@ -147,20 +147,20 @@ class EmptyBuffers(Listed):
 
 
 def watched_attributes(specs: GuardSpecs) -> Watched:
-    """Attributes and submodules, looked at again where something is set on a module."""
+    """Guards on attributes and submodules, checked again after an attribute of a module was set."""
     attributes = SameAttributes(specs)
     submodules = SameSubmodules(specs)
     return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
 
 
 def watched_parameters(specs: GuardSpecs) -> Watched:
-    """Parameters and buffers, looked at again where one is set."""
+    """Guards on parameters and buffers, checked again after one was set."""
     counts = SameCounts(specs)
     return Watched([SameParameters(specs), counts], counts.dicts)
 
 
 def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:
-    """Reads some attributes at once; a name that is gone is a KeyError."""
+    """A function that reads some attributes at once; a missing name raises KeyError."""
     if len(keys) == 1:
         (key,) = keys
         return lambda attributes: (attributes[key],)

@@ -1,4 +1,4 @@
-"""Guards on optimizers and gradient scalers: param groups, options, which state there is, attributes."""
+"""Guards on optimizers and gradient scalers: param groups, options, which state exists, attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wholestep.torch_private.modules_and_optimizers import OPTIMIZER_INTERNALS, 
 
 
 class SameOptimizer(Guard):
-    """An optimizer has its param groups with their options, and state for the same parameters."""
+    """An optimizer has the same param groups and options, and state for the same parameters."""
 
     def __init__(self, optimizer: Optimizer, path: str, specs: GuardSpecs, gather: Gather) -> None:
         self._optimizer = optimizer
@@ -33,18 +33,18 @@ class SameOptimizer(Guard):
         self._options = [dict(group.constants) for group in groups]
         self._owners = list(optimizer.state)
         self._sizes = _sizes(optimizer.state)
-        self._good_reading = -1
-        """The reading of the state that passed: it needs no second look."""
+        self._passed_version = -1
+        """`Gather.version` when the state passed."""
 
     def holds(self, call: Call) -> bool:
         return self._state_holds() and self._groups_hold()
 
     def _state_holds(self) -> bool:
-        if self._good_reading == self._gather.reading:
+        if self._passed_version == self._gather.version:
             return True
         if not self._same_owners() or _sizes(self._optimizer.state) != self._sizes:
             return False
-        self._good_reading = self._gather.reading
+        self._passed_version = self._gather.version
         return True
 
     def _same_owners(self) -> bool:
@@ -86,7 +86,7 @@ class SameOptimizer(Guard):
                 yield f"{self._path}.param_groups[{g}] has the new option {key!r}"
 
     def _changed_options(self) -> Iterator[tuple[str, Any, Any]]:
-        """Options of param groups that have other values: path, value at capture, value now."""
+        """Options of param groups whose values changed: path, value at capture, value now."""
         for g, (group, options) in enumerate(zip(self._optimizer.param_groups, self._options, strict=False)):
             for key, value in options.items():
                 now = group.get(key, ABSENT)
@@ -95,12 +95,12 @@ class SameOptimizer(Guard):
 
 
 def _sizes(state: Any) -> list[int]:
-    """How many entries each parameter has; a value that is not a dict counts as one."""
+    """The number of entries for each parameter; a value that is not a dict counts as one."""
     return [len(entries) if isinstance(entries, dict) else 1 for entries in state.values()]
 
 
-class SameNests(Listed):
-    """Lists, dicts and constants in optimizer state are nested and valued as they were; shared tensors still are."""
+class SameNestedState(Listed):
+    """Lists, dicts and constants in optimizer state have the same structure and values; shared tensors are shared."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._structures = specs.nested_state
@@ -113,11 +113,11 @@ class SameNests(Listed):
                 yield f"{slot.path} has another structure"
         for slot, other in self._same:
             if slot.get() is not other.get():
-                yield f"{slot.path} and {other.path} are two tensors"
+                yield f"{slot.path} and {other.path} were one tensor and are two"
 
 
 class OptimizerAttributes(Listed):
-    """What a user can set on an optimizer is as it was."""
+    """Optimizers have the same attributes, of those that a user can set."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
@@ -145,7 +145,7 @@ class OptimizerAttributes(Listed):
 
 
 class SameScalers(Listed):
-    """Gradient scalers have their settings, and were used before or not."""
+    """Gradient scalers have the same settings, and their tensors exist or not as at capture."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._scalers = [(s, path, _unused(s), _settings(s)) for s, path in specs.scalers.items()]
@@ -160,7 +160,7 @@ class SameScalers(Listed):
 
 
 def _unused(scaler: Any) -> tuple[bool, ...]:
-    """Which tensors of a GradScaler do not exist yet."""
+    """For each tensor of a GradScaler, whether it does not exist yet."""
     return tuple(vars(scaler).get(name) is None for name in SCALER_TENSORS)
 
 

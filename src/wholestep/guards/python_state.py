@@ -21,7 +21,7 @@ from wholestep.torch_private.modes import MODES, read_modes, same_mode
 
 
 class SameVariables(Listed):
-    """Closure variables and globals hold what they held."""
+    """Closure variables and globals have the same values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._variables = [
@@ -42,14 +42,14 @@ class SameVariables(Listed):
 
 
 class SameReads(Listed):
-    """Attributes of plain objects that the step read are as they were."""
+    """Attributes of plain objects that the step read have the same values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._reads = [(obj, path, list(values.items())) for obj, path, values in specs.reads]
         read_from = {id(slot.sequence) for slot in specs.placeholder_slots.values() if isinstance(slot, SequenceSlot)}
         values = (value for _, _, items in self._reads for _, value in items)
         self._lists = {id(v): list(v) for v in values if type(v) is list and id(v) not in read_from}
-        """Contents of lists that another list with equal contents may stand for."""
+        """Contents of lists that may be replaced by another list with equal contents."""
         super().__init__(self._reads)
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -72,7 +72,7 @@ class SameReads(Listed):
 
 
 class SameClassReads(Listed):
-    """Plain values that the step read from the classes of such objects are as they were."""
+    """Plain values that the step read from the classes of such objects are the same."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._reads = specs.class_reads
@@ -87,7 +87,7 @@ class SameClassReads(Listed):
 
 
 class SameKinds(Listed):
-    """Variables and attributes that the step itself sets hold the kind of thing that they held."""
+    """Variables and attributes that the step itself sets hold a value of the same kind (`kind_of`)."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._variables = [(path, slot, kind) for path, (slot, kind) in specs.rebound_variables.items()]
@@ -97,14 +97,14 @@ class SameKinds(Listed):
     def reasons(self, call: Call) -> Iterator[str]:
         for path, slot, kind in self._variables:
             if kind_of(slot.get()) != kind:
-                yield f"{path} holds another kind of thing"
+                yield f"{path} holds a value of another kind"
         for attributes, key, path, kind in self._attributes:
             if kind_of(attributes.get(key, ABSENT)) != kind:
-                yield f"{path} holds another kind of thing"
+                yield f"{path} holds a value of another kind"
 
 
 class SameContainers(Listed):
-    """Lists and dicts that the step may have read hold what they held."""
+    """Lists and dicts that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._contents = Contents(specs.containers)
@@ -118,7 +118,7 @@ class SameContainers(Listed):
 
 
 class SameArrays(Listed):
-    """NumPy arrays that the step may have read hold what they held."""
+    """NumPy arrays that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._arrays = [ArrayCopy(held, path) for held, path in specs.arrays if not is_large(held)]
@@ -129,7 +129,7 @@ class SameArrays(Listed):
 
 
 class SameChains(Listed):
-    """Objects that the step calls are still reached by the same links from its arguments and variables."""
+    """Objects that the step calls are still reached by the same attributes from its arguments and variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._links = specs.links
@@ -155,14 +155,14 @@ class SameTensors(Listed):
 
 
 class SameClasses(Guard):
-    """Classes of the user's have the methods and the names that they had. Values in them are variables of the step."""
+    """Classes of the user's code have the same names and methods. Values in them are guarded as variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._classes = [_Class(cls, path) for cls, path in specs.classes.items()]
         set_by_step = {id(cls) for cls in specs.classes_set_by_step}
         dicts = [(c, _dict_of(c.cls)) for c in self._classes]
         self._quiet = [d for c, d in dicts if d is not None and id(c.cls) not in set_by_step]
-        """Dicts that a replay does not write: one look at their versions is enough."""
+        """Dicts that a replay does not write: comparing their versions is enough."""
         self._always = [c for c, d in dicts if d is None or id(c.cls) in set_by_step]
         self._watch: DictWatch | None = None
 
@@ -183,7 +183,7 @@ class SameClasses(Guard):
 
 
 class _Class:
-    """The names of a class, and its methods and descriptors by identity."""
+    """The names in a class, and its methods and descriptors by identity."""
 
     def __init__(self, cls: type, path: str) -> None:
         self.cls = cls
@@ -210,13 +210,13 @@ def _names(cls: type) -> set[str]:
 
 
 def _dict_of(cls: type) -> dict[Any, Any] | None:
-    """The dict behind `vars(cls)`, which only a proxy shows."""
+    """The dict behind `vars(cls)`, which returns a read-only proxy."""
     behind = gc.get_referents(vars(cls))
     return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
 
 
 class SameFunctions(Listed):
-    """Functions of the user's have the defaults and the attributes that they had. Their values are variables."""
+    """Functions of the user's code have the same defaults and attribute names. Values are guarded as variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         functions = specs.functions
@@ -234,7 +234,7 @@ class SameFunctions(Listed):
 
 
 class SameThreadLocals(Listed):
-    """Thread locals have, in the calling thread, the attributes that they had. Their values are variables."""
+    """Thread locals have, in the calling thread, the same attribute names. Their values are guarded as variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._locals = [(local, path, set(vars(local))) for local, path in specs.thread_locals]
@@ -247,7 +247,7 @@ class SameThreadLocals(Listed):
 
 
 class SameEnvironment(Guard):
-    """Environment variables that the step read have the values that they had."""
+    """Environment variables that the step read have the same values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._values = specs.environment
@@ -275,7 +275,7 @@ class SameEnvironment(Guard):
 
 
 class SameFiles(Listed):
-    """Files that the step read were not written since."""
+    """Files that the step read have not been written since."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._files = specs.files
@@ -288,7 +288,7 @@ class SameFiles(Listed):
 
 
 class SameModes(Guard):
-    """The process is in the modes of the capture."""
+    """The modes of the process are those of the capture."""
 
     def __init__(self) -> None:
         self._before = read_modes()
@@ -299,7 +299,7 @@ class SameModes(Guard):
             return True
         if not all(map(same_mode, self._before, now)):
             return False
-        self._before = now  # another spelling of the same
+        self._before = now  # other values that mean the same
         return True
 
     def reasons(self, call: Call) -> Iterator[str]:

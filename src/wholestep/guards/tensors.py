@@ -1,5 +1,5 @@
-"""Guards on tensors: the inputs of the graph exist, scalars are scalars, tensors have the layout and the Python
-attributes (`p.no_decay = True`) that they had; and what autograd attaches to parameters: gradients, `requires_grad`,
+"""Guards on tensors: the inputs of the graph exist, and tensors have the same metadata and the same Python attributes
+(`p.no_decay = True`) as at capture; and guards on what autograd attaches to parameters: gradients, `requires_grad`,
 hooks.
 """
 
@@ -25,28 +25,28 @@ from wholestep.torch_private.modules_and_optimizers import hook_registries
 _NUMBER = (int, float)
 
 
-class AllThere(Guard):
-    """All inputs are there, and those that were numbers are numbers."""
+class InputsExist(Guard):
+    """All inputs exist, and scalar inputs are still scalars."""
 
     def __init__(self, inputs: Sequence[Slot]) -> None:
         self._numbers = [(i, slot.path) for i, slot in enumerate(inputs) if _is_number(slot)]
-        self._places = [i for i, _ in self._numbers]
+        self._indices = [i for i, _ in self._numbers]
 
     def holds(self, call: Call) -> bool:
         state = call.state
-        return state is not None and all(isinstance(state[i], _NUMBER) for i in self._places)
+        return state is not None and all(isinstance(state[i], _NUMBER) for i in self._indices)
 
     def reasons(self, call: Call) -> Iterator[str]:
         if call.state is None:
-            yield "some state that the graph reads is gone"
+            yield "some state that the graph reads no longer exists"
             return
         for i, path in self._numbers:
             if not isinstance(call.state[i], _NUMBER):
                 yield f"{path} is no longer a number"
 
 
-class SameForm(Guard):
-    """Tensors have the type, dtype, device, sizes, strides and `requires_grad` that they had."""
+class SameMetadata(Guard):
+    """Tensors have the same type, dtype, device, sizes, strides and `requires_grad`."""
 
     def __init__(self, specs: GuardSpecs, gather: Gather, leaves: list[Any]) -> None:
         self._gather = gather
@@ -70,8 +70,8 @@ class SameForm(Guard):
         self._rest = TensorChecks([tensors[i] for i in rest], [dims[i] for i in rest], [names[i] for i in rest])
         self._pick_modules = picker([gather.tensor_positions[i] for i in in_modules])
         self._pick_others = picker([gather.tensor_positions[i] for i in others])
-        self._good_reading = -1
-        """The reading of the state in which all tensors passed."""
+        self._passed_version = -1
+        """`Gather.version` when all tensors passed."""
         self._modules_tensors: list[Any] = []
 
     def is_needed(self) -> bool:
@@ -79,15 +79,15 @@ class SameForm(Guard):
 
     def holds(self, call: Call) -> bool:
         assert call.state is not None
-        if self._good_reading == self._gather.reading:
-            # The same optimizer state as when all were checked; nothing gives it other memory.
+        if self._passed_version == self._gather.version:
+            # The optimizer state is the one that was checked; its tensors keep their metadata.
             leaves = call.leaves
             return self._rest.hold(
                 [*self._modules_tensors, *self._pick_others(call.state), *(leaves[i] for i in self._unused)]
             )
         if not self._all.hold(self._tensors(call)):
             return False
-        self._good_reading = self._gather.reading
+        self._passed_version = self._gather.version
         self._modules_tensors = self._pick_modules(call.state)
         return True
 
@@ -101,7 +101,7 @@ class SameForm(Guard):
 
 
 def _unused_leaves(specs: GuardSpecs, gather: Gather) -> list[int]:
-    """Tensors among the arguments that are no input; of a tensor that is there twice, the first."""
+    """Tensors among the arguments that are not inputs of the graph; of a tensor that occurs twice, the first."""
     read = {s.index for s in gather.tensor_slots if isinstance(s, BatchSlot)}
     found = []
     for i, slot in enumerate(specs.arguments.slots):
@@ -115,7 +115,7 @@ def _is_number(slot: Slot) -> bool:
 
 
 class SameTensorAttributes(Guard):
-    """Tensors have the attributes that they had; looked at again only where one was set."""
+    """Tensors have the same Python attributes; checked again only after one was set."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._tensors = [(own, vars(own.real)) for own in specs.tensor_attributes if own.real is not None]
@@ -172,7 +172,7 @@ _grad = attrgetter("grad")
 
 
 class SameGradients(Guard):
-    """The parameters that had a gradient have one; the others have none."""
+    """The parameters that had a gradient have one; the others have None."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._owners = [parameter for parameter, _ in specs.parameters]
@@ -193,7 +193,7 @@ class SameGradients(Guard):
 
 
 class SameRequiresGrad(Listed):
-    """Parameters that are no input require grad as they did; inputs have it checked with their shape."""
+    """`requires_grad` is the same for parameters that are not inputs of the graph (`SameMetadata` checks inputs)."""
 
     def __init__(self, specs: GuardSpecs, gather: Gather) -> None:
         checked = {id(slot) for slot in gather.tensor_slots}
@@ -213,7 +213,7 @@ class SameRequiresGrad(Listed):
 class SameHooks(Guard):
     """No hook was added to or removed from modules, optimizers and parameters.
 
-    Every hook of torch gets a number: while the next one is the same, none was added anywhere.
+    torch numbers its hooks: while the next number is the same, no hook was added anywhere.
     """
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -226,12 +226,12 @@ class SameHooks(Guard):
         self._has_hooks = any(self._counts) or bool(self._on_tensors)
 
     def holds(self, call: Call) -> bool:
-        following = RemovableHandle.next_id
-        if following == self._next and not self._has_hooks:
+        next_id = RemovableHandle.next_id
+        if next_id == self._next and not self._has_hooks:
             return True
         if not self._same_hooks():
             return False
-        self._next = following
+        self._next = next_id
         return True
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -242,7 +242,7 @@ class SameHooks(Guard):
         return list(map(len, self._registries)) == self._counts and self._tensors_with_hooks() == self._on_tensors
 
     def _tensors_with_hooks(self) -> list[int]:
-        """Numbers of the parameters that have a hook: nearly always none."""
+        """Indices of the parameters that have a hook: nearly always none."""
         found: list[int] = []
         for get in HOOK_ATTRIBUTES:
             hooks = list(map(get, self._owners))

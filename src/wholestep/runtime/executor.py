@@ -1,11 +1,9 @@
-"""Replay one captured graph: inputs in, graph, state changes out.
+"""`Executor`: replays one captured graph. It runs the graph on gathered inputs and applies the state changes.
 
-Results that would carry an autograd graph in eager: they say so, and refuse to be differentiated.
-
-A replay records no autograd graph. Returning such a result as a plain tensor would silently cut gradients where it is
-used further: `head(step(x)).sum().backward()` would leave the step's parameters without any. So it requires grad, as in
-eager, and its backward raises. torch's own C++ node for this costs 19 us a step (a Python one 75), and can only raise
-RuntimeError: the text is that of NoGraphError.
+A replay records no autograd graph. If a result that has one in eager were returned as a plain tensor, gradients would
+silently stop there: `head(step(x)).sum().backward()` would leave the step's parameters without any. So such a result
+requires grad, as in eager, and its backward raises (`attach`). torch's C++ node for this costs 19 us a step (a Python
+node 75), and can only raise RuntimeError; its text is that of NoGraphError.
 """
 
 from __future__ import annotations
@@ -30,28 +28,28 @@ from wholestep.torch_private.modules_and_optimizers import mark_stepped
 
 
 class Executor:
-    """Runs a graph that is finished: lowered or not, updating in place."""
+    """Runs a finished graph: lowered or not, with in-place updates."""
 
     def __init__(
         self,
         captured: CapturedStep,
         executable: fx.GraphModule,
         forward: Callable[..., Any],
-        untold: Sequence[int] = (),
+        unversioned: Sequence[int] = (),
         memory: MemoryReport | None = None,
     ) -> None:
-        """`forward`: the function of `executable`. `untold`: inputs that it updates without telling autograd.
-        `memory`: the report of a memory budget, to which the first run adds what it needed."""
+        """`forward`: the function of `executable`. `unversioned`: inputs that it writes without raising their version
+        counters. `memory`: the report of a memory budget, to which the first run adds the measured peak."""
         self.captured = captured
         self.executable = executable
         self._forward = forward
-        self._untold = untold
+        self._unversioned = unversioned
         self._report = memory
-        self._measures = self._report is not None
-        """Whether the next run is the one that tells how much memory it needs."""
+        self._measure_next = self._report is not None
+        """Whether to measure the memory of the next run."""
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._release = captured.unread_gradients()
-        """Gradients that eager drops or replaces before it needs the memory: dropped before the graph runs."""
+        """Gradients that eager drops or replaces early in the step: they are dropped before the graph runs."""
         released = set(map(id, self._release))
         self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
 
@@ -60,9 +58,9 @@ class Executor:
         for change in self._release:
             change.slot.remove()
         with self._mode():
-            outputs = self._measured(inputs) if self._measures else self._forward(*inputs)
-        if self._untold:
-            increment_version([inputs[i] for i in self._untold])
+            outputs = self._measured(inputs) if self._measure_next else self._forward(*inputs)
+        if self._unversioned:
+            increment_version([inputs[i] for i in self._unversioned])
         del inputs
         self._apply_changes(outputs, leaves)
         for optimizer in self.captured.stepped:
@@ -73,18 +71,18 @@ class Executor:
         rebuild = self.captured.rebuild_result
         return results[0] if rebuild is None else rebuild(results)
 
-    def path(self, place: int) -> str:
-        """What an input of the graph is called."""
-        return self.captured.inputs[place].path
+    def path(self, index: int) -> str:
+        """The path of an input of the graph."""
+        return self.captured.inputs[index].path
 
     def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
         for change in self._changes:
             _apply(change, outputs, leaves)
 
     def _measured(self, inputs: list[Any]) -> tuple[Any, ...]:
-        """The outputs of the first run of a graph with a memory budget, which tells what it needs."""
+        """The outputs of the first run of a graph with a memory budget; its peak goes into the memory report."""
         assert self._report is not None
-        self._measures = False
+        self._measure_next = False
         device = torch.device(self._report.device)
         held = held_bytes(inputs, device)
         outputs, most = bytes_at_most(lambda: self._forward(*inputs), device)
@@ -93,7 +91,7 @@ class Executor:
         return found
 
     def _mode(self) -> AbstractContextManager[Any]:
-        """The graph says itself what is cast, and what autograd would do."""
+        """Run without autocast and autograd: the casts and the backward are in the graph."""
         return _without_autocast() if self._autocast else below_autograd()
 
 
@@ -109,7 +107,7 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
     if kind == "attached":
         return attach(outputs[value])
     if kind == "detached":
-        found = outputs[value]  # `p.detach()` may come as the parameter itself, updated in place
+        found = outputs[value]  # `p.detach()` may be the parameter itself, updated in place
         return found.detach() if found.requires_grad else found
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
@@ -135,13 +133,13 @@ _refuse = error_in_backward(
     str(
         NoGraphError(
             "backward() reached a result of a compiled step, and a replay records no autograd graph.",
-            fix="call backward() inside of the step; or detach() the result if no gradient should flow into the step.",
+            fix="call backward() inside of the step, or detach() the result if no gradient should flow into the step.",
         )
     )
 )
 
 
 def attach(value: Tensor) -> Tensor:
-    """The same values, as a tensor that requires grad."""
+    """The same values as a tensor that requires grad and whose backward raises."""
     attached: Tensor = _refuse(value.detach().requires_grad_())
     return attached

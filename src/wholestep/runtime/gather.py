@@ -1,4 +1,4 @@
-"""Read the inputs of a graph from the user's objects: one pass over the slots, grouped by how they are reached."""
+"""`Gather`: reads the inputs of a graph from the user's objects, in one pass over the slots, grouped by their type."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from wholestep.ir.user_objects.slots import (
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.guard_checks import DictWatch
 
-_NOTHING: dict[Any, Any] = {}
+_EMPTY: dict[Any, Any] = {}
 
 
 def picker(positions: list[int]) -> Callable[[list[Any]], list[Any]]:
-    """A function that takes the values at some positions out of a list."""
+    """A function from a list to its values at some positions."""
     if len(positions) < 2:
         return lambda values: [values[i] for i in positions]
     pick = itemgetter(*positions)
@@ -35,7 +35,7 @@ def picker(positions: list[int]) -> Callable[[list[Any]], list[Any]]:
 class Gather:
     """Reads all inputs of one graph, in the order of its placeholders.
 
-    What lies in dicts (parameters, buffers, optimizer state) is kept from the last reading while no dict was written.
+    Values that lie in dicts (parameters, buffers, optimizer state) are cached until one of the dicts is written.
     """
 
     def __init__(self, slots: Sequence[Slot], leaves: list[Any], optimizers: Iterable[Any] = ()) -> None:
@@ -60,27 +60,27 @@ class Gather:
         self._states = list(by_optimizer.items())
         self._state_dicts: list[Any] = []
         self._watch: DictWatch | None = None
-        self._kept: list[Any] | None = None
-        self.reading = 0
-        """Number of the last reading of the dicts: the same number, the same objects."""
+        self._cached: list[Any] | None = None
+        self.version = 0
+        """Grows when the dicts are read again: for the same version, the cached objects are the same."""
         self._local = [
             (i, s, s.inner)
             for i, s in enumerate(slots)
             if isinstance(s, LocalSlot) and isinstance(s.inner, ModuleSlot | OptimizerStateSlot)
         ]
         self._locals: list[tuple[Any, Any]] = []
-        """DTensors that lie in dicts, each with what this rank has of it."""
+        """DTensors that lie in dicts, each with its local shard."""
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
-        known = {i for i, _, _ in self._local}
-        self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast) and i not in known]
+        cached = {i for i, _, _ in self._local}
+        self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast) and i not in cached]
 
     def read(self, leaves: list[Any]) -> list[Any] | None:
-        """The inputs now; None if some slot is gone."""
+        """The current inputs; None if one no longer exists."""
         try:
-            if self._kept is None or not self._same_dicts():
+            if self._cached is None or not self._same_dicts():
                 self._read_dicts()
-            assert self._kept is not None
-            values = self._kept.copy()
+            assert self._cached is not None
+            values = self._cached.copy()
             for i, mapping, key in self._mapping:
                 values[i] = mapping[key]
             for i, index in self._batch:
@@ -102,8 +102,8 @@ class Gather:
         return same and self._watch is not None and self._watch.unchanged()
 
     def _read_dicts(self) -> None:
-        self.reading += 1
-        self._kept = None
+        self.version += 1
+        self._cached = None
         values: list[Any] = [None] * self._size
         dicts: dict[int, Any] = {}
         for i, mapping, key in self._modules:
@@ -112,7 +112,7 @@ class Gather:
         self._state_dicts = [optimizer.state for optimizer, _ in self._states]
         for (_, entries), state in zip(self._states, self._state_dicts, strict=True):
             for i, param, key in entries:
-                values[i] = state.get(param, _NOTHING)[key]
+                values[i] = state.get(param, _EMPTY)[key]
             dicts |= {id(d): d for d in (state, *state.values())}
         self._locals = []
         for i, slot, inner in self._local:
@@ -125,7 +125,7 @@ class Gather:
                 dicts[id(inner.mapping)] = inner.mapping
         plain = all(isinstance(d, dict) for d in dicts.values())
         self._watch = DictWatch(list(dicts.values())) if plain else None
-        self._kept = values
+        self._cached = values
 
     def tensors(self, values: list[Any]) -> list[Any]:
         """The inputs that were tensors at capture."""

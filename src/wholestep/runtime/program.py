@@ -1,7 +1,7 @@
-"""Turn a graph into one Python function that calls each operator directly.
+"""Code generation: a graph becomes one Python function that calls each operator directly.
 
-An `fx.GraphModule` looks `torch.ops.aten.add.Tensor` up at each call and goes through a Python frame to reach the
-kernel. Here each operator, and each constant that is not written as a literal, is bound once under a short name:
+The code of an `fx.GraphModule` looks up `torch.ops.aten.add.Tensor` at each call and reaches the kernel through another
+Python frame. Here each operator, and each constant that is not written as a literal, is bound once to a short name:
 
     def program(p, x):
         mm = _aten_mm(p, x)  # self.head, train.py:12
@@ -30,23 +30,23 @@ _programs = itertools.count()
 
 
 def program(gm: fx.GraphModule) -> Callable[..., Any]:
-    """The function that runs a graph; it takes the placeholders in order and returns what the output node holds."""
-    return _Writer(gm).build()
+    """The function that runs a graph: it takes the placeholders in order and returns the value of the output node."""
+    return _ProgramWriter(gm).build()
 
 
-class _Writer:
+class _ProgramWriter:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._bound: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        """Name under which an object is bound, by its id; `_bound` keeps it alive."""
+        """The name to which an object is bound, by its id; `_bound` keeps the object alive."""
         self._node_names: dict[fx.Node, str] = {}
-        self._dies: dict[fx.Node, list[fx.Node]] = _last_uses(gm.graph)
+        self._last_uses: dict[fx.Node, list[fx.Node]] = _last_uses(gm.graph)
 
     def build(self) -> Callable[..., Any]:
         arguments, lines = [], []
-        for number, node in enumerate(self._gm.graph.nodes):
-            self._node_names[node] = f"v{number}_{_identifier(node.name)}"
+        for i, node in enumerate(self._gm.graph.nodes):
+            self._node_names[node] = f"v{i}_{_identifier(node.name)}"
             if node.op == "placeholder":
                 arguments.append(self._node_names[node])
             elif node.op == "output":
@@ -58,7 +58,7 @@ class _Writer:
         source = "\n".join([f"def program({', '.join(arguments)}):", *drops, *lines, ""])
         file = f"<wholestep program {next(_programs)}>"
         exec(compile(source, file, "exec"), self._bound)
-        # Tracebacks show the line of the program, and with it the module and the user's line.
+        # Tracebacks then show the line of the program, and its comment with the module and the user's line.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         found: Callable[..., Any] = self._bound["program"]
         weakref.finalize(found, linecache.cache.pop, file, None)
@@ -68,19 +68,19 @@ class _Writer:
         if node.op == "call_module" and getattr(self._gm.get_submodule(str(node.target)), "boxed", False):
             return self._boxed_line(node)
         call = self._call(node)
-        drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
+        drops = [self._node_names[dead] for dead in self._last_uses.get(node, ())]
         target = f"{self._node_names[node]} = " if node.users else ""
         drop = f"; {' = '.join(drops)} = None" if drops else ""
         return f"    {target}{call}{drop}{_comment(node)}"
 
     def _boxed_line(self, node: fx.Node) -> str:
-        """A compiled region takes its arguments in one list and empties it: here they are let go before the call."""
+        """A compiled region takes its arguments in one list and empties it; our own references end before the call."""
         function = self._bind(self._gm.get_submodule(str(node.target)).call_boxed, "region")
-        given = ", ".join(self._argument(a) for a in node.args)
-        drops = [self._node_names[dead] for dead in self._dies.get(node, ())]
+        arguments = ", ".join(self._argument(a) for a in node.args)
+        drops = [self._node_names[dead] for dead in self._last_uses.get(node, ())]
         drop = f"; {' = '.join(drops)} = None" if drops else ""
         target = f"{self._node_names[node]} = " if node.users else ""
-        return f"    box = [{given}]{drop}; {target}{function}(box)"
+        return f"    box = [{arguments}]{drop}; {target}{function}(box)"
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -93,9 +93,9 @@ class _Writer:
             function = self._function(node.target)
         else:
             raise AssertionError(f"{node.op} nodes do not occur in a StepGraph")
-        given = [self._argument(a) for a in node.args]
-        given += [f"{key}={self._argument(value)}" for key, value in node.kwargs.items()]
-        return f"{function}({', '.join(given)})"
+        arguments = [self._argument(a) for a in node.args]
+        arguments += [f"{key}={self._argument(value)}" for key, value in node.kwargs.items()]
+        return f"{function}({', '.join(arguments)})"
 
     def _function(self, target: Any) -> str:
         if isinstance(target, OpOverload):
@@ -131,7 +131,7 @@ class _Writer:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nothing after it reads."""
+    """For each node, the values that it uses last."""
     seen: set[fx.Node] = set()
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -169,7 +169,7 @@ GLOBAL_PRE_HOOKS = _global_pre_hooks()
 """The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
 
 
-WATCHED_METHODS: tuple[tuple[type, str], ...] = (
+PARAMETER_ACCESS_METHODS: tuple[tuple[type, str], ...] = (
     (torch.nn.Module, "_apply"),
     (torch.nn.Module, "_named_members"),
     (torch.nn.Module, "train"),

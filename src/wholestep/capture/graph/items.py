@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.swapped_state import StateTable
-from wholestep.capture.scalars.scalar_policy import NumberPolicy
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
 from wholestep.ir.early_values import KNOWN_KINDS, ItemLeaf, KnownValues
@@ -28,7 +28,7 @@ class ItemHost(ScalarHost, Protocol):
     recorder: Recorder
     table: StateTable
     inputs: Inputs
-    numbers: NumberPolicy
+    numbers: ScalarPolicy
 
     def is_pinned(self, path: str) -> bool: ...
 

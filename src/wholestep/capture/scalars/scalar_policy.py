@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class NumberPolicy:
+class ScalarPolicy:
     """How a trace treats Python numbers, by path."""
 
     lifted: frozenset[str] = frozenset()
@@ -55,23 +55,23 @@ class NumberPolicy:
         """Whether a number that is a constant at first is an input now."""
         return path in self.lifted and path not in self.pinned and not self.plain
 
-    def with_changed(self, paths: Iterable[str]) -> NumberPolicy:
+    def with_changed(self, paths: Iterable[str]) -> ScalarPolicy:
         """The policy after these numbers changed."""
         return replace(self, lifted=self.lifted | frozenset(paths) - self.pinned)
 
-    def without(self, paths: Iterable[str]) -> NumberPolicy:
+    def without(self, paths: Iterable[str]) -> ScalarPolicy:
         """The policy after these numbers turned out to be needed as plain ones."""
         gone = frozenset(paths)
         return replace(self, lifted=self.lifted - gone, pinned=self.pinned | gone)
 
 
-Trace = Callable[[NumberPolicy, set[str]], CapturedStep]
+Trace = Callable[[ScalarPolicy, set[str]], CapturedStep]
 """One capture under a policy; adds the paths of the numbers that were given to user code as graph numbers."""
 
 _MOST_TRIES = 8
 
 
-def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep, NumberPolicy]:
+def trace_with_scalars(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep, ScalarPolicy]:
     """A capture whose graph numbers behaved as plain ones, and the policy that it was made with."""
     captured, accepted = _with_accepted_numbers(trace, policy)
     if captured.clock_readings:
@@ -79,7 +79,7 @@ def trace_with_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep
     return captured, accepted
 
 
-def _refuse_clocks(trace: Trace, policy: NumberPolicy, captured: CapturedStep) -> None:
+def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -> None:
     """Raise where a trace in which clocks are later records another program: one reading that makes a difference."""
     readings: tuple[ClockReading, ...] = captured.clock_readings
     difference = _with_later_clocks(trace, policy, captured, frozenset(range(len(readings))))
@@ -95,7 +95,7 @@ def _refuse_clocks(trace: Trace, policy: NumberPolicy, captured: CapturedStep) -
     )
 
 
-def _with_later_clocks(trace: Trace, policy: NumberPolicy, captured: CapturedStep, later: frozenset[int]) -> str | None:
+def _with_later_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep, later: frozenset[int]) -> str | None:
     with _quiet():
         again, error = _attempt(trace, replace(policy, clocks=(captured.clock_readings, later)), set())
     if again is None:
@@ -115,7 +115,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _with_accepted_numbers(trace: Trace, policy: NumberPolicy) -> tuple[CapturedStep, NumberPolicy]:
+def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep, ScalarPolicy]:
     seen: set[str] = set()
     captured, error = _attempt(trace, policy, seen)
     if captured is not None and not captured.compare_scalars:
@@ -132,7 +132,7 @@ def _with_accepted_numbers(trace: Trace, policy: NumberPolicy) -> tuple[Captured
     return _pin(trace, policy, plain, seen)
 
 
-def _pin(trace: Trace, policy: NumberPolicy, plain: CapturedStep, seen: set[str]) -> tuple[CapturedStep, NumberPolicy]:
+def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]) -> tuple[CapturedStep, ScalarPolicy]:
     """Pin the numbers that make the difference: first all that were lifted, then all; each that can be is an input."""
     difference: str | None = None
     where: Location | None = None
@@ -161,7 +161,7 @@ def _pin(trace: Trace, policy: NumberPolicy, plain: CapturedStep, seen: set[str]
     )
 
 
-def _attempt(trace: Trace, policy: NumberPolicy, seen: set[str]) -> tuple[CapturedStep | None, Exception | None]:
+def _attempt(trace: Trace, policy: ScalarPolicy, seen: set[str]) -> tuple[CapturedStep | None, Exception | None]:
     try:
         return trace(policy, seen), None
     except Exception as error:

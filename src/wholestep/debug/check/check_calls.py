@@ -95,7 +95,7 @@ def compare_call(
     step.flush()
     before = Snapshot(roots)
     try:
-        step._ready(call.fn, call.args, call.kwargs)
+        step._prepare(call.fn, call.args, call.kwargs)
         before.restore()
         eager = _eager(before, roots, call)
         numerics = _numerics(step.options)

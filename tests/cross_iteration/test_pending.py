@@ -18,11 +18,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cross_iteration.test_iterations import Training
 from ranks import run_ranks
-from wholestep.cross_iteration.pending import unwatch, watch
+from wholestep.cross_iteration.pending import replace_methods, restore_methods
 from wholestep.errors import PendingError
-from wholestep.torch_private.modules_and_optimizers import WATCHED_METHODS
+from wholestep.torch_private.modules_and_optimizers import PARAMETER_ACCESS_METHODS
 
-METHODS = [owner.__dict__[name] for owner, name in WATCHED_METHODS]
+METHODS = [owner.__dict__[name] for owner, name in PARAMETER_ACCESS_METHODS]
 CHECKS: list[Callable[[int], None]] = []
 
 
@@ -31,8 +31,8 @@ def check(code: Callable[[int], None]) -> Callable[[int], None]:
     return code
 
 
-def nothing_is_watched() -> bool:
-    return [owner.__dict__[name] for owner, name in WATCHED_METHODS] == METHODS
+def no_method_is_replaced() -> bool:
+    return [owner.__dict__[name] for owner, name in PARAMETER_ACCESS_METHODS] == METHODS
 
 
 @check
@@ -142,27 +142,27 @@ def other_memory_for_a_parameter_raises_instead_of_getting_the_update(rank: int)
 @check
 def nothing_is_left_behind(rank: int) -> None:
     training = Training()
-    assert not nothing_is_watched()
+    assert not no_method_is_replaced()
     training.step.flush()
-    assert nothing_is_watched()
+    assert no_method_is_replaced()
     training.call()
     training.call(last_train_step=True)
-    assert nothing_is_watched()
+    assert no_method_is_replaced()
 
 
 def test_whoever_gets_to_all_parameters_gets_them_complete() -> None:
     def code(rank: int) -> None:
         for each in CHECKS:
             each(rank)
-            assert nothing_is_watched() or each is other_memory_for_a_parameter_raises_instead_of_getting_the_update
-            unwatch()
+            assert no_method_is_replaced() or each is other_memory_for_a_parameter_raises_instead_of_getting_the_update
+            restore_methods()
 
     run_ranks(code, 2, deadline=120)
 
 
 def test_a_method_that_somebody_else_replaced_meanwhile_stays() -> None:
     asked: list[Any] = []
-    watch(asked.append, asked.append)
+    replace_methods(asked.append, asked.append)
 
     def theirs(self: nn.Module, mode: bool = True) -> nn.Module:
         return self
@@ -174,9 +174,9 @@ def test_a_method_that_somebody_else_replaced_meanwhile_stays() -> None:
         assert not asked
         model.half()
         assert asked == [model]
-        unwatch()
+        restore_methods()
         assert nn.Module.train is theirs  # type: ignore[comparison-overlap]
     finally:
-        unwatch()
+        restore_methods()
         nn.Module.train = METHODS[2]  # type: ignore[method-assign]
-    assert nothing_is_watched()
+    assert no_method_is_replaced()
