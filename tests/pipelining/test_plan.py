@@ -12,7 +12,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 import wholestep as ws
 from wholestep.errors import OptionError, ScheduleError
 from wholestep.pipelining.planning.stage_costs import StageCosts, estimate_costs, measure_costs
-from wholestep.simulate.cost_model import Machine
+from wholestep.simulate.machine import Machine
 from wholestep.simulate.pipeline import Network, named_schedule, with_communication
 from wholestep.torch_private import pipelining as compat
 

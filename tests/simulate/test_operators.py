@@ -9,18 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from wholestep.simulate.cost_model import (
-    CPU,
-    GPU,
-    Machine,
-    Work,
-    flops_of,
-    is_counted,
-    machine_of,
-    timed,
-    work_of,
-    work_of_call,
-)
+from wholestep.simulate.cost_model import flops_of, is_counted, timed, work_of, work_of_call
+from wholestep.simulate.machine import CPU, GPU, Machine, Work, machine_of
 
 aten = torch.ops.aten
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {

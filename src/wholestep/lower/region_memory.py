@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholestep.ir.effects import main_device
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.compiled_region import CompiledRegion, RegionCache
@@ -30,7 +31,6 @@ from wholestep.remat.measure import (
     bytes_at_most,
     created_state,
     example_of,
-    main_device,
     measured_graph,
 )
 from wholestep.remat.pointwise_recompute import RegionCut

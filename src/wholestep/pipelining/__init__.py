@@ -46,7 +46,7 @@ from wholestep.pipelining.run.save_stage import save_stage as save_stage
 from wholestep.pipelining.run.schedules import schedule as schedule
 from wholestep.pipelining.run.schedules import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 from wholestep.pipelining.run.stage import Stage as Stage
-from wholestep.simulate.cost_model import Machine as Machine
+from wholestep.simulate.machine import Machine as Machine
 
 Plan, Value = PipelinePlan, RoutedValue
 """Short names of these classes, which are exported here only."""

@@ -21,7 +21,7 @@ from wholestep.pipelining.build.stage_module import BuffersFrom, StageModule, ma
 from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, bytes_from, estimate_costs, times_from
 from wholestep.pipelining.run.build_stage import PipeInfo, build_stage
 from wholestep.pipelining.run.stage import Stage
-from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
 from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
 from wholestep.torch_private.modules_and_optimizers import incompatible_keys

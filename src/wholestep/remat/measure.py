@@ -26,6 +26,7 @@ from wholestep.ir.effects import (
     is_communication,
     is_custom_operator,
     is_data_dependent,
+    main_device,
     read_by,
     shared_inputs,
     writes,
@@ -303,15 +304,6 @@ def created_state(step_graph: StepGraph) -> tuple[int, ...]:
         for change in step_graph.signature.state_changes
         if change.kind is ChangeKind.CREATED and change.slot is InputKind.OPTIMIZER_STATE and change.output is not None
     )
-
-
-def main_device(graph: fx.Graph) -> torch.device:
-    """The device that most bytes of a graph are on; a GPU before the CPU."""
-    total: dict[torch.device, int] = {}
-    for node in graph.nodes:
-        for tensor in tensors_in(node.meta.get("val")):
-            total[tensor.device] = total.get(tensor.device, 0) + tensor_bytes(tensor)
-    return max(total, key=lambda device: (device.type != "cpu", total[device]), default=torch.device("cpu"))
 
 
 def bytes_at_most(function: Callable[[], Any], device: torch.device) -> tuple[Any, int | None]:

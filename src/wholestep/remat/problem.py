@@ -35,7 +35,8 @@ from wholestep.ir.graphs import epilogue, tensors_in
 from wholestep.ir.meta import node_meta
 from wholestep.ir.slices import reachable
 from wholestep.remat.options import Policy, Rule, policy_of
-from wholestep.simulate.cost_model import is_counted, machine_of, work_of
+from wholestep.simulate.cost_model import is_counted, work_of
+from wholestep.simulate.machine import machine_of
 from wholestep.torch_private.operators import OpOverload, packet_of
 
 Plan = frozenset[int]

@@ -2,8 +2,8 @@
 
     arithmetic = flops / speed        traffic = bytes read and written / bandwidth
 
-`seconds` is the larger of the two (a kernel that overlaps them); `seconds_in_turn` is their sum, which still tells
-apart two compute-bound operators of which one reads more. Launch overhead (`launch`) is left to the caller.
+`Machine.seconds` is the larger of the two (a kernel that overlaps them); `seconds_in_turn` is their sum, which still
+tells apart two compute-bound operators of which one reads more. Launch overhead (`launch`) is left to the caller.
 
 torch counts the arithmetic of the operators that autograd produces (`flop_registry`: matmul, convolution, attention).
 Here the composite operators that decompose into those are counted too; all others have zero flops.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -23,58 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.node_values import size_hint, tensor_bytes
+from wholestep.simulate.machine import Work
 from wholestep.torch_private.operators import OpOverload, op_name, packet_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one operator call."""
-
-    flops: float
-    moved: int
-    """Bytes read and written."""
-    half: bool = False
-    """True if the arithmetic is in a 16-bit dtype."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The speed of a rank. The defaults are round numbers of a data-centre GPU; only their ratios matter."""
-
-    flops: float = 1e14
-    """Floating point operations per second."""
-    memory: float = 1e12
-    """Bytes read or written per second."""
-    link: float = 1e11
-    """Bytes sent to the next rank per second."""
-    launch: float = 3e-6
-    """Minimum seconds of any operator."""
-    half_flops: float | None = None
-    """Floating point operations per second in 16-bit dtypes; None: `flops`."""
-
-    def seconds(self, work: Work) -> float:
-        """The longer of arithmetic and traffic."""
-        return max(self._arithmetic(work), work.moved / self.memory)
-
-    def seconds_in_turn(self, work: Work) -> float:
-        """Arithmetic plus traffic."""
-        return self._arithmetic(work) + work.moved / self.memory
-
-    def _arithmetic(self, work: Work) -> float:
-        speed = self.half_flops if work.half and self.half_flops is not None else self.flops
-        return work.flops / speed
-
-
-DEFAULT_MACHINE = Machine()
-CPU = Machine(flops=5e10, memory=1e10, launch=1e-7)
-GPU = Machine(flops=5e13, half_flops=5e14, memory=3e12, launch=1e-7)
-
-
-def machine_of(device: torch.device) -> Machine:
-    """Round numbers for a device type."""
-    return CPU if device.type == "cpu" else GPU
 
 
 def timed(run: Callable[[], T], device: torch.device | None) -> tuple[float, T]:

@@ -207,3 +207,12 @@ def _address(name: tuple[object, ...]) -> Address:
     host, port = str(name[0]), name[1]
     assert isinstance(port, int)
     return host.removeprefix("::ffff:"), port
+
+
+def process_group_ranks(name: str) -> tuple[int, ...]:
+    """The ranks of a process group, as the world numbers them; empty if this process has none of that name
+    (`_resolve_process_group`). 2.11, 2.13."""
+    if process_group_size(name) == 0:
+        return ()
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    return tuple(torch.distributed.get_process_group_ranks(resolve(name)))

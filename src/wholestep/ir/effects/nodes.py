@@ -136,10 +136,12 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def stored_in(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose storage the result keeps alive. Where an operator may copy, the recorded values decide."""
+    """The inputs whose storage the result keeps alive. Where an operator may copy, the recorded values decide.
+
+    Waiting gives the memory that the collective has filled, although the schema promises a new tensor."""
     if node.op != "call_function":
         return []
-    if is_unsafe_split(node.target):
+    if is_unsafe_split(node.target) or is_wait(node.target):
         return node.all_input_nodes[:1]
     shared = shared_inputs(node)
     if shared and isinstance(node.target, OpOverload) and may_copy(node.target):

@@ -44,6 +44,7 @@ from wholestep.ir.effects.nodes import (
     written_inputs,
 )
 from wholestep.ir.effects.targets import is_arithmetic, is_fence, may_draw, may_write
+from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.slices import reachable
 from wholestep.torch_private.autograd import MODE_SWITCHES
@@ -207,6 +208,17 @@ def read_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), list | tuple):
         return []
     return node.all_input_nodes
+
+
+def main_device(graph: fx.Graph) -> torch.device:
+    """The device that most bytes of a graph are on; a GPU before the CPU."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for node in graph.nodes:
+        for tensor in tensors_in(node.meta.get("val")):
+            found.setdefault(tensor.device, []).append(tensor)
+    if len(found) < 2:
+        return next(iter(found), torch.device("cpu"))
+    return max(found, key=lambda device: (device.type != "cpu", sum(map(tensor_bytes, found[device]))))
 
 
 OrderEdges = dict[fx.Node, list[fx.Node]]

@@ -54,10 +54,12 @@ def tensor_bytes(tensor: Tensor) -> int:
     """The bytes that a new tensor of this layout takes."""
     if tensor.layout is not torch.strided:
         return size_hint(tensor.numel()) * tensor.element_size()
-    shape = [size_hint(n) for n in tensor.shape]
-    if 0 in shape:
-        return 0
-    last = sum((n - 1) * size_hint(s) for n, s in zip(shape, tensor.stride(), strict=True))
+    last = 0
+    for given, step in zip(tensor.shape, tensor.stride(), strict=True):
+        n = given if type(given) is int else size_hint(given)
+        if n == 0:
+            return 0
+        last += (n - 1) * (step if type(step) is int else size_hint(step))
     return (last + 1) * tensor.element_size()
 
 

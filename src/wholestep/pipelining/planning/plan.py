@@ -26,7 +26,7 @@ from wholestep.pipelining.planning.stage_costs import (
     measure_costs,
     times_from,
 )
-from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
 from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED
 

@@ -22,7 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wholestep.pipelining.build.routing import Routing
 from wholestep.pipelining.build.staged_graph import example_value
-from wholestep.simulate.cost_model import DEFAULT_MACHINE, Machine, timed, work_of_call
+from wholestep.simulate.cost_model import timed, work_of_call
+from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
 from wholestep.simulate.pipeline import Bytes, Times
 from wholestep.torch_private.fake_tensors import DispatchMode, FakeTensorMode, fake_tensor, new_fake_mode, storage_key
 
