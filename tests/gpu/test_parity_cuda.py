@@ -22,6 +22,8 @@ from harness import Case, assert_parity, assert_parity_or_refusal, cases_on
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch warns where the first product of a process runs in a thread of autograd, in eager too.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
 
 PROMISED = (
