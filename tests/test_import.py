@@ -46,6 +46,15 @@ def test_importing_wholestep_after_torch_loads_no_compiler_and_no_leaf_package()
     assert not [name for name in loaded if name.startswith(heavy)]
 
 
+def test_importing_what_is_for_a_framework_loads_no_framework() -> None:
+    modules = sorted(path.stem for path in (PACKAGE / "integrations").glob("*.py") if path.stem != "__init__")
+    loaded = answer_of(
+        f"import sys, json\nfor name in {modules}: __import__('wholestep.integrations.' + name)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    assert not {name.partition(".")[0] for name in loaded} & {"accelerate", "lightning", "transformers"}
+
+
 def test_every_public_name_is_the_same_object_after_every_submodule_was_imported() -> None:
     program = """
 import json, pkgutil, importlib, wholestep as ws

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wholestep import debug as debug
     from wholestep import errors as errors
     from wholestep import inspect as inspect
+    from wholestep import integrations as integrations
     from wholestep import ir as ir
     from wholestep import lower as lower
     from wholestep import options as options
@@ -52,6 +53,7 @@ _MODULES = (
     "debug",
     "errors",
     "inspect",
+    "integrations",
     "ir",
     "lower",
     "options",
@@ -107,6 +109,7 @@ __all__ = [
     "debug",
     "errors",
     "inspect",
+    "integrations",
     "ir",
     "lower",
     "options",

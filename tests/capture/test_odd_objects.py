@@ -351,3 +351,18 @@ IN_C = [value_of_a_class_made_in_c, beside_a_generator_of_the_system, beside_a_b
 @pytest.mark.parametrize("make", IN_C, ids=lambda make: make.__name__)
 def test_objects_made_in_c_in_reach_of_a_step_do_not_disturb_it(make: Callable[[], Any]) -> None:
     assert_follows(make)
+
+
+def test_a_cpu_with_an_index_is_the_cpu() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.full((2,), 3.0, device="cpu:0")
+        copied = x.to("cpu:0")  # another tensor, as in eager
+        copied.add_(1)
+        return x + y, copied, torch.cat([x, torch.arange(2, device=torch.device("cpu", 0))])
+
+    x = torch.ones(2)
+    expected, compiled = step(x), ws.compile(step)
+    for want, got in zip(expected, compiled(x), strict=True):
+        assert torch.equal(want, got)
+        assert want.device == got.device
+    assert torch.equal(x, torch.ones(2))

@@ -64,10 +64,10 @@ def train(rank: int, compiled: bool, **options: Any) -> tuple[list[Any], list[di
             state = [tensor.tolist() for tensor in (*plain.parameters(), *plain.buffers())]
             counts = (accelerator.step, accelerator.sync_gradients, scheduler.get_last_lr())
             seen.append((loss.tolist(), None if norm is None else norm.tolist(), counts, state))
-    return seen, [_collectives(graph) for graph in run.graphs] if compiled else []
+    return seen, [collectives(graph) for graph in run.graphs] if compiled else []
 
 
-def _collectives(graph: ws.StepGraph) -> dict[str, int]:
+def collectives(graph: ws.StepGraph) -> dict[str, int]:
     targets = [str(node.target) for node in graph.gm.graph.nodes]
     return dict(Counter(t.split(".")[1] for t in targets if "_c10d_functional" in t and "wait_tensor" not in t))
 

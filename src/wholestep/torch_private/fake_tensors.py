@@ -34,7 +34,14 @@ class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-ca
                 found = rule(*args, **(kwargs or {}))
             if found is not None:
                 return found
-        return super().dispatch(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if type(device) is torch.device and device.type == "cpu" and device.index is not None:
+            kwargs = {**kwargs, "device": _CPU}  # where a tensor on "cpu:0" is
+        return super().dispatch(func, types, args, kwargs)
+
+
+_CPU = torch.device("cpu")
 
 
 DataDependentOutputException = _fake_tensor.DataDependentOutputException

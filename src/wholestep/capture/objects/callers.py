@@ -73,6 +73,8 @@ def _kind(code: CodeType) -> str:
 
 
 _STANDARD_MODULES = frozenset(sys.stdlib_module_names) - {"__main__"}
+_INTEGRATIONS = "wholestep.integrations."
+"""Our classes here are those of a framework that a user trains with: what they hold is part of the step."""
 _LIBRARIES = frozenset({"torch", "wholestep", "numpy", "transformers", "rich"})
 _TOOLS = frozenset({"pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis", "IPython", "ipykernel", "debugpy"})
 """What runs the user's program: reached through loggers, threads and standard output, and no part of a step."""
@@ -82,4 +84,6 @@ def is_foreign(member: Any) -> bool:
     """Whether a function, class or module belongs to Python or to a library that is not looked into."""
     name = member.__name__ if isinstance(member, ModuleType) else getattr(member, "__module__", None)
     root = name.split(".")[0] if isinstance(name, str) else ""
+    if root == "wholestep" and isinstance(name, str) and name.startswith(_INTEGRATIONS):
+        return False
     return root in _LIBRARIES or root in _STANDARD_MODULES or root in _TOOLS

@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wholestep.capture.objects.callers import is_foreign
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.user_objects.plain_values import PLAIN
 from wholestep.ir.user_objects.slots import ABSENT
@@ -211,7 +212,7 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_closed(cls: type) -> bool:
-    return (cls.__module__ or "").split(".")[0] in _CLOSED
+    return (cls.__module__ or "").split(".")[0] in _CLOSED and is_foreign(cls)
 
 
 def _is_opaque(value: Any) -> bool:
