@@ -18,7 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from operator import is_
-from types import FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GenericAlias,
+    MethodDescriptorType,
+    ModuleType,
+    UnionType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 from wholestep.ir.user_objects.plain_values import PLAIN, assign_contents, copy_of
@@ -68,10 +76,16 @@ class _Entries:
 
 
 class GlobalState:
-    """What the modules of the user and of other packages hold, as it was."""
+    """What the modules of the user and of other packages hold, as it was.
+
+    Made for every trace: a program of some hundred modules has thousands of functions, nearly all of them without
+    attributes, defaults and closure, so those take a short way.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entries] = []
+        self._bare: list[tuple[FunctionType, str]] = []
+        """Functions that had no attributes, and whose they are."""
         self._containers: list[tuple[Any, Any, str]] = []
         self._cells: list[tuple[Any, Any, str]] = []
         self._seen: set[int] = set()
@@ -80,50 +94,64 @@ class GlobalState:
         self._context = contextvars.copy_context()
         for name in sys.modules.keys() - _installed:
             module = sys.modules[name]
-            if type(module) is ModuleType and _is_users(module, name):
-                self._module(module, name)
+            file = vars(module).get("__file__") if type(module) is ModuleType else None
+            if type(module) is ModuleType and _is_users(name, file if isinstance(file, str) else ""):
+                self._look(_Entries(module, name, dict(vars(module))), name, 0)
             else:
                 _installed.add(name)
 
-    def _module(self, module: ModuleType, name: str) -> None:
-        values = vars(module)
-        self._entries.append(_Entries(module, name, dict(values)))
-        for key, value in values.items():
-            if not isinstance(value, PLAIN) and not key.startswith("__"):
-                self._value(value, f"{name}.{key}", name, 0)
+    def _look(self, entries: _Entries, module: str, depth: int) -> None:
+        """Note what an object has, and what that holds."""
+        self._entries.append(entries)
+        for key, value in entries.before.items():
+            kind = type(value)
+            if kind in _HOLD_NOTHING or ((kind is FunctionType or kind is type) and value.__module__ != module):
+                continue
+            if key[:2] == "__":
+                continue
+            if kind is FunctionType and self._is_bare(value, entries.path):
+                continue
+            self._value(value, f"{entries.path}.{key}", module, depth)
+
+    def _is_bare(self, fn: FunctionType, owner: str) -> bool:
+        """Whether a function has nothing of its own yet: no attributes, no default arguments, no closure."""
+        if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
+            return False
+        if vars(fn):
+            return False
+        self._bare.append((fn, owner))
+        return True
 
     def _value(self, value: Any, path: str, module: str, depth: int) -> None:
-        if id(value) in self._seen or issubclass(type(value), _NO_HOLDERS):
+        kind = type(value)
+        if kind in _HOLD_NOTHING or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, functools.partial):
-            value = value.func
-        if type(value) in _CONTAINERS:
+        if kind in _CONTAINERS:
             if len(value) <= _LARGE:
                 self._containers.append((value, copy_of(value), path))
                 if depth < 2 and isinstance(value, dict):
                     for key, item in list(value.items()):
                         if type(item) in _CONTAINERS:
                             self._value(item, f"{path}[{key!r}]", module, depth + 1)
+        elif kind is FunctionType:
+            if value.__module__ == module:
+                self._function(value, path, module, depth)
+        elif kind in _WRAPPERS:
+            inner = value.func if kind is functools.partial else value.__func__
+            self._value(inner, path, module, depth)
+        elif issubclass(kind, _NO_HOLDERS):
+            return
         elif isinstance(value, type):
             if value.__module__ == module:
                 self._named(value, path, module, depth)
-        elif isinstance(value, FunctionType):
-            if value.__module__ == module:
-                self._function(value, path, module, depth)
-        elif type(value) is _LRU_CACHE:
+        elif kind is _LRU_CACHE:
             self.caches.append(value)
         elif depth < 2 and _is_holder(value):
             self._named(value, path, module, depth + 1)
 
     def _named(self, owner: Any, path: str, module: str, depth: int) -> None:
-        values = dict(attributes_of(owner) or vars(owner))
-        self._entries.append(_Entries(owner, path, values))
-        for key, value in values.items():
-            if not key.startswith("__"):
-                self._value(value, f"{path}.{key}", module, depth + 1)
+        self._look(_Entries(owner, path, dict(attributes_of(owner) or vars(owner))), module, depth + 1)
 
     def _function(self, fn: FunctionType, path: str, module: str, depth: int) -> None:
         self._named(fn, path, module, depth)
@@ -141,7 +169,8 @@ class GlobalState:
         `context` is the one that the step ran in, which goes with all that it set there.
         """
         found: list[Leftover] = []
-        for entries in self._entries:
+        got_some = [_Entries(fn, f"{owner}.{fn.__name__}", {}) for fn, owner in self._bare if vars(fn)]
+        for entries in [*self._entries, *got_some]:
             for name, value in entries.changed():
                 if traced := traced_in(value):
                     found.append(Leftover(f"{entries.path}.{name}", traced))
@@ -167,6 +196,15 @@ class GlobalState:
 
 
 _NO_HOLDERS = (*PLAIN, ModuleType, Enum)
+_WRAPPERS = frozenset({staticmethod, classmethod, functools.partial})
+_HOLD_NOTHING = frozenset(
+    {
+        *PLAIN,
+        *(tuple, frozenset, range, slice, property, bytearray, object, type(...)),
+        *(ModuleType, BuiltinFunctionType, WrapperDescriptorType, MethodDescriptorType, GenericAlias, UnionType),
+    }
+)
+"""Types of which nothing more needs to be asked; those of most values of most modules."""
 
 
 def _is_holder(value: Any) -> bool:
@@ -197,13 +235,13 @@ _installed: set[str] = set()
 """Names of modules that are known not to be the user's: there are thousands."""
 
 
-def _is_users(module: ModuleType, name: str) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _is_users(name: str, file: str) -> bool:
     """A module that was not installed: it is no part of Python and of no package."""
     if name == "__main__":
         return True
-    file = vars(module).get("__file__")
     root = name.partition(".")[0]
-    if not isinstance(file, str) or root in sys.stdlib_module_names or root == "wholestep":
+    if not file or root in sys.stdlib_module_names or root == "wholestep":
         return False
     return not any(part in file for part in _INSTALLED)
 
