@@ -15,7 +15,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.retrace import retrace
 from wholestep.remat.fit import decompose_norms
-from wholestep.torch_private.inductor import keeps_order_of_draws
+from wholestep.torch_private.inductor import keeps_order_of_random_ops
 
 
 def shallow() -> Net:
@@ -99,7 +99,7 @@ def test_shed_requires_remat() -> None:
 
 
 @pytest.mark.skipif(
-    not keeps_order_of_draws(), reason="this torch has dropout outside of regions, so there is no one cut"
+    not keeps_order_of_random_ops(), reason="this torch has dropout outside of regions, so there is no one cut"
 )
 def test_a_budget_near_the_usual_peak_is_met_by_the_compilers_own_cut():
     eager = Trained(eager=True, steps=3)

@@ -15,7 +15,7 @@ import wholestep as ws
 from lower.graphs import ANYTHING, assert_runs_as, aten, graph_of, interpreted, lowered, report
 from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.partial_lower import read_written_tensors
-from wholestep.torch_private.inductor import keeps_order_of_draws
+from wholestep.torch_private.inductor import keeps_order_of_random_ops
 
 __all__ = ["interpreted"]
 
@@ -205,7 +205,7 @@ def test_random_ops_run_in_the_order_of_eager() -> None:
         return a, b, c, torch.bernoulli(x.sigmoid()), torch.randperm(4), x.clone().uniform_(), torch.normal(x, 1.0)
 
     gm = lowered(work, torch.randn(4, 4))
-    assert len(report(gm).regions) == (2 if keeps_order_of_draws() else 5)
+    assert len(report(gm).regions) == (2 if keeps_order_of_random_ops() else 5)
     _assert_same_draws(work, gm)
 
 
@@ -216,7 +216,7 @@ def test_dropout_masks_of_compiled_code_equal_eagers_on_the_cpu() -> None:
         return x, torch.randn(3)
 
     gm = lowered(work, torch.randn(4, 4), **ANYTHING)
-    assert len(report(gm).regions) == (1 if keeps_order_of_draws() else 7)
+    assert len(report(gm).regions) == (1 if keeps_order_of_random_ops() else 7)
     _assert_same_draws(work, gm)
 
 

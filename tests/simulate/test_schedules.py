@@ -14,7 +14,7 @@ LISTED = [name for name in pipeline.NAMES if name not in ("GPipe", "1F1B")]
 
 
 def torchs_object(name: str, ranks: int, microbatches: int, each: int = 2) -> object:
-    return compat.schedule_class(name)(compat._stand_ins(ranks, each), microbatches)
+    return compat.schedule_class(name)(compat.stage_infos(ranks, each), microbatches)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_csv_of_torchs_is_read(name, form, tmp_path):
 @pytest.mark.parametrize("name", LISTED)
 def test_torch_reads_our_csv(name, tmp_path):
     named_schedule(name, 4, 8).write_csv(tmp_path / "plan.csv")
-    runtime = torchs._PipelineScheduleRuntime(compat._stand_ins(4, 2), 8)
+    runtime = torchs._PipelineScheduleRuntime(compat.stage_infos(4, 2), 8)
     runtime._load_csv(str(tmp_path / "plan.csv"), "compute_comms")
     assert schedule_of(runtime).ranks == named_schedule(name, 4, 8).ranks
 
@@ -65,7 +65,7 @@ def test_the_csv_of_a_loop_round_trips(name):
 
 def test_a_schedule_object_with_one_stage_per_rank_is_recognised_by_its_loop():
     for cls, name in ((torchs.ScheduleGPipe, "GPipe"), (torchs.Schedule1F1B, "1F1B")):
-        (stage,) = compat._stand_ins(4, 1)
+        (stage,) = compat.stage_infos(4, 1)
         assert schedule_of(cls(stage, 6)) == named_schedule(name, 4, 6)
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_loop_is_refused():
         def _step_microbatches(self, *args, **kwargs):
             raise NotImplementedError
 
-    (stage,) = compat._stand_ins(4, 1)
+    (stage,) = compat.stage_infos(4, 1)
     with pytest.raises(ScheduleError, match="Mine is a loop whose actions are not known"):
         schedule_of(Mine(stage, 6))
 
@@ -83,7 +83,7 @@ def test_a_subclass_that_inherits_the_loop_is_recognised():
     class Mine(torchs.Schedule1F1B):
         pass
 
-    (stage,) = compat._stand_ins(4, 1)
+    (stage,) = compat.stage_infos(4, 1)
     assert schedule_of(Mine(stage, 6)) == named_schedule("1F1B", 4, 6)
 
 

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from wholestep.compilers.run_unchanged import Compiler
 from wholestep.errors import UnsupportedError
 from wholestep.torch_private.aot import aot_function as torchs_aot_function
-from wholestep.torch_private.dumps import shape_env_of_trace, symbols_by_value
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.pytrees import pytree
-from wholestep.torch_private.symbolic_shapes import shape_guards
+from wholestep.torch_private.symbolic_shapes import shape_env_of_trace, shape_guards, symbols_by_value
 
 TORCHS = (
     "aot_module_simplified",

@@ -42,7 +42,7 @@ from wholestep.ir.effects import draws, written_inputs
 from wholestep.ir.graphs import tensors_in
 from wholestep.ir.io.node_values import is_packed, size_hint
 from wholestep.lower.scalar_inputs import ScalarInput, call
-from wholestep.torch_private.inductor import keeps_order_of_draws
+from wholestep.torch_private.inductor import keeps_order_of_random_ops
 from wholestep.torch_private.operators import OpOverload, named_arguments, op_name, plain_name, schema_of
 
 aten = torch.ops.aten
@@ -201,7 +201,7 @@ def why_not_random(node: fx.Node) -> str:
     assert isinstance(target, OpOverload)
     if not draws(node):
         return ""
-    if not keeps_order_of_draws() and _is_on_cpu(node):
+    if not keeps_order_of_random_ops() and _is_on_cpu(node):
         return "this version of torch may reorder random ops, or the numbers that they give"
     if _is_like(target):
         return ""

@@ -48,7 +48,7 @@ from wholestep.remat.options import Budget, Policy, policy_of
 from wholestep.remat.problem import Plan, RematProblem, check_policy
 from wholestep.remat.search import Candidate, CutSearch, Effort, ParetoFront, PlanSearch, Trial
 from wholestep.simulate.cost_model import is_counted
-from wholestep.torch_private.allocator import extract_forward_backward
+from wholestep.torch_private.aot import extract_forward_backward
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.inductor import decomposed
 

@@ -38,8 +38,7 @@ from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.remat.pointwise_recompute import RegionCut
 from wholestep.remat.problem import RematProblem, is_elementwise
-from wholestep.torch_private.allocator import cpu_bytes_at_most
-from wholestep.torch_private.autograd import below_autograd, is_profiling
+from wholestep.torch_private.autograd import below_autograd, cpu_bytes_at_most, is_profiling
 from wholestep.torch_private.operators import OpOverload, op_name, plain_name
 
 ExtraBytes = Callable[[fx.Node], int | None]

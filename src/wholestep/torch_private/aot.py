@@ -1,16 +1,16 @@
-"""AOTAutograd, functorch, Dynamo and TorchScript. Imported when asked for. Tried on torch 2.11 and 2.13."""
+"""AOTAutograd, functorch, Dynamo and TorchScript, all imported at first use. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as _pytree
 
-from wholestep.torch_private.inductor import _draws_kept_apart, _torchs_own_warnings_ignored
+from wholestep.torch_private.inductor import _random_ops_not_merged, _warnings_of_torch_ignored
 from wholestep.torch_private.operators import OpOverload
 
 
@@ -21,8 +21,8 @@ def mark_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def aot_function(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """torch's `aot_function`: trace forward and backward at the first call, and never again. 2.11, 2.13."""
-    with _torchs_own_warnings_ignored():
+    """torch's `aot_function`: trace forward and backward once, at the first call. 2.11, 2.13."""
+    with _warnings_of_torch_ignored():
         from torch._functorch.aot_autograd import aot_function as torchs
 
         found: Callable[..., Any] = torchs(function, **settings)
@@ -30,8 +30,8 @@ def aot_function(function: Callable[..., Any], **settings: Any) -> Callable[...,
 
 
 def aot_backend(**settings: Any) -> Callable[..., Any]:
-    """A `torch.compile` backend that hands forward and backward to compilers (`aot_autograd`). 2.11, 2.13."""
-    with _torchs_own_warnings_ignored():
+    """A `torch.compile` backend that calls compilers for forward and backward (`aot_autograd`). 2.11, 2.13."""
+    with _warnings_of_torch_ignored():
         from torch._dynamo.backends.common import aot_autograd
 
     backend: Callable[..., Any] = aot_autograd(**settings)
@@ -39,7 +39,7 @@ def aot_backend(**settings: Any) -> Callable[..., Any]:
 
 
 def default_partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph where eager would: all that the forward made and the backward reads is kept. 2.11, 2.13."""
+    """Split a joint graph as eager does: every forward value that the backward reads is saved. 2.11, 2.13."""
     from torch._functorch.partitioners import default_partition as torchs
 
     forward, backward = torchs(joint, inputs, **settings)
@@ -47,13 +47,37 @@ def default_partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tu
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph so that little is kept and cheap work is done again in the backward. 2.11, 2.13."""
-    with _torchs_own_warnings_ignored():
+    """Split a joint graph so that few values are saved and cheap ones are recomputed in the backward. 2.11, 2.13."""
+    with _warnings_of_torch_ignored():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        with _draws_kept_apart(joint):
+        with _random_ops_not_merged(joint):
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **settings)
     return forward, backward
+
+
+def extract_forward_backward(
+    joint: fx.GraphModule, saved: list[fx.Node], forward_outputs: int, settings: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph: the forward also returns `saved`; the backward recomputes other values right before use.
+
+    torch's partitioner has both steps. `settings`: the keywords with which `aot_function` called the partition
+    function. 2.11, 2.13.
+    """
+    from torch._functorch import partitioners
+
+    known = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    nodes = settings.get("static_lifetime_input_nodes")
+    more: dict[str, Any] = {} if nodes is None else {"static_lifetime_input_nodes": nodes}
+    inputs = joint.graph.find_nodes(op="placeholder")
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint,
+        saved,
+        saved_sym_nodes=[node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)],
+        num_fwd_outputs=forward_outputs,
+        **{name: value for name, value in more.items() if name in known},
+    )
+    return forward, partitioners.reordering_to_mimic_autograd_engine(backward)
 
 
 def decompositions_of(operators: Iterable[Any]) -> dict[OpOverload, Callable[..., Any]]:
@@ -65,8 +89,8 @@ def decompositions_of(operators: Iterable[Any]) -> dict[OpOverload, Callable[...
 
 
 def inductor_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """What Inductor wants decomposed, with random numbers left as eager draws them. 2.11, 2.13."""
-    with _torchs_own_warnings_ignored():
+    """Inductor's decomposition table, with random ops undecomposed so that they draw as in eager. 2.11, 2.13."""
+    with _warnings_of_torch_ignored():
         from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
 
@@ -76,22 +100,23 @@ def inductor_decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
 @contextmanager
 def jit_without_autocast() -> Iterator[None]:
-    """Script a graph that has its casts as nodes: TorchScript must add none of its own. 2.11, 2.13."""
+    """Context for scripting a graph that has its casts as nodes: TorchScript adds none. 2.11, 2.13."""
     before = torch._C._jit_set_autocast_mode(False)
     try:
-        with _torchs_own_warnings_ignored():
+        with _warnings_of_torch_ignored():
             yield
     finally:
         torch._C._jit_set_autocast_mode(before)
 
 
 def jit_remove_mutation(graph: Any) -> None:
-    """Let TorchScript turn writes into values where it can (`_jit_pass_remove_mutation`). 2.11, 2.13."""
+    """Let TorchScript functionalize writes where it can (`_jit_pass_remove_mutation`). 2.11, 2.13."""
     torch._C._jit_pass_remove_mutation(graph)
 
 
 def graph_being_compiled() -> str:
-    """AOTAutograd's name of the graph that it is compiling, "" outside of it (`get_aot_graph_name`). 2.11, 2.13."""
+    """AOTAutograd's name of the graph that it is compiling; "" outside of a compilation (`get_aot_graph_name`).
+    2.11, 2.13."""
     from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name, graph_being_compiled
 
     return str(get_aot_graph_name()) if graph_being_compiled else ""
@@ -99,7 +124,7 @@ def graph_being_compiled() -> str:
 
 def aot_simplified(gm: Any, inputs: list[Any], **settings: Any) -> Callable[..., Any]:
     """AOTAutograd for a graph of dynamo's (`aot_module_simplified`). 2.11, 2.13."""
-    with _torchs_own_warnings_ignored():
+    with _warnings_of_torch_ignored():
         from torch._functorch.aot_autograd import aot_module_simplified
 
         found: Callable[..., Any] = aot_module_simplified(gm, inputs, **settings)
@@ -107,10 +132,10 @@ def aot_simplified(gm: Any, inputs: list[Any], **settings: Any) -> Callable[...,
 
 
 is_dynamo_tracing = torch.compiler.is_dynamo_compiling
-"""Whether this code is not running: Dynamo reads it, because a caller is under torch.compile. 2.11, 2.13."""
+"""Whether Dynamo is tracing this code, because a caller is under torch.compile. 2.11, 2.13."""
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that Dynamo must not look into (`torch._disable_dynamo` imports Dynamo late). 2.11, 2.13."""
+    """Call a function that Dynamo must not trace (`torch._disable_dynamo` imports Dynamo late). 2.11, 2.13."""
     return function(*args)

@@ -1,8 +1,8 @@
-"""Autograd: its nodes, hooks, sequence numbers and the modes below it. Tried on torch 2.11 and 2.13."""
+"""Autograd: nodes, hooks, sequence numbers, the modes below it, and the profiler. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as _pytree
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Run kernels as autograd runs them: nothing is recorded, grad mode is not touched. 2.11, 2.13.
+    """Run kernels as autograd runs them: nothing is recorded, and grad mode is unchanged. 2.11, 2.13.
 
-    Some kernels look at the grad mode (oneDNN's LSTM keeps its workspace only where it is on): `no_grad` would not do.
+    `no_grad` is not the same: some kernels read the grad mode (oneDNN's LSTM saves its workspace only if it is on).
     """
     return torch._C._AutoDispatchBelowAutograd()
 
@@ -49,12 +48,12 @@ def is_accumulating_gradient() -> bool:
 
 
 def autograd_sequence_number() -> int:
-    """How many autograd nodes were made; relates a backward node to the line of its forward. 2.11, 2.13."""
+    """The number of autograd nodes created so far; relates a backward node to the line of its forward. 2.11, 2.13."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def node_sequence_number(node: Any) -> int:
-    """The number an autograd node was given when it was made. 2.11, 2.13."""
+    """The sequence number of an autograd node, set when it was created. 2.11, 2.13."""
     return int(node._sequence_nr())
 
 
@@ -64,7 +63,7 @@ def error_in_backward(message: str) -> Any:
 
 
 HOOK_ATTRIBUTES = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
-"""Read the hook dictionaries of a tensor; None where it never had a hook. 2.11, 2.13."""
+"""Read the hook dicts of a tensor; None if it never had a hook. 2.11, 2.13."""
 
 
 def tensor_hooks(tensor: Tensor) -> list[Any]:
@@ -80,7 +79,7 @@ def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
 
 
 def graph_task() -> int:
-    """A number that is the same within one run of the autograd engine; -1 outside. 2.11, 2.13."""
+    """The id of the current run of the autograd engine; -1 outside. 2.11, 2.13."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -98,7 +97,30 @@ MODE_SWITCHES = frozenset({SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST})
 
 
 is_profiling = torch._C._autograd._profiler_enabled
-"""Whether a profiler is recording: then calls are worth a name."""
+"""Whether a profiler is recording, so that named ranges are worth their cost."""
+
+
+def cpu_bytes_at_most(function: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a function, and its peak of CPU memory in bytes above the level before the call.
+
+    Counts allocations of the CPU allocator by memory events of the legacy profiler (kineto has the same events, and
+    prints). 2.11, 2.13.
+    """
+    autograd: Any = torch.autograd
+    details = torch._C._profiler._ExperimentalConfig()
+    config = autograd.ProfilerConfig(autograd.ProfilerState.CPU, False, True, False, False, False, details)
+    autograd._enable_profiler_legacy(config)
+    try:
+        result = function()
+    finally:
+        records: Any = autograd._disable_profiler_legacy()
+    now = most = 0
+    for thread in records:
+        for event in thread:
+            if event.kind() == "memory_alloc":
+                now += event.cpu_memory_usage()
+                most = max(most, now)
+    return result, most
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -107,6 +129,6 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def ones_at(edge: GradientEdge) -> Tensor:
-    """Ones like the gradient that comes in at an edge (`Node._input_metadata`). 2.11, 2.13."""
+    """Ones with the metadata of the gradient that enters an edge (`Node._input_metadata`). 2.11, 2.13."""
     like = edge.node._input_metadata[edge.output_nr]
     return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""Process groups, stores, NCCL and the flight recorder. Tried on torch 2.11 and 2.13."""
+"""Process groups, stores, the flight recorder, and the abort of NCCL and gloo. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("wholestep")
 
 
 def process_group_size(name: str) -> int:
-    """How many ranks the process group of this name has; 0 if this process has none of that name. 2.13."""
+    """The number of ranks in the process group of this name; 0 if this process has no such group. 2.13."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
@@ -30,7 +30,7 @@ def process_group_size(name: str) -> int:
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
-# Store: what `torch.distributed.Store` is; torch does not export it for type checkers. 2.11, 2.13.
+# Store: the type of `torch.distributed.Store`, which torch does not export for type checkers. 2.11, 2.13.
 
 
 def store_under(prefix: str, store: Store) -> Store:
@@ -40,7 +40,7 @@ def store_under(prefix: str, store: Store) -> Store:
 
 
 def own_client(store: Store) -> Store:
-    """A client of the same store that shares no lock with the given one (`Store.clone`, without types). 2.11, 2.13."""
+    """A client of the same store with its own connection and lock (`Store.clone`, without types). 2.11, 2.13."""
     made: Store = store.clone()  # type: ignore[attr-defined]
     return made
 
@@ -67,7 +67,7 @@ def group_names() -> dict[Any, str]:
 
 
 def is_gloo(group: Any) -> bool:
-    """Whether a group runs collectives of the CPU by gloo (`ProcessGroup._get_backend`). 2.11, 2.13."""
+    """Whether a group runs its CPU collectives with gloo (`ProcessGroup._get_backend`). 2.11, 2.13."""
     kind = getattr(torch.distributed, "ProcessGroupGloo", None)
     cpu = torch.device("cpu")
     return kind is not None and cpu in group._device_types and isinstance(group._get_backend(cpu), kind)
@@ -81,9 +81,9 @@ def uses_accelerator(group: Any) -> bool:
 
 
 def flight_recording() -> bytes | None:
-    """What torch's flight recorder holds, as its own tools read it; None where it is off. 2.11, 2.13.
+    """The dump of torch's flight recorder, in the format of torch's tools; None if it is off. 2.11, 2.13.
 
-    NCCL has a recorder of its own (`_dump_nccl_trace`); the other one (`_dump_fr_trace`) records gloo.
+    NCCL has its own recorder (`_dump_nccl_trace`); the other one (`_dump_fr_trace`) records gloo.
     """
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"))) <= 0:
         return None
@@ -93,13 +93,13 @@ def flight_recording() -> bytes | None:
 
 
 def flight_recording_prefix() -> str:
-    """Where torch itself writes such a file; the rank follows. 2.11, 2.13."""
+    """The path prefix under which torch itself writes such a dump; the rank is appended. 2.11, 2.13."""
     default = "/tmp/nccl_trace_rank_"
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default))
 
 
 def process_group_rank(name: str) -> int:
-    """This rank's place in a process group; 0 if there is no such group here (`_resolve_process_group`). 2.11, 2.13."""
+    """This rank's index in a process group; 0 if there is no such group here (`_resolve_process_group`). 2.11, 2.13."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
@@ -112,7 +112,7 @@ def process_group_rank(name: str) -> int:
 def abort_nccl() -> None:
     """Abort the NCCL communicators of every group, as `_abort_process_group` does, but keep the groups. 2.11, 2.13.
 
-    All within one NCCL group: else the aborts of several communicators can wait for each other (pytorch issue 119797).
+    All within one NCCL group; otherwise the aborts of several communicators can wait for each other (pytorch#119797).
     """
     backends = _nccl_backends()
     if not backends:

@@ -1,4 +1,4 @@
-"""DTensor: local parts, specs and how torch shards. Tried on torch 2.11 and 2.13."""
+"""DTensor: local shards, specs and sharding. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as _pytree
 
 
 def sharding_propagator() -> Any | None:
-    """The class that works out global shapes for DTensor, by running operators; None if DTensor is not in use. 2.13."""
+    """The class that infers global shapes for DTensor by running operators; None if DTensor is not imported. 2.13."""
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     return None if module is None else module.ShardingPropagator
 
@@ -21,13 +20,13 @@ PROPAGATE_SHAPES = "_propagate_tensor_meta_non_cached"
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor, without importing torch.distributed for those who do not use it."""
+    """Whether a value is a DTensor, without importing torch.distributed."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: Any) -> Any:
-    """What this rank has of a DTensor (`DTensor._local_tensor`; `to_local` makes a view); else the tensor itself."""
+    """The local shard of a DTensor (`DTensor._local_tensor`; `to_local` returns a view); else the tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
@@ -37,7 +36,7 @@ def spec_of(tensor: Any) -> Any:
 
 
 def dtensor_over(local: Tensor, spec: Any, requires_grad: bool = False) -> Tensor:
-    """A DTensor whose local part is this very tensor; `from_local` would put a view between. 2.11, 2.13."""
+    """A DTensor whose local tensor is `local` itself; `from_local` would use a view of it. 2.11, 2.13."""
     from torch.distributed.tensor import DTensor
 
     make: Any = DTensor
@@ -53,14 +52,14 @@ def respec(spec: Any, placements: Sequence[Any]) -> Any:
 
 
 def describe_placement(spec: Any) -> str:
-    """How a DTensor lies on its mesh, in words that are the same on all ranks. 2.11, 2.13."""
+    """The placements and the mesh of a DTensor as text that is the same on all ranks. 2.11, 2.13."""
     names = spec.mesh.mesh_dim_names or [f"axis{i}" for i in range(spec.mesh.ndim)]
     axes = ", ".join(f"{name}={spec.mesh.size(i)}" for i, name in enumerate(names))
     return f"{', '.join(map(str, spec.placements))} of {list(spec.shape)} over {axes}"
 
 
 def sharding_function() -> tuple[Any, str]:
-    """Where DTensor cuts this rank's chunk out of a whole tensor: the class and the method's name. 2.11, 2.13."""
+    """The class and the name of the method with which DTensor takes this rank's shard of a whole tensor. 2.11, 2.13."""
     from torch.distributed.tensor import Shard
 
     return Shard, "_replicate_to_shard"

@@ -1,34 +1,90 @@
-"""Fake tensors and dispatch modes: what capture runs the user's code on. Tried on torch 2.11 and 2.13."""
+"""Fake tensors, on which capture runs the user's code, and dispatch modes. Tried on torch 2.11 and 2.13.
+
+Also here: meta rules for operators for which torch has none or a wrong one (`_RULES`). Each takes the arguments of the
+operator and computes sizes and strides only. It returns None if torch's own rule has an error to raise.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor as _fake_tensor
-from torch.utils import _pytree as _pytree
 from torch.utils._mode_utils import no_dispatch as _no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wholestep.torch_private.autograd import is_transformed
-from wholestep.torch_private.fake_rules import RULES as _FAKE_RULES
 from wholestep.torch_private.symbolic_shapes import ShapeEnv
 
 FakeTensor = _fake_tensor.FakeTensor
-"""The tensor without data that capture runs the user's code on. 2.11, 2.13."""
+"""The tensor without data on which capture runs the user's code. 2.11, 2.13."""
+
+
+_aten = torch.ops.aten
+_EXPERT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Matrices of experts, with rows padded to 16 bytes on every device, in float32 and float16 too. torch's rule
+    refuses these dtypes, and pads only if torch is built for CUDA."""
+    ragged = a.dim() == 2 or b.dim() == 2
+    if a.dtype not in _EXPERT_DTYPES or bias is not None or ragged == (offs is None):
+        return None
+    groups = offs.size(0) if ragged else a.size(0)
+    rows, columns = a.size(-2), b.size(-1)
+    whole = 16 // (out_dtype or a.dtype).itemsize
+    padded = (columns + whole - 1) // whole * whole
+    size: tuple[int, ...] = (rows, columns)
+    stride: tuple[int, ...] = (padded, 1)
+    if a.dim() == b.dim():
+        size, stride = (groups, *size), (rows * padded, *stride)
+    return torch.empty_strided(size, stride, dtype=out_dtype or a.dtype, device=a.device)
+
+
+def _cudnn_rnn_backward(input: Tensor, weight: list[Tensor], stride: int, packed: Tensor, *rest: Any) -> Any:
+    """Gradients of the input, of both hidden states and of every weight have the layout of their tensors."""
+    hx, cx = rest[0], rest[1]
+    grad_cx = torch.empty_like(cx) if cx is not None else torch.empty(0, dtype=input.dtype, device=input.device)
+    return torch.empty_like(input), torch.empty_like(hx), grad_cx, [torch.empty_like(w) for w in weight]
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Sequence[int], target_lengths: Sequence[int], *rest: Any
+) -> tuple[Tensor, Tensor] | None:
+    """Lengths that are Python ints determine all sizes: one loss per sequence, and a table over the states of the
+    longest one."""
+    if log_probs.dim() != 3 or len(target_lengths) != log_probs.size(1):
+        return None
+    frames, batch, _ = log_probs.shape
+    states = 2 * max(target_lengths, default=0) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, frames, states)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
+    _aten._ctc_loss.default: _ctc_loss,
+    _aten._ctc_loss_backward.default: _ctc_loss_backward,
+}
 
 
 class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Computes FakeTensors, by our rules where torch's will not do. 2.11, 2.13."""
+    """torch's FakeTensorMode with our meta rules (`_RULES`). 2.11, 2.13."""
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """What an operator gives, for fake tensors."""
-        rule = _FAKE_RULES.get(func)
+        """The fake result of an operator."""
+        rule = _RULES.get(func)
         if rule is not None:
             with self:
                 found = rule(*args, **(kwargs or {}))
@@ -51,12 +107,13 @@ DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
 
 UnsupportedOperatorException = _fake_tensor.UnsupportedOperatorException
-"""Raised by FakeTensorMode where a result depends on values, or an operator has no fake kernel. 2.11, 2.13."""
+"""Raised by FakeTensorMode if a result depends on values, or an operator has no fake kernel. 2.11, 2.13."""
 
 
 @contextmanager
 def failures_not_logged() -> Iterator[None]:
-    """torch logs a traceback where an operator refuses fake tensors (`log.exception` in `fake_tensor`). 2.11, 2.13."""
+    """Silence the traceback that torch logs if an operator refuses fake tensors (`log.exception` in `fake_tensor`).
+    2.11, 2.13."""
     log = _fake_tensor.log
     was, log.disabled = log.disabled, True
     try:
@@ -76,12 +133,12 @@ def has_symbolic_sizes(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
+    """Identity of the storage of a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def new_fake(mode: _fake_tensor.FakeTensorMode, like: Tensor, sizes: Sequence[Any] | None = None) -> Tensor:
-    """A FakeTensor with the geometry of `like` and memory of its own, or contiguous with other `sizes`. 2.11, 2.13.
+    """A FakeTensor with the layout of `like` and its own storage, or contiguous with other `sizes`. 2.11, 2.13.
 
     Much cheaper than `FakeTensorMode.from_tensor`, which also handles subclasses and views of inputs.
     """
@@ -93,9 +150,9 @@ def new_fake(mode: _fake_tensor.FakeTensorMode, like: Tensor, sizes: Sequence[An
 
 
 def held_by_torch(tensor: Tensor) -> int:
-    """References to a tensor's Python object that C++ has (`Tensor._use_count`): one if torch holds the tensor too.
+    """The number of references from C++ to a tensor's Python object (`Tensor._use_count`): 1 if torch holds the tensor.
 
-    Before torch 2.12 none, unless Python has none.
+    Before torch 2.12 it is 0 while Python has a reference.
     """
     return _COUNTED if tensor._use_count() > 1 else 0  # type: ignore[attr-defined]
 
@@ -137,7 +194,7 @@ def fake_tensor(
     offset: Any = 0,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A FakeTensor of exactly this geometry, made without running the mode (12 us instead of 50). 2.11, 2.13."""
+    """A FakeTensor of exactly this layout, created without running the mode (12 us instead of 50). 2.11, 2.13."""
     with torch._C.DisableTorchFunction(), _no_dispatch():
         if isinstance(offset, int) and offset == 0:
             elem = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
@@ -148,16 +205,16 @@ def fake_tensor(
     return fake.requires_grad_(True) if requires_grad else fake
 
 
-_MOST_FAKE_RULES = 30_000  # some 30 MB; the largest captures that were seen need 5,000
+_MAX_CACHED_RESULTS = 30_000  # about 30 MB; the largest captures seen need 5,000
 
 
 def new_fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
     """A mode for one capture. 2.11, 2.13.
 
-    torch remembers for the whole process what each operator returned for each shape (`FakeTensorMode.cache`) and never
-    forgets: it is emptied where captures of ever new shapes have filled it.
+    torch caches the result of each operator for each shape for the life of the process (`FakeTensorMode.cache`). The
+    cache is cleared when captures of many shapes have filled it.
     """
-    if len(FakeTensorMode.cache) > _MOST_FAKE_RULES:
+    if len(FakeTensorMode.cache) > _MAX_CACHED_RESULTS:
         FakeTensorMode.cache_clear()
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
 
@@ -167,25 +224,31 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the version counter of a tensor whose contents were restored (`_unsafe_set_version_counter`). 2.11, 2.13."""
+    if tensor._version != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def storage_of(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, whatever it has: no data, no elements (`UntypedStorage._cdata`). 2.11, 2.13."""
+    """Identity of the storage of a tensor, also without data or elements (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""For tensor classes that only want `__torch_dispatch__`. 2.11, 2.13."""
+"""`__torch_function__` of tensor classes that only need `__torch_dispatch__`. 2.11, 2.13."""
 
 
 def wrapper_tensor(cls: type[Tensor], like: Tensor) -> Any:
-    """A tensor of a class with the layout of another and no memory (`Tensor._make_wrapper_subclass`). 2.11, 2.13."""
+    """A tensor of a subclass with the layout of `like` and no storage (`Tensor._make_wrapper_subclass`). 2.11, 2.13."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
 
 
 def why_unreadable(tensor: torch.Tensor) -> str:
-    """What a tensor is if its memory is not what it stands for, so that compiled code may not read it: fake, wrapped by
-    a function transform, with a tangent, or a view that is read with the other sign (`z.conj().imag`). 2.11, 2.13."""
+    """The kind of tensor if its storage does not hold its plain values, so that compiled code may not read it: fake,
+    wrapped by a function transform, with a tangent, or a negated view (`z.conj().imag`); else "". 2.11, 2.13."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a {kind.__name__}"
@@ -199,6 +262,6 @@ def why_unreadable(tensor: torch.Tensor) -> str:
     return ""
 
 
-def is_unmade_zero(tensor: torch.Tensor) -> bool:
-    """Whether a tensor only says that it is zero and has no memory, as forward-mode autograd makes them. 2.11, 2.13."""
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a ZeroTensor: zeros without storage, as in forward-mode autograd. 2.11, 2.13."""
     return bool(tensor._is_zerotensor())

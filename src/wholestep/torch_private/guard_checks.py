@@ -1,4 +1,4 @@
-"""Fast checks that Dynamo's guards are made of, and switches of the process. Tried on torch 2.11 and 2.13."""
+"""Fast checks in C++ that Dynamo's guards use: versions of dicts, metadata of tensors. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 from torch._C._dynamo.guards import dict_version as _dict_version
-from torch.utils import _pytree as _pytree
 
 
 def generator_key(generator: torch.Generator) -> int:
-    """Identity of a generator; dispatch hands out a new Python object each time (`Generator._cdata`). 2.11, 2.13."""
+    """Identity of a generator, of which dispatch creates a new Python object each time (`Generator._cdata`).
+    2.11, 2.13."""
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process uses CUDA (`torch.cuda.is_initialized`, which has no types). 2.11, 2.13."""
+    """Whether CUDA is initialised in this process (`torch.cuda.is_initialized`, which has no types). 2.11, 2.13."""
     initialized: Any = torch.cuda.is_initialized
     return bool(initialized())
 
 
 class DictWatch:
-    """Whether some dicts were written since, by their version (Dynamo's `dict_version`). 2.11, 2.13.
+    """Tells whether some dicts have been written since its creation, by their version (Dynamo's `dict_version`).
+    2.11, 2.13.
 
-    About 40 ns a dict, whatever it holds; a write of the same value counts as a change.
+    About 40 ns a dict of any size. A write of an equal value counts as a change.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
@@ -34,14 +35,14 @@ class DictWatch:
         self._versions = list(map(_dict_version, self._dicts))
 
     def unchanged(self) -> bool:
-        """Whether no dict was written since the watch began."""
+        """Whether no dict has been written since the creation of this object."""
         return list(map(_dict_version, self._dicts)) == self._versions
 
 
 class TensorChecks:
     """Type, dtype, device, sizes, strides and requires_grad of many tensors, compared in one C++ call.
 
-    Dynamo's `TensorGuards`: about 20 ns a tensor, where the same in Python costs 300. 2.11, 2.13.
+    Dynamo's `TensorGuards`: about 20 ns a tensor; the same in Python costs 300. 2.11, 2.13.
     """
 
     def __init__(self, tensors: Sequence[Tensor], dynamic_dims: Sequence[frozenset[int]], names: Sequence[str]) -> None:
@@ -54,7 +55,7 @@ class TensorChecks:
         self._guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all tensors still look as they did."""
+        """Whether all tensors have the same metadata."""
         return bool(self._guards.check(*tensors))
 
     def explain(self, tensors: Sequence[Tensor]) -> str:
@@ -64,13 +65,3 @@ class TensorChecks:
 
 def _static(sizes: Sequence[int], dynamic: frozenset[int]) -> list[int | None]:
     return [None if dim in dynamic else size for dim, size in enumerate(sizes)]
-
-
-SWITCHES: tuple[Any, ...] = (
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._len_torch_function_stack,
-)
-"""Which attention kernels are allowed, and how many function modes (a default device is one) are on. 2.11, 2.13."""

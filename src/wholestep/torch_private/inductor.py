@@ -1,4 +1,4 @@
-"""Inductor. Imported when asked for: it takes two seconds. Tried on torch 2.11 and 2.13."""
+"""Inductor, imported at first use because that takes two seconds. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import fake_tensor as _fake_tensor
-from torch.utils import _pytree as _pytree
 
 from wholestep.torch_private.operators import OpOverload
 from wholestep.torch_private.symbolic_shapes import _some_shape_env
 
 
 @contextmanager
-def _torchs_own_warnings_ignored() -> Iterator[None]:
-    """Inductor warns about parts of torch that it uses itself; where warnings are errors it would fail."""
+def _warnings_of_torch_ignored() -> Iterator[None]:
+    """Ignore warnings about parts of torch that Inductor itself uses; if warnings are errors it would fail."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -28,13 +27,13 @@ def _torchs_own_warnings_ignored() -> Iterator[None]:
 def decomposed(
     function: Callable[..., Any], inputs: list[Any], mode: Any, *, settings: dict[str, Any], functionalize: bool
 ) -> fx.GraphModule:
-    """Trace a function on fake inputs in the operators Inductor compiles (its own table). Tried on 2.11 and 2.13.
+    """Trace a function on fake inputs with Inductor's decomposition table. Tried on 2.11 and 2.13.
 
-    `settings` of Inductor: some decide on decompositions, and `emulate_precision_casts` marks nodes in the trace.
-    `functionalize`: writes become values, as in AOT; views stay views (their copying forms do not take symbolic sizes).
+    `settings`: of Inductor; some select decompositions, and `emulate_precision_casts` marks nodes in the trace.
+    `functionalize`: writes become values, as in AOT; views stay views (`view_copy` ops do not take symbolic sizes).
     """
-    with _torchs_own_warnings_ignored():
-        import torch._inductor.lowering  # that of max pooling looks it up, and does not import it
+    with _warnings_of_torch_ignored():
+        import torch._inductor.lowering  # the lowering of max pooling needs it and does not import it
         from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -48,14 +47,14 @@ def decomposed(
 
 
 def keeps_roundings() -> bool:
-    """Whether `emulate_precision_casts` holds on the CPU too: before 2.13 kernels reused values as they were before
-    they were rounded (pytorch#185337)."""
+    """Whether `emulate_precision_casts` works on the CPU too: before 2.13 kernels reused values from before their
+    rounding (pytorch#185337)."""
     return _is_at_least(2, 13)
 
 
-def keeps_order_of_draws() -> bool:
-    """Whether Inductor moves nothing that draws past something else that does. 2.11 does (`reorder_for_locality`, and
-    its scheduler where memory is drawn into), and draws `randn_like` of a transposed tensor row by row."""
+def keeps_order_of_random_ops() -> bool:
+    """Whether Inductor never reorders random ops. 2.11 does (`reorder_for_locality`, and its scheduler for in-place
+    random ops), and computes `randn_like` of a transposed tensor row by row."""
     return _is_at_least(2, 13)
 
 
@@ -68,15 +67,15 @@ def compile_inductor(
 ) -> Callable[[list[Any]], Any]:
     """Compile a decomposed graph of tensors; the result takes one list, which it empties. Tried on 2.11 and 2.13.
 
-    `part`: "forward" or "backward" of a training step. `given_away`: inputs of a backward whose memory it may use
-    (torch calls them donated; Inductor finds them in the tracing context).
+    `part`: "forward" or "backward" of a training step. `given_away`: donated inputs of a backward, whose memory it may
+    reuse (Inductor finds them in the tracing context).
     """
     output = next(iter(reversed(gm.graph.nodes)))
-    # Strides of results are those that the trace says: others rely on them.
-    # Only of tensors: the gradient of an input without one is None.
+    # Results keep the strides of the trace, because their users assume them.
+    # Only tensors are listed: the gradient of an input without one is None.
     output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(output.args[0]) if isinstance(v, fx.Node)]
     mode = next((value.fake_mode for value in inputs if isinstance(value, _fake_tensor.FakeTensor)), None)
-    with _torchs_own_warnings_ignored():
+    with _warnings_of_torch_ignored():
         from torch._guards import TracingContext, tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
@@ -92,17 +91,17 @@ def compile_inductor(
 
 
 def _name_inputs_for_the_cache(gm: fx.GraphModule, given_away: Sequence[int]) -> None:
-    """Inductor's cache on disk knows graphs by their text. Which inputs are given away is not in it, nor that strides
-    of all results are fixed: a graph of torch.compile may read the same. So the names of our inputs say it."""
+    """Inductor's cache on disk is keyed by the text of a graph, without the donated inputs and the fixed strides of
+    results: a graph of torch.compile may have the same text. So the names of our inputs carry both."""
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         node.name = node.target = f"ws_given_{i}" if i in given_away else f"ws_{i}"
     gm.recompile()
 
 
 def improve_joint(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> fx.GraphModule:
-    """Inductor's rewrites of a graph before it is cut in forward and backward: patterns, constants, its own random
-    numbers. Tried on 2.11 and 2.13."""
-    with _torchs_own_warnings_ignored():
+    """Inductor's passes on a joint graph, before it is split into forward and backward: patterns, constant folding,
+    its own random ops. Tried on 2.11 and 2.13."""
+    with _warnings_of_torch_ignored():
         from torch._guards import TracingContext, tracing
         from torch._inductor import config
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -115,12 +114,12 @@ def improve_joint(gm: fx.GraphModule, inputs: list[Any], settings: dict[str, Any
 
 
 def min_cut(joint: fx.GraphModule, forward_outputs: int, inputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's choice of what to keep for the backward and what to compute again. The joint graph has `inputs`
+    """torch's min-cut choice of what is saved for the backward and what is recomputed. The joint graph has `inputs`
     placeholders called primals_*, then tangents_*; its first outputs are the forward's. Tried on 2.11 and 2.13."""
-    with _torchs_own_warnings_ignored():
+    with _warnings_of_torch_ignored():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        with _draws_kept_apart(joint):
+        with _random_ops_not_merged(joint):
             forward, backward = min_cut_rematerialization_partition(
                 joint, None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=list(range(inputs))
             )
@@ -128,9 +127,9 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int, inputs: int) -> tuple[f
 
 
 @contextmanager
-def _draws_kept_apart(gm: fx.GraphModule) -> Iterator[None]:
-    """torch's partitioner makes one of nodes that compute the same, and knows most random operators by name: not
-    `randn_like`, nor those of libraries. Tell it those of a graph (`compile_utils.rand_ops`). 2.11, 2.13."""
+def _random_ops_not_merged(gm: fx.GraphModule) -> Iterator[None]:
+    """torch's partitioner merges nodes that compute the same. It has a list of most random operators, without
+    `randn_like` and those of libraries; add the random ops of a graph (`compile_utils.rand_ops`). 2.11, 2.13."""
     from torch._functorch.compile_utils import rand_ops
 
     called = [node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload)]
@@ -149,7 +148,7 @@ def unknown_inductor_settings(settings: Iterable[Any]) -> list[Any]:
     names = list(settings)
     if not names:
         return []
-    with _torchs_own_warnings_ignored():
+    with _warnings_of_torch_ignored():
         from torch._inductor import config
 
         known = config.get_config_copy()

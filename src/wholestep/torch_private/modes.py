@@ -1,7 +1,7 @@
 """Process-wide modes and settings of torch that change what eager computes, each with its getter and setter.
 
-Most public getters are properties written in Python (200 ns and more each); a guard reads all of these at every call,
-so the functions of `torch._C` behind them are named here. 2.11, 2.13; what a version does not have is left out.
+Most public getters are properties written in Python (200 ns and more each). A guard reads all modes at every call, so
+these are the functions of `torch._C` behind them. 2.11, 2.13; names that a version does not have are left out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Mode:
     """As the user writes it."""
     get: Callable[[], Any]
     set: Callable[[Any], Any] | None = None
-    """None where it is entered and left only by a context manager."""
+    """None if only a context manager can set it."""
     set_by_torch: bool = False
-    """Whether torch itself changes it when it is first used (the order of SDPA backends, on Hopper)."""
+    """Whether torch itself changes it at first use (the order of SDPA backends, on Hopper)."""
     by_kernels: str = ""
-    """The kind of device whose kernels read it when they run ("any" for all); "" where tracing has resolved it."""
+    """The device type whose kernels read it at run time ("any" for all); "" if tracing resolves it."""
 
 
 def _c_mode(name: str, getter: str, setter: str = "", by_kernels: str = "") -> list[Mode]:
@@ -58,7 +58,7 @@ def _set_warn_only(value: bool) -> None:
 
 
 def _set_reduction(setter: str) -> Callable[[Any], None]:
-    """Such a setting is one flag (2.11) or two (2.13)."""
+    """Setter of a setting that is one flag (2.11) or two (2.13)."""
     function = getattr(_C, setter)
     return lambda value: function(*value) if isinstance(value, tuple) else function(value)
 
@@ -69,7 +69,7 @@ def _in_module(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
 
 
 def _default_device() -> Any:
-    """The devices of `torch.set_default_device` and `with torch.device(..)`; other function modes as they are."""
+    """The devices of `torch.set_default_device` and `with torch.device(..)`; other function modes unchanged."""
     if not (n := _C._len_torch_function_stack()):
         return None
     modes = [_C._get_function_stack_at(i) for i in range(n)]
@@ -80,7 +80,7 @@ _SMALLEST_NORMAL = 2.2250738585072014e-308
 
 
 def _flushes_denormals() -> bool:
-    """Torch has no getter. Python's own arithmetic runs under the same flag of the CPU."""
+    """torch has no getter, but Python's own arithmetic runs under the same flag of the CPU."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
@@ -88,7 +88,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def _autocast_devices() -> Any:
-    """Devices for which autocast is on, with their dtypes; empty, at the price of one call, where there are none."""
+    """Devices for which autocast is enabled, with their dtypes. Costs one call if there are none."""
     if not _C._is_any_autocast_enabled():
         return ()
     return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d))
@@ -104,7 +104,7 @@ def _set_autocast_devices(value: Any) -> None:
 
 
 def _autocast_dtypes() -> list[Mode]:
-    """What `torch.autocast(device)` without a dtype means."""
+    """The dtype of `torch.autocast(device)` without a dtype."""
     return [
         Mode(
             f"torch.get_autocast_dtype({device!r})",
@@ -127,7 +127,7 @@ def _opt_einsum() -> list[Mode]:
 
 def _gpu_libraries() -> list[Mode]:
     if not _C._has_cuda:
-        return []  # these return enums, which are slow to make
+        return []  # these return enums, which are slow to create
     return [
         *_c_mode("torch.backends.cuda.preferred_linalg_library", "_get_linalg_preferred_backend", "", "cuda"),
         *_c_mode("torch.backends.cuda.preferred_blas_library", "_get_blas_preferred_backend", "", "cuda"),
@@ -160,7 +160,7 @@ MODES: tuple[Mode, ...] = (
         "",
         "any",
     ),
-    # How float32 is multiplied: what torch.set_float32_matmul_precision and the allow_tf32 flags decide.
+    # Precision of float32 products, as set by torch.set_float32_matmul_precision and the allow_tf32 flags.
     *_fp32(f"{_MATMUL}.fp32_precision (torch.set_float32_matmul_precision, allow_tf32)", "cuda", "matmul", "cuda"),
     *_fp32(f"{_CUDNN}.conv.fp32_precision (allow_tf32)", "cuda", "conv", "cuda"),
     *_fp32(f"{_CUDNN}.rnn.fp32_precision (allow_tf32)", "cuda", "rnn", "cuda"),
@@ -196,7 +196,7 @@ MODES: tuple[Mode, ...] = (
     *_c_mode("torch.backends.nnpack", "_get_nnpack_enabled", "", "any"),
     *_c_mode("torch.backends.quantized.engine", "_get_qengine", "", "any"),
     *_gpu_libraries(),
-    # Which attention kernel is taken, and in what order they are tried.
+    # Which attention kernels are enabled, and in what order they are tried.
     *_c_mode("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     *_c_mode("torch.backends.cuda FlashAttention 3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
     *_c_mode(
@@ -217,9 +217,9 @@ MODES: tuple[Mode, ...] = (
     Mode("torch.autograd.forward_ad.dual_level", *_in_module(_forward_ad, "_current_level")),
     Mode("torch.autograd.graph.disable_saved_tensors_hooks", _C._autograd._saved_tensors_hooks_is_enabled),
 )
-"""All of them but those for which a call runs in eager (`mode_that_needs_eager`).
+"""All modes except those for which a call runs in eager (`mode_that_needs_eager`).
 
-Not here, because no result depends on it: the number of threads (operators read it when they run, and a compiled region
+Left out, because no result depends on it: the number of threads (operators read it at run time, and a compiled region
 sums in the order that it was compiled for), autograd's multithreading, printing, warnings, `torch.__future__` (a step
 that converts modules is refused).
 """
@@ -233,7 +233,7 @@ def read_modes(getters: tuple[Callable[[], Any], ...] = _GETTERS) -> tuple[Any, 
 
 
 def same_mode(before: Any, now: Any) -> bool:
-    """Whether two values of a mode mean the same: precision "none" is torch's name of unset, which is IEEE."""
+    """Whether two values of a mode mean the same: precision "none" is unset, which is IEEE."""
     return bool(before == now) or (before in _IEEE and now in _IEEE)
 
 
@@ -248,7 +248,7 @@ _OLD_PRECISION = (
 
 
 def read_old_precision() -> list[Any]:
-    """The precision of float32 by the older interface; None where the newer one was used, which makes it raise."""
+    """The precision of float32 by the older interface; None after a use of the newer one, which disables it."""
     found = []
     for getter, _ in _OLD_PRECISION:
         try:
@@ -259,7 +259,7 @@ def read_old_precision() -> list[Any]:
 
 
 def set_modes(values: tuple[Any, ...], old_precision: list[Any]) -> None:
-    """Set back all modes that differ. The older interface comes first: it raises once only the newer one was used."""
+    """Restore all modes that differ; the older interface first, because it raises after a use of the newer one."""
     if all(map(same_mode, values, read_modes())):
         return
     for (_, setter), before, now in zip(_OLD_PRECISION, old_precision, read_old_precision(), strict=True):
@@ -271,7 +271,7 @@ def set_modes(values: tuple[Any, ...], old_precision: list[Any]) -> None:
 
 
 def kernel_modes(cuda: bool) -> tuple[Mode, ...]:
-    """Settings that kernels read when they run: a replay would run them under the settings of its own time."""
+    """Settings that kernels read at run time: a replay runs under the settings of the process at that moment."""
     return tuple(m for m in MODES if m.by_kernels == "any" or (cuda and m.by_kernels == "cuda"))
 
 
@@ -284,9 +284,9 @@ _parametrizations = vars(_parametrize)
 
 
 def mode_that_needs_eager() -> str | None:
-    """A mode around the call that acts on every operator that eager runs, and that a replay would not honour.
+    """The name of an active mode that acts on every operator of the eager step, which a replay would ignore; else None.
 
-    Read at every call: seven calls into C where nothing is on.
+    Read at every call: seven calls into C if no mode is active.
     """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         return "torch.autograd.detect_anomaly"

@@ -7,23 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as _pytree
 
 MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
-"""Attributes that torch keeps on every module. 2.11, 2.13."""
+"""Attributes that torch sets on every module. 2.11, 2.13."""
 OPTIMIZER_INTERNALS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))]))) | {
     "_opt_called",
     "_need_device_dtype_check_for_fused",
     "_step_supports_amp_scaling",
 }
-"""Attributes that torch keeps on every optimizer. 2.11, 2.13."""
+"""Attributes that torch sets on every optimizer. 2.11, 2.13."""
 
 MODULE_APPLY = "_apply"
 """The method of nn.Module behind `.to()`, `.half()`, `.cuda()`. 2.11, 2.13."""
 
 
 RNN_WEIGHTS_CHANGED = "_weights_have_changed"
-"""The method of nn.RNNBase that re-packs weights; fakes in place of weights would look like a change. 2.11, 2.13."""
+"""The method of nn.RNNBase that tells whether to re-pack weights; fake weights would count as a change. 2.11, 2.13."""
 
 
 SCALER_TENSORS = ("_scale", "_growth_tracker")
@@ -36,25 +35,26 @@ SCALER_SETTINGS = ("_enabled", "_init_scale")
 
 
 SCALER_STEP = "_maybe_opt_step"
-"""Where a GradScaler keeps its state, its numbers and its settings, and the method that branches on inf. 2.11, 2.13."""
+"""Attributes of a GradScaler: tensors, Python scalars and settings; and the method that branches on inf. 2.11, 2.13."""
 
 
 def validate_distributions(value: bool) -> bool:
-    """Whether `torch.distributions` check their arguments, which branches on data; returns what it was. 2.11, 2.13."""
+    """Set whether `torch.distributions` validate their arguments, which branches on data; returns the old value.
+    2.11, 2.13."""
     before = bool(torch.distributions.Distribution._validate_args)
     torch.distributions.Distribution.set_default_validate_args(value)
     return before
 
 
 def adafactor_module() -> Any:
-    """The module of torch's Adafactor, whose `min` and `max` compare numbers that a graph does not know. 2.11, 2.13."""
+    """The module of torch's Adafactor, whose `min` and `max` compare symbolic scalars. 2.11, 2.13."""
     from torch.optim import _adafactor
 
     return _adafactor
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that the optimizer stepped; without it they warn about their order. 2.11, 2.13."""
+    """Mark an optimizer as stepped; otherwise schedulers warn about the order of calls. 2.11, 2.13."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -74,7 +74,7 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def weight_computing_hooks() -> tuple[type, ...]:
-    """Hooks that torch installs to compute a weight from others: pure arithmetic. 2.11, 2.13."""
+    """Types of torch's own hooks that compute a weight from other parameters without side effects. 2.11, 2.13."""
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
@@ -95,7 +95,7 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
 
 
 def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """The live dictionaries that hold hooks, to see at each call whether any was added. 2.11, 2.13."""
+    """The dicts in which torch stores hooks, for a guard that compares their lengths at each call. 2.11, 2.13."""
     from torch.nn.modules import module as _module
     from torch.optim import optimizer as _optimizer
 
@@ -130,8 +130,8 @@ def global_module_hooks() -> list[Any]:
     return found
 
 
-def written_function(scripted: Any) -> Callable[..., Any] | None:
-    """The Python function that `torch.jit.script` was given (`_torchdynamo_inline`); None for others. 2.11, 2.13."""
+def python_function_of(scripted: Any) -> Callable[..., Any] | None:
+    """The Python function that `torch.jit.script` compiled (`_torchdynamo_inline`); None for others. 2.11, 2.13."""
     return getattr(scripted, "_torchdynamo_inline", None)
 
 
@@ -147,7 +147,7 @@ SCALER_UNSCALE = "_unscale_grads_"
 
 
 def forward_hook_registries(module: Any) -> list[dict[int, Any]]:
-    """Where a module keeps its forward pre-hooks and forward hooks. 2.11, 2.13."""
+    """The dicts of a module's forward pre-hooks and forward hooks. 2.11, 2.13."""
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
@@ -166,7 +166,7 @@ def _global_pre_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 GLOBAL_PRE_HOOKS = _global_pre_hooks()
-"""The hooks before every forward of a module, and before every `step` of an optimizer, of the process. 2.11, 2.13."""
+"""The global hooks before every forward of a module and before every `step` of an optimizer. 2.11, 2.13."""
 
 
 PARAMETER_ACCESS_METHODS: tuple[tuple[type, str], ...] = (
@@ -175,15 +175,15 @@ PARAMETER_ACCESS_METHODS: tuple[tuple[type, str], ...] = (
     (torch.nn.Module, "train"),
     (torch.optim.Optimizer, "__getstate__"),
 )
-"""What casts and moves go through (`half`, `to`), `parameters` and `buffers`, `eval`, and a copy of an optimizer.
-2.11, 2.13."""
+"""The methods behind `half` and `to`, behind `parameters` and `buffers`, behind `eval`, and behind copies of an
+optimizer. 2.11, 2.13."""
 
 
 def is_non_persistent(module: torch.nn.Module, name: str) -> bool:
-    """Whether a buffer stays out of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
+    """Whether a buffer is not part of the state dict (`Module._non_persistent_buffers_set`). 2.11, 2.13."""
     return name in module._non_persistent_buffers_set
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
-    """What `load_state_dict` returns (`torch.nn.modules.module._IncompatibleKeys`). 2.11, 2.13."""
+    """The result type of `load_state_dict` (`torch.nn.modules.module._IncompatibleKeys`). 2.11, 2.13."""
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

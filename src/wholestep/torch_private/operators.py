@@ -1,4 +1,4 @@
-"""Operators of torch: overloads, schemas, names. Tried on torch 2.11 and 2.13."""
+"""Operators of torch: overloads, schemas, names, libraries. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch.utils import _pytree as _pytree
 
 # OpOverload: the type of a resolved operator such as `torch.ops.aten.add.Tensor`. 2.11, 2.13.
-# OpOverloadPacket: what `torch.ops.aten.add` is; the JSON reader accepts no other object there. 2.11, 2.13.
+# OpOverloadPacket: the type of `torch.ops.aten.add`; the JSON reader accepts no other type there. 2.11, 2.13.
 # HigherOrderOperator: the type of operators that take functions (`cond`, `auto_functionalized`). 2.11, 2.13.
 
 
@@ -42,7 +41,8 @@ def plain_name(op: OpOverload) -> str:
 
 
 def kernel_call(op: OpOverload) -> Callable[..., Any]:
-    """What calling an operator calls, without the Python frame around it (`OpOverload._op`). 2.11, 2.13."""
+    """The C++ function of an operator, without the Python frame of `OpOverload.__call__` (`OpOverload._op`).
+    2.11, 2.13."""
     found: Callable[..., Any] = op._op
     return found
 
@@ -53,15 +53,15 @@ def overload_name(op: OpOverload) -> str:
 
 
 def has_autograd_kernel(op: OpOverload) -> bool:
-    """Whether an operator of torch.library has a backward of its own (or is a custom_op, whose results never are its
-    inputs for autograd). 2.11, 2.13."""
+    """Whether an operator of torch.library has its own backward (or is a custom_op, whose results are never its inputs
+    for autograd). 2.11, 2.13."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "Autograd"))
 
 
 def foreach_type_lists() -> list[list[Any]]:
-    """The lists of tensor types for which torch picks foreach and fused kernels by default. 2.11, 2.13.
+    """The lists of tensor types for which torch selects foreach and fused kernels by default. 2.11, 2.13.
 
-    FakeTensor joins them while a step is traced, so that the trace takes the path eager takes.
+    FakeTensor is added to them during a trace, so that the trace selects the same kernels as eager.
     """
     from torch.optim import optimizer as _optimizer
     from torch.utils import _foreach_utils
@@ -71,22 +71,22 @@ def foreach_type_lists() -> list[list[Any]]:
 
 
 AMP_UPDATE_SCALE = "_amp_update_scale_"
-"""The function of `torch` behind GradScaler.update; takes its factors as plain numbers. 2.11, 2.13."""
+"""The function of `torch` behind GradScaler.update; takes its factors as Python floats. 2.11, 2.13."""
 
 
 FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-"""Functions of `torch` that take hyper-parameters as plain floats; wrapped while tracing. 2.11, 2.13."""
+"""Functions of `torch` that take hyper-parameters as Python floats; wrapped during a trace. 2.11, 2.13."""
 
 
 @lru_cache(maxsize=4096)
 def may_copy(op: OpOverload) -> bool:
-    """Whether the result of an operator that is said to share memory can be a copy: those that are made of others
-    (`reshape`, `contiguous`, `to`). `OpOverload._can_decompose` looks at the same key. 2.11, 2.13."""
+    """Whether the result of an operator whose schema says that it is a view can be a copy: composite operators such as
+    `reshape`, `contiguous`, `to`. `OpOverload._can_decompose` reads the same key. 2.11, 2.13."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "CompositeImplicitAutograd"))
 
 
 def shares_storage(a: Any, b: Any) -> bool:
-    """Whether two tensors, which may be fake, are views of the same memory. 2.11, 2.13."""
+    """Whether two tensors, which may be fake, share storage. 2.11, 2.13."""
     both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     return both and bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
@@ -103,10 +103,29 @@ def argument_names(op: OpOverload) -> tuple[str, ...]:
 
 
 def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are not given."""
+    """The arguments of a call by name, without omitted ones."""
     return {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
 
 
 def bound_argument(op: OpOverload, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument at a schema position of a call, given by position or by name; None if it is not given."""
+    """The argument at a schema position of a call, passed by position or by name; None if it is omitted."""
     return args[position] if position < len(args) else kwargs.get(argument_names(op)[position])
+
+
+def operator_namespace(value: object) -> str | None:
+    """ "aten" for `torch.ops.aten`; None for any other value (`torch._ops._OpNamespace`). 2.11, 2.13."""
+    return str(value.name) if isinstance(value, torch._ops._OpNamespace) else None
+
+
+def module_that_registers(op: Any) -> str | None:
+    """The module whose import registers an operator; "" for torch itself, None if unknown.
+
+    `OpOverload._defined_in_python` and the table of `torch.library.custom_op`. 2.11, 2.13.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    if not op._defined_in_python or op.namespace in ("aten", "prims", "rngprims", "prim"):
+        return ""
+    made = OPDEFS.get(str(op._schema.name))
+    module = None if made is None else str(made._init_fn.__module__)
+    return None if module == "__main__" else module

@@ -1,11 +1,11 @@
-"""torch's trees of tensors. Tried on torch 2.11 and 2.13."""
+"""Pytrees: torch's nested containers of tensors. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
 from torch.utils import _pytree as _pytree
 
 pytree = _pytree
-"""torch's own trees of tensors: the registry that users and Hugging Face register with. 2.11, 2.13."""
+"""torch's Python pytree module, in whose registry users and Hugging Face register their containers. 2.11, 2.13."""
 
 
 def pytree_children(tree: object) -> list[object] | None:

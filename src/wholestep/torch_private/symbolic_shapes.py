@@ -11,14 +11,13 @@ import torch
 from torch import fx
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
-from torch.utils import _pytree as _pytree
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.numbers import int_oo as _int_oo
 from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
 
 
 def symbolic_functions() -> dict[str, type]:
-    """The sympy functions that symbolic shapes are written with (`torch.utils._sympy.functions`). 2.11, 2.13."""
+    """The sympy functions in expressions of symbolic sizes (`torch.utils._sympy.functions`). 2.11, 2.13."""
     names = (
         "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt LShift RShift Max Min "
         "PowByNatural FloatPow FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt "
@@ -30,7 +29,7 @@ def symbolic_functions() -> dict[str, type]:
 
 
 def symbol_range(env: ShapeEnv, symbol: Any) -> tuple[int | None, int | None]:
-    """The range a ShapeEnv knows for an integer symbol; None where it is unbounded. 2.11, 2.13."""
+    """The range of an integer symbol in a ShapeEnv; None for a side that is unbounded. 2.11, 2.13."""
     found = env.var_to_range.get(symbol)
     if found is None or not found.is_int:
         return None, None
@@ -40,7 +39,7 @@ def symbol_range(env: ShapeEnv, symbol: Any) -> tuple[int | None, int | None]:
 
 
 def register_symbol(env: ShapeEnv, symbol: Any, hint: int | float | None, lower: int | None, upper: int | None) -> None:
-    """Make a symbol read from a file known to a ShapeEnv, under its own name. 2.11, 2.13."""
+    """Register a symbol that was read from a file in a ShapeEnv, under its own name. 2.11, 2.13."""
     if hint is not None:
         env.backed_var_to_val[symbol] = sympy.Integer(hint) if symbol.is_integer else sympy.Float(hint)
     env.var_to_sources[symbol] = []
@@ -53,7 +52,7 @@ def register_symbol(env: ShapeEnv, symbol: Any, hint: int | float | None, lower:
 
 
 def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.SymInt:
-    """A symbolic size with a known value, taken to be at least 2 (see `capture.shapes`). 2.11, 2.13."""
+    """A symbolic size with a hint, assumed to be at least 2 (see `capture/graph/dynamic_shapes.py`). 2.11, 2.13."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
     from torch.utils._sympy.value_ranges import ValueRanges
@@ -67,12 +66,12 @@ def new_symbol(env: ShapeEnv, hint: int, low: int, high: int | None) -> torch.Sy
 
 
 def fixed_symbols(env: ShapeEnv) -> list[tuple[str, int]]:
-    """Symbols that the trace found to have one value only. 2.11, 2.13."""
+    """Symbols that the trace specialised to one value. 2.11, 2.13."""
     return [(str(symbol), int(value)) for symbol, value in env.replacements.items() if value.is_Integer]
 
 
 def shape_guards(env: ShapeEnv) -> list[Any]:
-    """The sympy conditions that a trace relied on. 2.11, 2.13."""
+    """The sympy conditions that a trace assumed. 2.11, 2.13."""
     return [guard.expr for guard in env.guards]
 
 
@@ -83,7 +82,7 @@ def sympy_function_names(expression: Any) -> str:
 
 @contextmanager
 def _some_shape_env(mode: Any) -> Iterator[None]:
-    """Inductor's cache wants to note conditions on sizes; without a place for them it does not cache."""
+    """Give a mode a ShapeEnv: Inductor's cache records conditions on sizes there, and does not cache without one."""
     if mode is None or mode.shape_env is not None:
         yield
         return
@@ -97,13 +96,13 @@ def _some_shape_env(mode: Any) -> Iterator[None]:
 
 
 def symbol_in(size: Any) -> Any:
-    """The symbol that a size is, if it is nothing but a symbol; None otherwise (`SymInt.node`). 2.11, 2.13."""
+    """The symbol of a size that is a single symbol; None for other sizes (`SymInt.node`). 2.11, 2.13."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     return expression if getattr(expression, "is_Symbol", False) else None
 
 
 def expression_of(size: Any) -> Any:
-    """The sympy expression of a symbolic size; None of a number (`SymInt.node`). 2.11, 2.13."""
+    """The sympy expression of a symbolic size; None for an int (`SymInt.node`). 2.11, 2.13."""
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
@@ -118,7 +117,7 @@ def symbols_in(val: Any) -> set[Any]:
 
 
 def shape_env_of(val: Any) -> ShapeEnv | None:
-    """The environment that the symbols of a fake value belong to. 2.11, 2.13."""
+    """The ShapeEnv of the symbols of a fake value. 2.11, 2.13."""
     if isinstance(val, torch.SymInt):
         found: ShapeEnv | None = val.node.shape_env
         return found
@@ -126,7 +125,7 @@ def shape_env_of(val: Any) -> ShapeEnv | None:
 
 
 def dynamo_source(node: fx.Node) -> str:
-    """How dynamo reaches an input of its graph, `L['self']._modules['fc']._parameters['weight']`; else the node's name
+    """Dynamo's source of an input of its graph, `L['self']._modules['fc']._parameters['weight']`; else the node's name
     (`_dynamo_source`, `grapharg`). 2.11, 2.13."""
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
@@ -134,8 +133,8 @@ def dynamo_source(node: fx.Node) -> str:
 
 
 def input_source(node: fx.Node) -> int | str | None:
-    """Which input of its caller a placeholder of AOTAutograd is: a place, a parameter's name, or -1 for none of them
-    (a tangent). None where the graph does not say (`desc`, from 2.9 on). 2.11, 2.13."""
+    """Which input of its caller a placeholder of AOTAutograd is: an index, a parameter's name, or -1 for others (a
+    tangent). None if the graph has no such record (`desc`, since 2.9). 2.11, 2.13."""
     described = node.meta.get("desc")
     if described is None:
         return None
@@ -145,6 +144,19 @@ def input_source(node: fx.Node) -> int | str | None:
 
 
 def shapes_by_python() -> Any:
-    """While this is on, operators find the shapes of results by torch's Python kernels where there are some: those in
-    C++ ask for sizes as numbers, which fixes a size that varies (`torch._C._EnablePythonDispatcher`). 2.11, 2.13."""
+    """Context in which operators infer shapes by torch's Python meta kernels if there are any: those in C++ read sizes
+    as ints, which specialises a dynamic size (`torch._C._EnablePythonDispatcher`). 2.11, 2.13."""
     return torch._C._EnablePythonDispatcher()
+
+
+def shape_env_of_trace() -> Any:
+    """The ShapeEnv of the current trace; None without symbolic sizes (`detect_fake_mode`). 2.11, 2.13."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode()
+    return None if mode is None else mode.shape_env
+
+
+def symbols_by_value(env: Any) -> dict[int, Any]:
+    """The symbol of each size; equal sizes share one (`ShapeEnv.val_to_var`). 2.11, 2.13."""
+    return {int(value): symbol for value, symbol in env.val_to_var.items()}

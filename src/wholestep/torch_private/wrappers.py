@@ -1,4 +1,4 @@
-"""What torch's wrappers keep: `DistributedDataParallel` and `fully_shard`. Tried on torch 2.13; 2.11 by name."""
+"""Settings of torch's parallel wrappers `DistributedDataParallel` and `fully_shard`. Tried on 2.13; 2.11 by name."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def ddp_unusual(ddp: DistributedDataParallel) -> str | None:
 
 
 def ddp_sends_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether buffers are taken from rank 0 before a forward (`broadcast_buffers` until 2.12). 2.11, 2.13."""
+    """Whether buffers are broadcast from rank 0 before a forward (`broadcast_buffers` until 2.12). 2.11, 2.13."""
     state = vars(ddp)
     return bool(state.get("forward_sync_buffers", state.get("broadcast_buffers", True)))
 
 
 def ddp_buffers(ddp: DistributedDataParallel) -> list[str]:
-    """Names of the buffers that it takes from rank 0, within its module. 2.11, 2.13."""
+    """Names, within its module, of the buffers that it broadcasts from rank 0. 2.11, 2.13."""
     ignored = vars(ddp).get("parameters_to_ignore", ())
     return [name for name, _ in ddp.module.named_buffers() if name not in ignored]
 
@@ -53,15 +53,15 @@ class ShardedGroup:
     reshards: bool
     divide_factor: float | None
     unusual: str | None
-    """An option that is not understood."""
+    """An option that wholestep does not support, if one is set."""
     parameters: tuple[tuple[tuple[tuple[nn.Module, str], ...], Any], ...]
-    """Of each parameter: the modules and names that hold it, and its size when gathered."""
+    """For each parameter, the modules and names that hold it, and its size when gathered."""
     flags: dict[str, Any]
-    """The attributes of the unit's group; `reduce_grads` and `all_reduce_grads` say what a backward does."""
+    """The attributes of the unit's group; `reduce_grads` and `all_reduce_grads` select what a backward does."""
 
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """The units that `fully_shard` made of this very module (`FSDPState`, `FSDPParamGroup`). 2.11, 2.13."""
+    """The units of `fully_shard` on exactly this module (`FSDPState`, `FSDPParamGroup`). 2.11, 2.13."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
     state: Any = module._get_fsdp_state()  # type: ignore[operator]

@@ -15,7 +15,7 @@ from wholestep.errors import CapturedTensorError, RandomStateError, UnsupportedE
 from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import GeneratorSlot, Slot
-from wholestep.torch_private.fake_tensors import is_unmade_zero, without_modes
+from wholestep.torch_private.fake_tensors import is_zero_tensor, without_modes
 from wholestep.torch_private.guard_checks import generator_key
 
 
@@ -65,7 +65,7 @@ class Inputs:
     def _found(self, tensor: Tensor) -> Slot:
         """Where a later call finds a tensor."""
         found = self._world.tensors.get(id(tensor))
-        if found is None and is_unmade_zero(tensor):
+        if found is None and is_zero_tensor(tensor):
             raise UnsupportedError(
                 "forward-mode differentiation made a tensor of zeros that no operator of the step made.",
                 fix="use another form of the derivative: torch.func.hessian(f) is jacfwd(jacrev(f)); of a function "

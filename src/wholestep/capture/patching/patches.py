@@ -60,8 +60,8 @@ from wholestep.torch_private.modules_and_optimizers import (
     SCALE_BY_NORM,
     TOTAL_NORM,
     adafactor_module,
+    python_function_of,
     validate_distributions,
-    written_function,
 )
 from wholestep.torch_private.operators import AMP_UPDATE_SCALE, FUSED_OPTIMIZER_FUNCTIONS, foreach_type_lists
 
@@ -169,7 +169,7 @@ def _set_attribute(original: Any, module: nn.Module, name: str, value: Any) -> N
 
 def _as_written(original: Any, scripted: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the Python function of a TorchScript function: TorchScript makes tensors of its own, below all modes."""
-    return (written_function(scripted) or partial(original, scripted))(*args, **kwargs)
+    return (python_function_of(scripted) or partial(original, scripted))(*args, **kwargs)
 
 
 def _refuse_array(original: Any, array: Any) -> Any:

@@ -16,8 +16,8 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from wholestep.partition.by_support import fuse_by_partitions as fuse_by_partitions
 from wholestep.partition.by_support import partition_by_support
+from wholestep.torch_private.forwarded_names import forwarded_names
 from wholestep.torch_private.fx_graphs import qualified_name
-from wholestep.torch_private.other_names import other_names
 
 _NOT_COMPUTE = frozenset({"torch.ops.aten.view", "_operator.getitem"})
 
@@ -125,4 +125,4 @@ class CapabilityBasedPartitioner:
         return self.fuse_partitions(self.propose_partitions(), prefix)
 
 
-__getattr__, __dir__ = other_names("torch.fx.passes.infra.partitioner", globals())
+__getattr__, __dir__ = forwarded_names("torch.fx.passes.infra.partitioner", globals())

@@ -3,8 +3,8 @@
 from wholestep.partition.split_module import Partition as Partition
 from wholestep.partition.split_module import split_module as split_module
 from wholestep.partition.split_module import split_module_simple as split_module_simple
-from wholestep.torch_private.other_names import other_names
+from wholestep.torch_private.forwarded_names import forwarded_names
 
 __all__ = ["Partition", "split_module", "split_module_simple"]
 
-__getattr__, __dir__ = other_names("torch.fx.passes.split_module", globals())
+__getattr__, __dir__ = forwarded_names("torch.fx.passes.split_module", globals())

@@ -16,8 +16,8 @@ from wholestep.pipelining import stage_backward as stage_backward
 from wholestep.pipelining.build.loss_and_backward import null_coalesce_accumulate as _null_coalesce_accumulate  # noqa: F401
 from wholestep.pipelining.build.model_state import MultiUseParamSpec as MultiUseParamSpec
 from wholestep.pipelining.pipe import get_submod_name as get_submod_name
-from wholestep.torch_private.other_names import other_names
+from wholestep.torch_private.forwarded_names import forwarded_names
 
 PP_SUBMOD_PREFIX = get_submod_name(0).removesuffix("_0")
 
-__getattr__, __dir__ = other_names("torch.distributed.pipelining._IR", globals())
+__getattr__, __dir__ = forwarded_names("torch.distributed.pipelining._IR", globals())

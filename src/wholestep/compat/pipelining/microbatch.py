@@ -6,7 +6,7 @@ import types
 from wholestep.pipelining import TensorChunkSpec as TensorChunkSpec
 from wholestep.pipelining import merge_chunks as merge_chunks
 from wholestep.pipelining import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
-from wholestep.torch_private.other_names import other_names
+from wholestep.torch_private.forwarded_names import forwarded_names
 from wholestep.torch_private.pipelining import WholeValue, mask_minibatches, masks_minibatches
 
 Replicate = WholeValue
@@ -14,7 +14,7 @@ Replicate = WholeValue
 
 __all__ = ["Replicate", "TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
-__getattr__, __dir__ = other_names("torch.distributed.pipelining.microbatch", globals())
+__getattr__, __dir__ = forwarded_names("torch.distributed.pipelining.microbatch", globals())
 
 
 class _Microbatch(types.ModuleType):

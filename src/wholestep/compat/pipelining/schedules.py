@@ -11,7 +11,7 @@ from wholestep.pipelining import ScheduleLoopedBFS as ScheduleLoopedBFS
 from wholestep.pipelining import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from wholestep.pipelining import get_schedule_class as get_schedule_class
 from wholestep.pipelining import schedule as schedule
-from wholestep.torch_private.other_names import other_names
+from wholestep.torch_private.forwarded_names import forwarded_names
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -27,4 +27,4 @@ __all__ = [
     "schedule",
 ]
 
-__getattr__, __dir__ = other_names("torch.distributed.pipelining.schedules", globals())
+__getattr__, __dir__ = forwarded_names("torch.distributed.pipelining.schedules", globals())

@@ -3,8 +3,8 @@
 from wholestep.pipelining import PipelineStage as PipelineStage
 from wholestep.pipelining import Stage as Stage
 from wholestep.pipelining import build_stage as build_stage
-from wholestep.torch_private.other_names import other_names
+from wholestep.torch_private.forwarded_names import forwarded_names
 
 __all__ = ["PipelineStage", "Stage", "build_stage"]
 
-__getattr__, __dir__ = other_names("torch.distributed.pipelining.stage", globals())
+__getattr__, __dir__ = forwarded_names("torch.distributed.pipelining.stage", globals())

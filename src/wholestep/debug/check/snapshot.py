@@ -27,8 +27,7 @@ from wholestep.debug.check.object_contents import saved, saved_variable
 from wholestep.debug.check.reachable import Part, Reached, reach
 from wholestep.ir.tensor_copies import extent_of
 from wholestep.ir.user_objects.plain_values import PLAIN
-from wholestep.torch_private.dumps import set_version
-from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.fake_tensors import set_version, storage_key
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 
 Roots = list[tuple[str, Any]]

@@ -31,9 +31,8 @@ from torch.fx.graph import CodeGen
 from wholestep.ir.graphs import copy_graph_module
 from wholestep.ir.readable import clean
 from wholestep.ir.tensor_copies import copy_tensor, extent_of, shared
-from wholestep.torch_private.dumps import module_that_registers, operator_namespace
 from wholestep.torch_private.fake_tensors import FakeTensor
-from wholestep.torch_private.operators import OpOverload, op_name
+from wholestep.torch_private.operators import OpOverload, module_that_registers, op_name, operator_namespace
 
 _INLINE = 32
 """Tensors of up to this many elements are literals in the text."""

@@ -43,7 +43,7 @@ from wholestep.pipelining.run.microbatch_backward import (
     weight_backward,
 )
 from wholestep.pipelining.run.rank_step import RankStep
-from wholestep.torch_private.pipelining import let_graph_go
+from wholestep.torch_private.pipelining import release_graph
 
 
 class StageSource(Protocol):
@@ -435,7 +435,7 @@ class Stage(LinkedStage):
                     [inputs[place] for place in wanted],
                     list(self.submod.parameters()),
                 )
-                let_graph_go(loss)
+                release_graph(loss)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
             self.bwd_cache[bwd_chunk_id] = add_passed(found, beginning.passed)

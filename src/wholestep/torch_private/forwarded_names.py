@@ -1,7 +1,7 @@
-"""The other names of a module of torch, private ones too, for a module of `compat` that stands in its place.
+"""Attribute access that falls back to a module of torch, for the modules of `compat` that replace it.
 
-They are looked up when somebody asks: what a release of torch adds or renames is there, and nothing is imported early.
-Tried on torch 2.11 and 2.13.
+Names, private ones too, are looked up at access: names that a release of torch adds are there, and nothing is imported
+early. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-OtherNames = tuple[Callable[[str], Any], Callable[[], list[str]]]
+GetattrAndDir = tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
-def other_names(module: str, own: Mapping[str, Any]) -> OtherNames:
-    """`__getattr__` and `__dir__` of a module with the globals `own`, which has all else from torch's `module`."""
+def forwarded_names(module: str, own: Mapping[str, Any]) -> GetattrAndDir:
+    """`__getattr__` and `__dir__` of a module with the globals `own` that forwards other names to torch's `module`."""
 
     def getattr_(name: str) -> Any:
         found = importlib.import_module(module)
