@@ -1,5 +1,5 @@
-"""Plans of placements: which tensor is whole, sharded or partial where. Capture traces under a plan, so that every
-parallelism ends as collectives in the graph."""
+"""Plans for parallelism: which tensor is replicated, sharded or partial on which mesh axis. Capture traces under a
+plan, so all communication becomes collectives in the graph."""
 
 from wholestep.parallel.plan import FullyShard, Plan, Replicate
 

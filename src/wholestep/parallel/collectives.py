@@ -1,7 +1,7 @@
-"""Collectives on rows of tensors, put into the graph: each with exactly one wait.
+"""`Collectives`: adds collectives on rows of tensors to the graph of a trace, each with exactly one wait.
 
-The nodes are written directly, with results of the right shape: calling torch's operators on fakes takes a Python
-autograd kernel per collective, which made a tenth of a capture.
+Nodes are created directly, with fake results of the right shape. Calling torch's operators on fake tensors runs a
+Python autograd kernel per collective, which took a tenth of the time of a capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def rows_per_rank(rows: int, size: int) -> int:
-    """Rows of the largest shard; all but the last ranks have as many."""
+    """Rows of the largest shard. Only the last ranks may have fewer."""
     return -(-rows // size)
 
 
@@ -35,7 +35,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in memory without gaps and none twice, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gaps or overlap, in any order of dimensions."""
     step = 1
     for dim in reversed(_outermost_first(shape, stride)):
         if stride[dim] != step:
@@ -45,18 +45,18 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _outermost_first(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions of more than one element, as they lie in memory."""
+    """The dimensions with more than one element, by descending stride."""
     return sorted((d for d, size in enumerate(shape) if size != 1), key=lambda d: -stride[d])
 
 
 class Collectives:
-    """Writes collectives of one trace."""
+    """Adds collectives to the graph of one trace."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 
     def gather_rows(self, local: Tensor, axis: Axis, rows: int) -> Tensor:
-        """The whole of a tensor that is sharded by rows along an axis. Shorter shards are padded on the way."""
+        """The unsharded tensor of a tensor that is sharded by rows along an axis. Shorter shards are padded first."""
         if axis.size == 1:
             return local
         padded = self._pad_rows(local, rows_per_rank(rows, axis.size))
@@ -65,7 +65,7 @@ class Collectives:
         return whole if shape[0] == rows else self._emit(aten.slice.Tensor, whole, (0, 0, rows), (rows, *shape[1:]))
 
     def scatter_rows(self, whole: Tensor, axis: Axis, op: str) -> Tensor:
-        """This rank's rows of the sum (or mean) over the axis: as many on every rank, the last ones padded."""
+        """This rank's rows of the sum (or mean) over the axis; all ranks get the same number, the last ones padded."""
         if axis.size == 1:
             return whole
         each = rows_per_rank(whole.shape[0], axis.size)
@@ -80,7 +80,7 @@ class Collectives:
         return self._call(_comm.all_reduce.default, tensor, (op, axis.group), tensor.shape)
 
     def broadcast(self, source: fx.Node, axis: Axis) -> fx.Node:
-        """What the first rank of the axis has; of a node, for use after the trace."""
+        """Broadcast the value of a node from the first rank of the axis; for use after the trace."""
         if axis.size == 1:
             return source
         emit, val = self._recorder.emit_function, source.meta["val"]
@@ -88,9 +88,9 @@ class Collectives:
         return emit(_comm.wait_tensor.default, (start,), val)
 
     def with_stride(self, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor laid out in memory with other strides, which are dense.
+        """Copy a contiguous tensor into a layout with other dense strides.
 
-        transposed = permute(tensor, order); lying = clone(transposed); as_strided(lying, shape, stride)
+        transposed = permute(tensor, order); copied = clone(transposed); as_strided(copied, shape, stride)
         """
         shape = tuple(tensor.shape)
         if stride == contiguous_stride(shape):
@@ -98,11 +98,11 @@ class Collectives:
         order = _outermost_first(shape, stride)
         if order != sorted(order):
             order += [d for d in range(len(shape)) if shape[d] == 1]
-            turned = tuple(shape[d] for d in order)
+            permuted = tuple(shape[d] for d in order)
             base = contiguous_stride(shape)
-            tensor = self._emit(aten.permute.default, tensor, (order,), turned, tuple(base[d] for d in order))
-            tensor = self._emit(aten.clone.default, tensor, (), turned, memory_format=torch.contiguous_format)
-        # Exact also where a dimension has one element: torch tells channels last by those strides too.
+            tensor = self._emit(aten.permute.default, tensor, (order,), permuted, tuple(base[d] for d in order))
+            tensor = self._emit(aten.clone.default, tensor, (), permuted, memory_format=torch.contiguous_format)
+        # Strides of dimensions with one element are exact, too: torch recognises channels last by them.
         return self._emit(aten.as_strided.default, tensor, (list(shape), list(stride), 0), shape, stride)
 
     def _call(self, op: Any, tensor: Tensor, arguments: tuple[Any, ...], shape: Sequence[int]) -> Tensor:
@@ -113,12 +113,12 @@ class Collectives:
         return done
 
     def _pad_rows(self, tensor: Tensor, rows: int) -> Tensor:
-        """With zero rows at the end."""
+        """Append zero rows."""
         missing = rows - tensor.shape[0]
         if not missing:
             return tensor if tensor.is_contiguous() else tensor.contiguous()
         if isinstance(tensor, FakeTensor) and tensor.stride() != contiguous_stride(tensor.shape):
-            # Padding keeps the layout of its input: channels last, also where only strides of size one tell it.
+            # Padding keeps the memory format of its input, even if only strides of size-1 dimensions show it.
             tensor = self._emit(aten.clone.default, tensor, (), tensor.shape, memory_format=torch.contiguous_format)
         padding = [*[0, 0] * (tensor.dim() - 1), 0, missing]
         return self._emit(aten.constant_pad_nd.default, tensor, (padding, 0.0), (rows, *tensor.shape[1:]))
@@ -132,7 +132,7 @@ class Collectives:
         stride: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Tensor:
-        """An operator whose result nobody writes into; contiguous unless `stride` says otherwise."""
+        """Add an operator whose result is not written to later; it is contiguous unless `stride` is set."""
         made = self._fake(tensor, shape, stride)
         node = self._recorder.nodes.create(op, (self._recorder.node_of(tensor), *arguments), options, made)
         self._recorder.values.register_result(made, node)

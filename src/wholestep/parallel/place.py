@@ -1,8 +1,8 @@
-"""Put a model and its optimizers into the form of a plan, at the first call of a step.
+"""Place a model and its optimizers by a plan, at the first call of a step.
 
-Parameters are made equal, tensor-parallel styles are applied, and for FullyShard torch's own `fully_shard` leaves
-DTensor shards in the model, so that eager calls, `state_dict()` and checkpoints between steps are FSDP2's. Optimizers
-(and lists of parameters that the step can reach) that still refer to whole parameters are pointed to the shards.
+Parameters are broadcast, tensor-parallel styles are applied, and for FullyShard torch's `fully_shard` replaces
+parameters by DTensor shards, so eager calls, `state_dict()` and checkpoints between steps are those of FSDP2. In
+optimizers (and in lists of parameters that the step can reach) whole parameters are replaced by the shards.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a parameter that is sharded along the data-parallel axis looks when gathered."""
+class GatheredLayout:
+    """The layout of a sharded parameter after it is gathered along the data-parallel axis."""
 
     shape: torch.Size
-    """Of what this rank has after gathering: the whole, or its tensor-parallel part."""
+    """Shape after gathering: of the whole parameter, or of its tensor-parallel part."""
     spec: Any = None
-    """Of the tensor-parallel DTensor that it then is; None for a plain tensor."""
+    """DTensorSpec of the tensor-parallel DTensor that is gathered; None for a plain tensor."""
     stride: tuple[int, ...] | None = None
-    """Of the gathered tensor, where the parameter was not contiguous; `fully_shard` wants shards that are."""
+    """Strides after gathering, if the parameter was not contiguous (`fully_shard` needs contiguous shards)."""
 
 
 @dataclass
 class Placement:
-    """What was done to one model."""
+    """How one model was placed."""
 
     plan: Plan
-    forms: WeakKeyDictionary[nn.Module, dict[str, Form]] = field(default_factory=WeakKeyDictionary)
+    layouts: WeakKeyDictionary[nn.Module, dict[str, GatheredLayout]] = field(default_factory=WeakKeyDictionary)
     """Sharded parameters by module and name."""
     units: list[nn.Module] = field(default_factory=list)
-    """Modules that `fully_shard` was applied to."""
-    known: MutableMapping[Tensor, None] = field(default_factory=WeakIdKeyDictionary)
-    """Parameters and buffers that all ranks have made equal."""
+    """Modules to which `fully_shard` was applied."""
+    synchronised: MutableMapping[Tensor, None] = field(default_factory=WeakIdKeyDictionary)
+    """Parameters and buffers that are equal on all ranks."""
     hooks: list[Any] = field(default_factory=list)
     """Hooks of the tensor-parallel styles: traced, not refused."""
 
 
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
-_moved: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-"""Parameters that were replaced, with what replaced them: an optimizer may come later that still has the old ones."""
+_replacements: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""Replaced parameters and their replacements: an optimizer that comes later may still refer to the old ones."""
 
 
 def placement_of(module: nn.Module) -> Placement | None:
-    """How a model was placed, if it was."""
+    """The placement of a model; None if it was not placed."""
     return _placements.get(module)
 
 
 def plan_hooks(world: FoundObjects) -> frozenset[int]:
-    """Hooks that placing put on the modules of a step, by identity."""
+    """Ids of the hooks that placing added to the modules of a step."""
     placements = [p for module in world.modules if (p := _placements.get(module)) is not None]
     found = {id(hook) for placement in placements for hook in placement.hooks}
     return frozenset(found | {id(registry[key]) for registry, key in sharding_hooks(world)})
 
 
 def sharding_hooks(world: FoundObjects) -> list[tuple[dict[Any, Any], Any]]:
-    """FSDP2's own hooks, which gather in eager: capture gathers by itself. Registry and key of each."""
+    """Registry and key of each of FSDP2's hooks, which gather in eager; a capture does not run them."""
     found = []
     for module in world.modules:
         if isinstance(module, FSDPModule):
@@ -89,40 +89,40 @@ def sharding_hooks(world: FoundObjects) -> list[tuple[dict[Any, Any], Any]]:
 
 
 class Placing:
-    """The models of a step that are not yet in the form of a plan. All is checked; nothing is changed before `run`."""
+    """The models of a step that are still to be placed. The constructor checks them; only `run` changes them."""
 
     def __init__(self, plan: Plan, world: FoundObjects) -> None:
         self._plan = plan
         self._world = world
-        self._todo: list[tuple[nn.Module, str, dict[str, Any], list[str]]] = []
-        self._late: list[tuple[Placement, str, Tensor]] = []
-        """Parameters and buffers that came into a model after it was placed: whole on every rank, and made equal."""
+        self._models: list[tuple[nn.Module, str, dict[str, Any], list[str]]] = []
+        self._added: list[tuple[Placement, str, Tensor]] = []
+        """Parameters that were added to a model after it was placed: whole on every rank, and broadcast."""
         for model, path in _roots(world):
             done = _placements.get(model)
             if done is not None:
                 _check_same(plan, done.plan, path)
-                self._late += _unknown(done, model, path)
+                self._added += _added_parameters(done, model, path)
                 continue
             if not plan.wrapped:
                 _refuse_wrapped(model, path)
             check_device(plan.mesh, model, path)
-            self._todo.append((model, path, _matched_plan(plan, model, path), _units(plan, model, path)))
+            self._models.append((model, path, _matched_plan(plan, model, path), _units(plan, model, path)))
 
     def lines(self) -> list[str]:
-        """What is to be done, for ranks to compare; empty if nothing is."""
-        tensors = [line for model, path, _, _ in self._todo for line in _describe(model, path)]
-        tensors += [_line(path, tensor) for _, path, tensor in self._late]
+        """What `run` will place, as lines that ranks compare; empty if there is nothing to place."""
+        tensors = [line for model, path, _, _ in self._models for line in _describe(model, path)]
+        tensors += [_line(path, tensor) for _, path, tensor in self._added]
         return [self._plan.describe(), *tensors] if tensors else []
 
     def run(self) -> None:
-        """Place them. Communicates."""
-        for model, _, tensor_plan, units in self._todo:
+        """Place the models. This communicates."""
+        for model, _, tensor_plan, units in self._models:
             _placements[model] = _place_model(self._plan, model, tensor_plan, units)
-            _note_known(_placements[model], model)
+            _mark_synchronised(_placements[model], model)
         if self._plan.broadcast:
-            _broadcast(self._plan, [tensor for _, _, tensor in self._late])
-        for placement, _, tensor in self._late:
-            placement.known[tensor] = None
+            _broadcast(self._plan, [tensor for _, _, tensor in self._added])
+        for placement, _, tensor in self._added:
+            placement.synchronised[tensor] = None
         _repoint(self._world)
 
 
@@ -134,22 +134,22 @@ def _line(path: str, tensor: Tensor) -> str:
     return f"{path}: {tensor.dtype} {list(tensor.shape)}{' frozen' * (not tensor.requires_grad)}"
 
 
-def _note_known(placement: Placement, model: nn.Module) -> None:
+def _mark_synchronised(placement: Placement, model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        placement.known[tensor] = None
+        placement.synchronised[tensor] = None
 
 
-def _unknown(placement: Placement, model: nn.Module, path: str) -> list[tuple[Placement, str, Tensor]]:
-    """Parameters that a placed model did not have when it was placed. (Steps replace buffers; those are not meant.)"""
+def _added_parameters(placement: Placement, model: nn.Module, path: str) -> list[tuple[Placement, str, Tensor]]:
+    """Parameters that a model did not have when it was placed. (Not buffers, which steps replace.)"""
     return [
         (placement, f"{path}.{name}", p)
         for name, p in model.named_parameters()
-        if p not in placement.known and not is_dtensor(p)
+        if p not in placement.synchronised and not is_dtensor(p)
     ]
 
 
 def _roots(world: FoundObjects) -> list[tuple[nn.Module, str]]:
-    """Models that have parameters and are no part of another."""
+    """Models that have parameters and are not part of another model."""
     children = {child for module in world.modules for child in module.children()}
     return [(m, p) for m, p in world.modules.items() if m not in children and next(m.parameters(), None) is not None]
 
@@ -159,7 +159,7 @@ def _check_same(plan: Plan, before: Plan, path: str) -> None:
         raise PlanError(
             f"{path} was placed by {type(before).__name__}({before.mesh}) and this step asks for "
             f"{type(plan).__name__}({plan.mesh}).",
-            fix="use one plan for all steps of a model (plan.no_sync() is the same placement), or make a new model.",
+            fix="use one plan for all steps of a model (plan.no_sync() is the same placement), or create a new model.",
         )
 
 
@@ -169,49 +169,49 @@ def _refuse_wrapped(model: nn.Module, path: str) -> None:
             kind = "fully_shard" if isinstance(module, FSDPModule) else type(module).__name__
             where = f"{path}.{name}" if name else path
             raise WrappedError(
-                f"{where} is already parallel ({kind}), and the step would make it parallel again.",
-                fix="leave parallel= out: the step then does what the wrapper does; or pass the plain model.",
+                f"{where} is already parallel ({kind}), and parallel= would make it parallel a second time.",
+                fix="leave parallel= out (the step then does what the wrapper does), or pass the plain model.",
             )
     for name, param in model.named_parameters():
         if is_dtensor(param):
             raise WrappedError(
                 f"{path}.{name} is already a DTensor ({param.placements}).",  # type: ignore[attr-defined]
-                fix="pass a model with plain parameters; give tensor-parallel styles by tensor_parallel=(axis, plan).",
+                fix="pass a model with plain parameters, and tensor-parallel styles as tensor_parallel=(axis, plan).",
             )
 
 
 def _place_model(plan: Plan, model: nn.Module, tensor_plan: dict[str, Any], units: list[str]) -> Placement:
     placement = Placement(plan)
     if plan.wrapped:
-        _note_groups(placement, model)
+        _add_sharded_units(placement, model)
         return placement
     if plan.broadcast:
         _broadcast(plan, [*model.parameters(), *model.buffers()])
     before = dict(model.named_parameters(remove_duplicate=False))
     if plan.tensor_parallel is not None:
-        known = {id(hook) for module in model.modules() for hook in module_hooks(module)}
+        own = {id(hook) for module in model.modules() for hook in module_hooks(module)}
         parallelize_module(model, plan.tensor_parallel[0], tensor_plan)
-        placement.hooks = [h for m in model.modules() for h in module_hooks(m) if id(h) not in known]
+        placement.hooks = [h for m in model.modules() for h in module_hooks(m) if id(h) not in own]
     if isinstance(plan, FullyShard):
         _shard(plan, model, units, placement)
     after = dict(model.named_parameters(remove_duplicate=False))
     for name, old in before.items():
         if after[name] is not old:
-            _moved[old] = after[name]
+            _replacements[old] = after[name]
     return placement
 
 
-def _note_groups(placement: Placement, model: nn.Module) -> None:
-    """What `fully_shard` did to a model before the step was compiled; nothing for other wrappers."""
+def _add_sharded_units(placement: Placement, model: nn.Module) -> None:
+    """Record the units of a model that the user sharded with `fully_shard`."""
     for group in groups_of(model):
         placement.units.append(group.unit)
         for holders, shape in group.parameters:
             for module, name in holders:
-                placement.forms.setdefault(module, {})[name] = Form(shape)
+                placement.layouts.setdefault(module, {})[name] = GatheredLayout(shape)
 
 
 def placed_by_plan(world: FoundObjects) -> set[nn.Module]:
-    """All modules of models that a plan which the user gave has made parallel."""
+    """All modules of models that were placed by a plan of the user's (not by the plan of a wrapper)."""
     roots = [m for m in world.modules if (done := _placements.get(m)) is not None and not done.plan.wrapped]
     return {module for root in roots for module in root.modules()}
 
@@ -227,7 +227,7 @@ def _matched_plan(plan: Plan, model: nn.Module, path: str) -> dict[str, Any]:
 
 
 def _units(plan: Plan, model: nn.Module, path: str) -> list[str]:
-    """Paths of what `fully_shard` is applied to, inner modules first."""
+    """Paths of the modules to which `fully_shard` is applied, inner modules first."""
     if not isinstance(plan, FullyShard) or plan.wrapped:
         return []
     if plan.modules is None:
@@ -237,19 +237,19 @@ def _units(plan: Plan, model: nn.Module, path: str) -> list[str]:
     return sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
 
 
-def _match(names: list[str], pattern: str, path: str, who: str) -> list[str]:
+def _match(names: list[str], pattern: str, path: str, option: str) -> list[str]:
     found = [n for n in names if _matches(n.split("."), pattern.split("."))]
     if not found:
         near = sorted(names, key=lambda n: -len(_common(n, pattern)))[:4]
         raise PlanError(
-            f"{who} names {pattern!r}, and {path} has no such module.",
-            fix=f"paths are relative to the model, such as {', '.join(repr(n) for n in near if n)}.",
+            f"{option} names {pattern!r}, and {path} has no such module.",
+            fix=f"use a path relative to the model, such as {', '.join(repr(n) for n in near if n)}.",
         )
     return found
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Part by part, as `parallelize_module` does: a * does not reach into submodules."""
+    """Match part by part, as `parallelize_module` does: a * does not match into submodules."""
     return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
 
 
@@ -259,7 +259,7 @@ def _common(a: str, b: str) -> str:
 
 
 def _broadcast(plan: Plan, tensors: list[Tensor]) -> None:
-    """What the first rank of each axis has to the others."""
+    """Broadcast tensors from the first rank of each axis."""
     if not tensors:
         return
     meshes = [plan.mesh] if plan.tensor_parallel is None else [plan.tensor_parallel[0], plan.mesh]
@@ -277,7 +277,7 @@ def _broadcast(plan: Plan, tensors: list[Tensor]) -> None:
 def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Placement) -> None:
     scalars = {p for p in model.parameters() if p.dim() == 0}
     gathered = {
-        id(p): Form(local_of(p).shape, spec_of(p) if is_dtensor(p) else None, _stride_to_keep(p))
+        id(p): GatheredLayout(local_of(p).shape, spec_of(p) if is_dtensor(p) else None, _stride_to_keep(p))
         for p in model.parameters()
         if p not in scalars
     }
@@ -294,16 +294,17 @@ def _shard(plan: FullyShard, model: nn.Module, units: list[str], placement: Plac
         module = model.get_submodule(unit)
         if plan.gradient_divide_factor is not None or plan.reduce_op == "sum":
             module.set_gradient_divide_factor(plan.gradient_divide_factor or 1.0)  # type: ignore[operator]
-            if plan.mesh.device_type == "cpu":  # gloo has no sum of scaled addends, which eager steps would use
+            if plan.mesh.device_type == "cpu":  # gloo has no PREMUL_SUM, which eager steps would use
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     for (module, name), key in names.items():
         now = module._parameters[name]
         if now is not None and id(now) != key and key in gathered:
-            placement.forms.setdefault(module, {})[name] = gathered[key]
+            placement.layouts.setdefault(module, {})[name] = gathered[key]
 
 
 def _stride_to_keep(param: Tensor) -> tuple[int, ...] | None:
-    """The strides of a parameter that is dense and not contiguous: channels last, transposed. They choose kernels."""
+    """The strides of a parameter that is dense and not contiguous (channels last, transposed); kernels depend on
+    them."""
     stride = param.stride()
     if is_dtensor(param) or stride == contiguous_stride(param.shape) or not is_dense(param.shape, stride):
         return None
@@ -311,22 +312,22 @@ def _stride_to_keep(param: Tensor) -> tuple[int, ...] | None:
 
 
 def _repoint(world: FoundObjects) -> None:
-    """Optimizers and variables that hold whole parameters get the placed ones; state is sharded alike."""
+    """Replace whole parameters in optimizers and variables by the placed ones, and shard optimizer state alike."""
     for optimizer in world.optimizers:
-        if any(p in _moved for group in optimizer.param_groups for p in group["params"]):
+        if any(p in _replacements for group in optimizer.param_groups for p in group["params"]):
             for group in optimizer.param_groups:
-                group["params"] = [_moved.get(p, p) for p in group["params"]]
+                group["params"] = [_replacements.get(p, p) for p in group["params"]]
             _move_state(optimizer)
     for real, slot in (*world.other_slots, *world.tensors.values()):
-        if real in _moved:
-            slot.set(_moved[real])
+        if real in _replacements:
+            slot.set(_replacements[real])
 
 
 def _move_state(optimizer: Optimizer) -> None:
     entries = list(optimizer.state.items())
     optimizer.state.clear()
     for owner, values in entries:
-        new = _moved.get(owner)
+        new = _replacements.get(owner)
         if new is None:
             optimizer.state[owner] = values
         else:

@@ -1,12 +1,10 @@
-"""What users say about parallelism: `parallel=ws.Replicate(mesh)` or `parallel=ws.FullyShard(mesh)`.
+"""Plans for data and tensor parallelism: `parallel=ws.Replicate(mesh)` or `parallel=ws.FullyShard(mesh)`.
 
-    Replicate     whole parameters on every rank, gradients all-reduced: what DistributedDataParallel does
-    FullyShard    a shard of each parameter at rest, gathered before use, gradients reduce-scattered: FSDP2 / ZeRO-3
+    Replicate     whole parameters on every rank, gradients all-reduced, as in DistributedDataParallel
+    FullyShard    each rank stores a shard of each parameter, gathered before use; gradients reduce-scattered (FSDP2)
 
-A plan is a frozen description. `place` (at the first call) puts model and optimizer into its form; a `Session` (while
-tracing) makes the reads and the gradients of that form into nodes of the graph.
-
-The axes of a mesh that a plan works along: the groups to talk to, by name, with sizes.
+A plan is a frozen description. `place.py` shards or broadcasts model and optimizer at the first call; a `Session`
+turns reads of parameters and gradients into nodes of the graph during a trace.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ class Axis:
 
     name: str
     group: str
-    """What collectives call the group; differs from rank to rank on a mesh of several axes."""
+    """The name of the process group in collectives; it differs between ranks on a mesh of several axes."""
     size: int
     rank: int
-    """This rank's place along the axis."""
+    """This rank's index along the axis."""
 
 
 def as_mesh(given: Any, what: str) -> DeviceMesh:
     """A DeviceMesh from a mesh or a process group; clear errors for everything else."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshError(
-            f"{what} was made before torch.distributed was initialised.",
+            f"{what} was created before torch.distributed was initialised.",
             fix="call torch.distributed.init_process_group(...) first; torchrun sets RANK and WORLD_SIZE.",
         )
     if isinstance(given, DeviceMesh):
@@ -53,7 +51,7 @@ def as_mesh(given: Any, what: str) -> DeviceMesh:
         return DeviceMesh.from_group(given, device, mesh_dim_names=("dp",))
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise MeshError(
-            f"rank {dist.get_rank()} is not in the process group.", fix="make plans only on ranks of the group."
+            f"rank {dist.get_rank()} is not in the process group.", fix="create plans only on ranks of the group."
         )
     raise MeshError(
         f"{what} takes a DeviceMesh or a ProcessGroup, not a {type(given).__name__}.",
@@ -70,17 +68,17 @@ def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
 
 
 def check_device(mesh: DeviceMesh, model: nn.Module, path: str) -> None:
-    """A model lives on the kind of device that the mesh is for."""
+    """Raise MeshError if a tensor of a model is not on the device type of the mesh."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != mesh.device_type and tensor.device.type != "meta":
             raise MeshError(
                 f"{path}.{name} is on {tensor.device} and the mesh is for {mesh.device_type}.",
-                fix=f'move the model first ({path}.to("{mesh.device_type}")), or make a mesh for its device.',
+                fix=f'move the model first ({path}.to("{mesh.device_type}")), or create a mesh for its device.',
             )
         if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
             raise MeshError(
                 f"{path}.{name} is on {tensor.device}; this rank's current device is {torch.cuda.current_device()}.",
-                fix="call torch.cuda.set_device(local_rank) before making the model.",
+                fix="call torch.cuda.set_device(local_rank) before you create the model.",
             )
 
 
@@ -89,32 +87,32 @@ _REDUCE_OPS = ("avg", "sum")
 
 @dataclass(frozen=True)
 class Plan:
-    """What both ways share."""
+    """The options that all plans share."""
 
     mesh: Any
     """A DeviceMesh (or one axis of one: `mesh["dp"]`) or a ProcessGroup."""
     _: KW_ONLY
     reduce_op: str = "avg"
-    """How gradients of ranks become one: `avg` (as DDP and FSDP2 do) or `sum`."""
+    """How gradients are reduced over ranks: `avg` (as in DDP and FSDP2) or `sum`."""
     gradient_divide_factor: float | None = None
     """Divide the sum of gradients by this instead of by the number of ranks."""
     broadcast: bool = True
-    """Make parameters and buffers equal to rank 0's at the first call."""
+    """Broadcast parameters and buffers from rank 0 at the first call."""
     buffers: str = "local"
-    """`local`: each rank keeps its own (BatchNorm statistics differ). `broadcast`: buffers that the step writes are
-    taken from rank 0 before the step, as DDP does."""
+    """`local`: each rank has its own buffers (BatchNorm statistics differ). `broadcast`: buffers that the step writes
+    are broadcast from rank 0 before the step, as in DDP."""
     tensor_parallel: tuple[DeviceMesh, Mapping[str, Any]] | None = None
     """The mesh axis and the plan for tensor parallelism: module path (patterns with * are allowed) to a style of
     `torch.distributed.tensor.parallel`."""
     deadline: float = 15.0
     """Seconds without a heartbeat after which a rank that should agree on a graph counts as missing."""
     per_rank: Sequence[str] = ()
-    """Paths (patterns with * are allowed) of Python numbers that may differ between ranks although they change state:
-    `trainer.noise_scale`. All others that do must be the same on all ranks (WS-DESYNC)."""
+    """Paths (patterns with * are allowed) of Python scalars that may differ between ranks although they change state:
+    `trainer.noise_scale`. All other scalars that change state must be the same on all ranks (WS-DESYNC)."""
     reduces: bool = field(default=True)
-    """False: gradients stay each rank's own (see `no_sync`)."""
+    """False: gradients are not reduced (see `no_sync`)."""
     wrapped: bool = field(default=False, repr=False)
-    """A wrapper of torch made the model parallel, and the plan does in the graph what that does (`wrapped.py`)."""
+    """The model has a wrapper of torch, and the plan does in the graph what the wrapper does (`wrapped.py`)."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -152,7 +150,7 @@ class Plan:
             raise MeshError("tensor_parallel takes one axis of a mesh.", fix='use mesh["tp"].')
         if axes_of(mesh)[0].group in {axis.group for axis in self.axes}:
             raise MeshError(
-                f"tensor_parallel works along the same axis as {type(self).__name__}: {axes_of(mesh)[0].name}.",
+                f"tensor_parallel uses the same axis as {type(self).__name__}: {axes_of(mesh)[0].name}.",
                 fix='use two axes of one mesh: mesh["dp"] for the data, mesh["tp"] for tensors.',
             )
         styles = [p for p, style in plan.items() if not hasattr(style, "_apply")]
@@ -169,7 +167,7 @@ class Plan:
 
     @property
     def axis_ranks(self) -> list[tuple[str, list[int]]]:
-        """Each axis of the plan, the tensor-parallel one too, and the ranks of this one's group along it."""
+        """Each axis of the plan, also the tensor-parallel one, and the ranks of this rank's group along it."""
         meshes = [self.mesh] if self.tensor_parallel is None else [self.mesh, self.tensor_parallel[0]]
         groups = [mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)]
         return [
@@ -183,12 +181,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks see different data."""
+        """The number of ranks with different data."""
         size: int = self.mesh.size()
         return size
 
     def describe(self) -> str:
-        """The plan in words that are the same on all ranks."""
+        """The plan as text that is the same on all ranks."""
         axes = [f"{axis.name}={axis.size}" for axis in self.axes]
         if self.tensor_parallel is not None:
             mesh, styles = self.tensor_parallel
@@ -199,13 +197,13 @@ class Plan:
         return f"{type(self).__name__}({', '.join(axes + options)})"
 
     def no_sync(self) -> Self:
-        """The same plan for a step that does not reduce gradients: they add up on each rank until a step reduces."""
+        """The same plan for a step that does not reduce gradients: each rank accumulates until a step reduces."""
         return replace(self, reduces=False)
 
 
 @dataclass(frozen=True)
 class Replicate(Plan):
-    """Whole parameters on every rank; gradients are all-reduced once a step, as DistributedDataParallel does."""
+    """Whole parameters on every rank; gradients are all-reduced once a step, as in DistributedDataParallel."""
 
     buffers: str = "broadcast"
 
@@ -213,30 +211,30 @@ class Replicate(Plan):
         super().__post_init__()
         if self.mesh.ndim != 1:
             raise MeshError(
-                f"Replicate works along one axis; this mesh has {self.mesh.ndim}: {self.mesh.mesh_dim_names}.",
+                f"Replicate uses one axis; this mesh has {self.mesh.ndim}: {self.mesh.mesh_dim_names}.",
                 fix='pass one axis: ws.Replicate(mesh["dp"]).',
             )
 
 
 @dataclass(frozen=True)
 class FullyShard(Plan):
-    """Each rank keeps a shard of every parameter and of its optimizer state, as FSDP2 does.
+    """Each rank stores a shard of every parameter and of its optimizer state, as in FSDP2.
 
     A mesh of two axes is HSDP: replicate along the first, shard along the second.
     """
 
     modules: Sequence[str] | None = None
-    """Paths of the modules to shard (patterns with * are allowed), each a unit of its own in eager; None: all."""
+    """Paths of the modules to shard (patterns with * are allowed), each a separate unit in eager; None: all."""
     reshard_after_forward: bool = True
-    """Gather again in the backward instead of keeping whole parameters in between."""
+    """Gather parameters again in the backward instead of saving them in the forward."""
     mp_policy: MixedPrecisionPolicy | None = None
-    """dtypes of gathered parameters, of reductions and of outputs, as FSDP2 has them."""
+    """dtypes of gathered parameters, of reductions and of outputs, as in FSDP2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mesh.ndim > 2:
             raise MeshError(
-                f"FullyShard works along one axis, or two for HSDP; this mesh has {self.mesh.ndim} "
+                f"FullyShard uses one axis, or two for HSDP; this mesh has {self.mesh.ndim} "
                 f"({', '.join(axis.name for axis in self.axes)}).",
                 fix='pass the data-parallel axes: ws.FullyShard(mesh["dp"]) or mesh["replicate", "shard"].',
             )
@@ -260,5 +258,5 @@ class FullyShard(Plan):
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """The dtypes, torch's defaults if none were given."""
+        """`mp_policy`, or torch's default policy."""
         return self.mp_policy or MixedPrecisionPolicy()

@@ -1,16 +1,14 @@
-"""Gradients of ranks become one, once per step: when something first looks at them.
+"""`Reducer`: gradients are reduced over ranks once per step, when they are first read.
 
-    loss.backward(); loss2.backward()     whole gradients add up, nothing is sent
+    loss.backward(); loss2.backward()     local gradients accumulate, nothing is sent
     clip_grad_norm_ / optimizer.step()    reads `.grad`: every gradient that changed is reduced, in backward order
 
-Because the reading decides, gradient accumulation inside of a step reduces once, at the last micro-batch. In the graph
-each reduction then moves up to where its gradient is complete, and its wait to before the next reduction: at most two
-are under way, so whole gradients do not pile up.
+Because the read triggers the reduction, gradient accumulation inside of a step reduces once, after the last
+micro-batch. In the graph each reduction is then moved up to where its gradient is complete, and its wait to before the
+next reduction: at most two are in flight, which bounds the memory of unreduced gradients.
 
-Clipping by the norm of all gradients, where ranks have parts of them.
-
-Each rank takes the norm of what it has; one all-reduce per axis makes that the norm of the whole. Gradients are grouped
-by placement, so that what several ranks have in common counts once.
+Also here: `clip_grad_norm_` of gradients that are sharded. Each rank takes the norm of its shards, and one all-reduce
+per axis combines these norms. Gradients are grouped by placement, so that replicated ones count once.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ Norm = Callable[..., Tensor]
 def total_norm(
     emit: Collectives, original: Norm, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Stands in for the norm inside of `clip_grad_norm_`."""
+    """Replaces the norm inside of `clip_grad_norm_`."""
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not any(is_dtensor(g) for g in grads):
         return original(grads, norm_type, *args, **kwargs)
@@ -70,14 +68,14 @@ def total_norm(
 
 
 def scale_by_norm(original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
-    """Stands in for the second half of `clip_grad_norm_`: scales the local parts."""
+    """Replaces the second half of `clip_grad_norm_`: scales the local shards."""
     params: Sequence[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params]
     original([SimpleNamespace(grad=None if g is None else local_of(g)) for g in grads], *args, **kwargs)
 
 
 def _norm_here(original: Norm, members: list[Tensor], norm_type: float, *args: Any, **kwargs: Any) -> Tensor:
-    """The norm of what this rank has. A rank without rows of any parameter has nothing to compare."""
+    """The norm of this rank's shards; the neutral element if they are all empty."""
     if not math.isinf(norm_type):
         return original(members, norm_type, *args, **kwargs)
     some = [m for m in members if m.numel()]
@@ -89,7 +87,7 @@ def _norm_here(original: Norm, members: list[Tensor], norm_type: float, *args: A
 
 
 def _nonzero_tensors(emit: Collectives, members: list[Tensor], axes: list[Axis]) -> Tensor:
-    """torch's norm of order 0 of all gradients: how many of them have an element that is not 0."""
+    """torch's norm of order 0 of all gradients: the number of gradients with a nonzero element."""
     counts = torch.stack([torch.linalg.vector_norm(m, 0) for m in members])
     for axis in axes:
         counts = emit.all_reduce(counts, axis, "sum")
@@ -105,12 +103,12 @@ def _over_axis(emit: Collectives, norm: Tensor, norm_type: float, axis: Axis) ->
 
 
 def is_unreduced(grad: Tensor) -> bool:
-    """Whether each rank has a gradient of its own, still to be summed up."""
+    """Whether a gradient is still to be reduced over ranks."""
     return is_dtensor(grad) and any(isinstance(p, Partial) for p in spec_of(grad).placements)
 
 
 def _sharding(grad: Tensor) -> Any:
-    """The mesh of a gradient and along which of its axes it is sharded; None for a plain tensor."""
+    """The mesh of a gradient, and for each of its axes whether the gradient is sharded along it; None for a tensor."""
     if not is_dtensor(grad):
         return None
     spec = spec_of(grad)
@@ -126,14 +124,14 @@ def _reduced(grad: Any) -> Any:
 
 @dataclass(eq=False)
 class Whole:
-    """A parameter that every rank has whole (or a tensor-parallel part of); its gradient is all-reduced."""
+    """A parameter that is replicated over the data-parallel axes; its gradient is all-reduced."""
 
     fake: Tensor
     path: str
 
 
 class Reducer:
-    """Gradients of one trace that are not yet reduced."""
+    """The gradients of one trace that are not reduced yet."""
 
     def __init__(
         self, plan: Plan, recorder: TraceRecorder, wholes: list[Whole], wrappers: Wrappers | None = None
@@ -141,16 +139,16 @@ class Reducer:
         self._plan = plan
         self._wrappers = wrappers
         self._held: dict[int, Whole] = {}
-        """Parameters whose gradient a backward added to that does not synchronise (`no_sync`)."""
+        """Parameters to whose gradient a backward under `no_sync` added."""
         self._own: set[Sharded] = set()
-        """The same, of sharded parameters: their whole gradients stay this rank's own."""
+        """The same for sharded parameters: their gradients stay unreduced on this rank."""
         self._recorder = recorder
         self._collectives = Collectives(recorder)
         self._wholes = {id(w.fake): w for w in wholes}
         self._pending: dict[Sharded, Tensor] = {}
         self._sharded: dict[int, Sharded] = {}
         self._changed: dict[int, Whole] = {}
-        """Parameters that the backward added to the gradient of, in that order."""
+        """Parameters to whose gradient the backward added, in that order."""
         self._hooks: list[Any] = []
         for whole in wholes:
             if whole.fake.requires_grad:
@@ -158,10 +156,10 @@ class Reducer:
                 self._hooks.append(fake.register_post_accumulate_grad_hook(self._accumulated))
         self._flushing = False
         self._reductions: list[list[tuple[fx.Node, fx.Node]]] = []
-        """First and last node of each reduction, for each time that something looked."""
+        """First and last node of each reduction, by flush."""
 
     def release(self) -> None:
-        """Let go of all fakes: a hook is held by the fake it is on, and would hold all others."""
+        """Drop all fakes: a fake holds the hook on it, which would hold all others."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -171,9 +169,9 @@ class Reducer:
             self._wrappers.release()
 
     def add(self, param: Sharded, grad: Tensor) -> None:
-        """A whole gradient of a gathered parameter."""
+        """Add an unsharded gradient of a gathered parameter."""
         if is_dtensor(grad):
-            grad = grad.redistribute(placements=param.form.spec.placements)  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=param.layout.spec.placements)  # type: ignore[attr-defined]
         local = local_of(grad)
         before = self._pending.get(param)
         self._pending[param] = local if before is None else before + local
@@ -190,9 +188,9 @@ class Reducer:
         (self._changed if is_due else self._held)[id(tensor)] = self._wholes[id(tensor)]
 
     def after_backward(self) -> None:
-        """What wrappers of torch do at the end of a backward: all gradients that are due are reduced, once.
+        """At the end of a backward, reduce the gradients that wrappers of torch reduce then.
 
-        Those of a `DistributedDataParallel` together, also where this backward added nothing to what others left.
+        A `DistributedDataParallel` reduces all of its gradients together, also those that this backward did not change.
         """
         if self._wrappers is None:
             return
@@ -213,7 +211,7 @@ class Reducer:
         return id(tensor) in self._wholes or id(tensor) in self._sharded
 
     def replaced(self, tensor: Tensor) -> None:
-        """`.grad` was set: what came before no longer counts."""
+        """`.grad` was set: drop the pending gradient."""
         param = self._sharded.get(id(tensor))
         if param is not None:
             self._pending.pop(param, None)
@@ -221,7 +219,7 @@ class Reducer:
         self._held.pop(id(tensor), None)
 
     def flush(self) -> None:
-        """Reduce all that changed since the last time."""
+        """Reduce all gradients that changed since the last flush."""
         if self._flushing:
             return
         self._flushing = True
@@ -241,16 +239,14 @@ class Reducer:
             if self._plan.reduces and whole.fake.grad is not None:
                 self._noted(whole.path, partial(self._finish_whole, whole))
 
-    # One gradient.
-
     def _finish_sharded(self, param: Sharded, grad: Tensor) -> None:
         plan, fake = self._plan, param.fake
         assert isinstance(plan, FullyShard)
         held = fake.grad
         if held is not None and not is_unreduced(held) and param in self._own:
             raise UnsupportedError(
-                f"a backward that does not synchronise adds to {param.path}.grad, which is reduced already.",
-                fix="call zero_grad() before, or synchronise the last backward before the optimizer's step.",
+                f"a backward without gradient synchronisation adds to {param.path}.grad, which is reduced already.",
+                fix="call zero_grad() before it, or synchronise in the last backward before optimizer.step().",
             )
         if held is not None and is_unreduced(held):
             grad = local_of(held) + grad
@@ -275,7 +271,7 @@ class Reducer:
             self._recorder.values.write(local, self._recorder.node_of(reduced))
 
     def _reduced(self, grad: Tensor, wire: torch.dtype | None, final: torch.dtype, rows: int | None) -> Tensor:
-        """Over all data-parallel axes: scattered along the last one if `rows` are asked for, else all-reduced."""
+        """Reduce over all data-parallel axes: scatter along the last one if `rows` is set, else all-reduce."""
         plan = self._plan
         if wire is not None and grad.dtype != wire:
             grad = grad.to(wire)
@@ -293,8 +289,6 @@ class Reducer:
             grad = grad / after
         return grad if grad.dtype == final else grad.to(final)
 
-    # Order.
-
     def _noted(self, path: str, reduce: Callable[[], None]) -> None:
         nodes = self._recorder.nodes
         before = nodes.last()
@@ -306,14 +300,14 @@ class Reducer:
             self._reductions[-1].append((made[0], made[-1]))
 
     def schedule(self) -> None:
-        """Each reduction starts where its gradient is complete and is waited for before the next one starts."""
-        place: dict[fx.Node, float] = {node: i for i, node in enumerate(self._recorder.nodes.graph.nodes)}
+        """Move each reduction to where its gradient is complete, and its wait to before the next reduction."""
+        position: dict[fx.Node, float] = {node: i for i, node in enumerate(self._recorder.nodes.graph.nodes)}
         for reductions in self._reductions:
-            _schedule(reductions, place)
+            _schedule(reductions, position)
 
 
-def _schedule(reductions: list[tuple[fx.Node, fx.Node]], place: dict[fx.Node, float]) -> None:
-    """Of reductions that were asked for together. The last wait stays where it is: before what asked for it."""
+def _schedule(reductions: list[tuple[fx.Node, fx.Node]], position: dict[fx.Node, float]) -> None:
+    """Schedule the reductions of one flush. The last wait stays in its place, before the node that reads the result."""
     waiting: list[fx.Node] = []
     started: list[fx.Node] = []
     for first, last in reductions:
@@ -325,33 +319,33 @@ def _schedule(reductions: list[tuple[fx.Node, fx.Node]], place: dict[fx.Node, fl
         waiting = made[cut:]
         inside = set(moving)
         needs = [n for node in moving for n in node.all_input_nodes if n not in inside and n.op != "placeholder"]
-        anchor = max([*needs, *started], key=lambda n: place[n], default=None)
+        anchor = max([*needs, *started], key=lambda n: position[n], default=None)
         if anchor is not None:
             for node in moving:
                 anchor.append(node)
-                place[node] = place[anchor] + _LATER
+                position[node] = position[anchor] + _AFTER
                 anchor = node
         started = made[cut - 1 : cut]
 
 
-_LATER = 1e-6
-"""Between a node and what was moved to behind it."""
+_AFTER = 1e-6
+"""Distance in position between a node and the node that was moved after it."""
 
 
 def _unreduced(spec: Any, plan: FullyShard) -> list[Any]:
-    """Placements of a gradient that each rank has whole for itself."""
+    """Placements of an unsharded gradient that is not reduced yet."""
     names = {axis.name for axis in plan.axes}
     axes = spec.mesh.mesh_dim_names or (plan.axes[0].name,)
     return [Partial(plan.reduce_op) if n in names else p for n, p in zip(axes, spec.placements, strict=True)]
 
 
 def _scaling(plan: Plan, dtype: torch.dtype) -> tuple[str, float, float]:
-    """The reduce op, and what gradients are divided by before and after it."""
+    """The reduce op, and the divisors of gradients before and after it."""
     factor = plan.gradient_divide_factor
     if factor is None and plan.reduce_op == "sum":
         return "sum", 1, 1
     total = factor if factor is not None else float(plan.ranks)
-    if dtype is torch.float16:  # a sum may overflow where the mean does not: divide half before
+    if dtype is torch.float16:  # the sum may overflow although the mean does not: divide in two parts, as FSDP2 does
         early = 1
         while total / early > early:
             early *= 2

@@ -1,14 +1,14 @@
-"""What a plan does while one step is traced: parameters are gathered where modules read them, gradients are reduced
-where something looks at them, optimizers and clipping work on shards.
+"""`Session`: the part of a plan in one trace. Parameters are gathered when a module reads them, gradients are reduced
+when they are read, and optimizers and clipping run on shards.
 
 Optimizers under sharding: elementwise ones run on the shards, all others on gathered tensors.
 
 | optimizer | runs on | because |
 |---|---|---|
 | SGD, Adam(W), NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD | local shards | elementwise |
-| Adafactor, Muon, any other | whole tensors, gathered for the step | the update may look at a whole matrix |
+| Adafactor, Muon, any other | whole tensors, gathered for the step | the update may read a whole matrix |
 
-Running on local tensors instead of DTensors gives the same bits, and a third of the tracing time.
+Local tensors instead of DTensors give the same bits in a third of the tracing time.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _ELEMENTWISE = (
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether each element of an update depends on the same element of parameter, gradient and state only."""
     if getattr(optimizer, "elementwise", False):
-        return True  # said by the author of a third-party optimizer
+        return True  # declared by the author of a third-party optimizer
     return any(isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in _ELEMENTWISE)
 
 
 def step_sharded(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-    """`optimizer.step()` where some parameters are DTensors."""
+    """`optimizer.step()` if some parameters are DTensors."""
     if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
         return step()
     if is_elementwise(optimizer):
@@ -70,7 +70,7 @@ def step_sharded(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
     twice = any(_sharded_axes(p) > 1 for group in optimizer.param_groups for p in group["params"])
     if twice or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ShardedOptimizerError(
-            f"{type(optimizer).__name__} cannot work on parameters that are sharded{' along two axes' * twice}.",
+            f"{type(optimizer).__name__} cannot update parameters that are sharded{' along two axes' * twice}.",
             fix="use ws.Replicate, or an elementwise optimizer such as AdamW.",
         )
     with _on_wholes(optimizer):
@@ -79,12 +79,12 @@ def step_sharded(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
 
 @contextmanager
 def on_shards(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer sees local tensors: parameters, gradients and state."""
-    swap = _Swap(optimizer)
+    """Context in which the optimizer has local tensors: parameters, gradients and state."""
+    swap = _ParameterSwap(optimizer)
     for param in swap.sharded():
         local = local_of(param)
         local.grad = None if param.grad is None else local_of(param.grad)
-        swap.stand_in(param, local, {key: local_of(value) for key, value in optimizer.state.get(param, {}).items()})
+        swap.replace(param, local, {key: local_of(value) for key, value in optimizer.state.get(param, {}).items()})
     swap.enter()
     try:
         yield
@@ -96,8 +96,8 @@ def on_shards(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _on_wholes(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer sees whole tensors; what it changed is cut into shards again."""
-    swap = _Swap(optimizer)
+    """Context in which the optimizer has whole tensors; the results are sharded again."""
+    swap = _ParameterSwap(optimizer)
     wholes: list[tuple[Tensor, Tensor]] = []
     for param in swap.sharded():
         whole = _whole(param).clone()
@@ -106,7 +106,7 @@ def _on_wholes(optimizer: Optimizer) -> Iterator[None]:
         state = {}
         for key, value in optimizer.state.get(param, {}).items():
             state[key] = _whole(value).clone() if is_dtensor(value) else value
-        swap.stand_in(param, whole, state)
+        swap.replace(param, whole, state)
     swap.enter()
     try:
         yield
@@ -117,58 +117,61 @@ def _on_wholes(optimizer: Optimizer) -> Iterator[None]:
                 local_of(param).copy_(_shard_like(param, whole))
 
 
-class _Swap:
-    """Other tensors in the place of parameters, in the groups and as keys of the state, for a while."""
+class _ParameterSwap:
+    """Temporarily replaces parameters by other tensors in the groups of an optimizer and as keys of its state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [group["params"] for group in optimizer.param_groups]
         self._before: dict[Any, dict[Any, Any]] = {}
-        self._given: dict[Tensor, dict[Any, Any]] = {}
-        self._stand_in: dict[Tensor, Tensor] = {}
+        self._state: dict[Tensor, dict[Any, Any]] = {}
+        self._replacement: dict[Tensor, Tensor] = {}
 
     def sharded(self) -> list[Tensor]:
         """The parameters that are DTensors."""
         return [p for params in self._groups for p in params if is_dtensor(p)]
 
-    def stand_in(self, param: Tensor, other: Tensor, state: dict[Any, Any]) -> None:
-        self._stand_in[param] = other
-        self._given[param] = state
+    def replace(self, param: Tensor, other: Tensor, state: dict[Any, Any]) -> None:
+        """Set the tensor that replaces a parameter, and its state."""
+        self._replacement[param] = other
+        self._state[param] = state
 
     def enter(self) -> None:
+        """Replace the parameters."""
         optimizer = self._optimizer
         self._before = dict(optimizer.state)
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = [self._stand_in.get(p, p) for p in params]
+            group["params"] = [self._replacement.get(p, p) for p in params]
         optimizer.state.clear()
         for owner, entries in self._before.items():
-            if owner in self._stand_in:
-                optimizer.state[self._stand_in[owner]] = dict(self._given[owner])
+            if owner in self._replacement:
+                optimizer.state[self._replacement[owner]] = dict(self._state[owner])
             else:
                 optimizer.state[owner] = entries
 
     def leave(self, local: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """State back under the parameters; new tensors of a parameter's shape become DTensors placed like it."""
+        """Restore the parameters and their state; new state with a parameter's shape becomes a DTensor placed like
+        it."""
         optimizer = self._optimizer
         now = dict(optimizer.state)
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = params
-        owners = {id(other): param for param, other in self._stand_in.items()}
+        owners = {id(other): param for param, other in self._replacement.items()}
         optimizer.state.clear()
         for other, entries in now.items():
             param = owners.get(id(other))
             if param is None:
                 optimizer.state[other] = entries
                 continue
-            before, given = self._before.get(param, {}), self._given[param]
+            before, initial = self._before.get(param, {}), self._state[param]
             placed: dict[Any, Any] = {}
             for key, value in entries.items():
-                held, is_given = before.get(key), value is given.get(key)
+                held, is_same = before.get(key), value is initial.get(key)
                 if not isinstance(value, Tensor):
                     placed[key] = value
-                elif is_given and local_of(held) is value:
+                elif is_same and local_of(held) is value:
                     placed[key] = held
-                elif is_given and is_dtensor(held):
+                elif is_same and is_dtensor(held):
                     with torch.no_grad():
                         local_of(held).copy_(local(param, value))
                     placed[key] = held
@@ -180,19 +183,19 @@ class _Swap:
 
 
 def _sharded_axes(param: Tensor) -> int:
-    """Along how many axes of its mesh a parameter is sharded."""
+    """The number of mesh axes along which a parameter is sharded."""
     return sum(not p.is_replicate() for p in spec_of(param).placements) if is_dtensor(param) else 0
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, on every rank."""
+    """The full tensor of a DTensor, on every rank."""
     with torch.no_grad():
         found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return found
 
 
 def _shard_like(param: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, placed like a parameter."""
+    """This rank's shard of a whole tensor that is placed like a parameter."""
     from torch.distributed.tensor import Replicate
 
     spec = spec_of(param)
@@ -213,7 +216,7 @@ class Session:
         self._units = {module for placement in placements for module in placement.units}
         self._sharded: dict[int, Sharded] = {}
         wholes: list[Whole] = []
-        forms = {m: f for placement in placements for m, f in placement.forms.items()}
+        forms = {m: f for placement in placements for m, f in placement.layouts.items()}
         for slot, tracked in table.module_slots:
             form = forms.get(slot.module, {}).get(slot.key)
             if form is not None and is_dtensor(tracked.fake):
@@ -226,7 +229,7 @@ class Session:
         self._paths = {id(t.fake): t.slot.path for t in table.parameters}
         self._buffers = [tracked for slot, tracked in table.module_slots if slot.kind is InputKind.BUFFER]
         self._sent: dict[int, TracedTensor] = {}
-        """Buffers that a `DistributedDataParallel` takes from rank 0 before the step has written to them."""
+        """Buffers that a `DistributedDataParallel` broadcasts from rank 0 before the step has written to them."""
         self._reducer = Reducer(plan, recorder, wholes, self.wrappers)
         self._gathering = Gathering(plan, recorder, self._reducer) if isinstance(plan, FullyShard) else None
 
@@ -234,10 +237,8 @@ class Session:
         """Names of axes by the groups of this rank."""
         return {axis.group: axis.name for axis in self._plan.all_axes}
 
-    # Reading parameters.
-
     def attribute(self, value: Any) -> Any:
-        """What a module's attribute is to code inside of a forward."""
+        """The value of a module's attribute for code inside of a forward: a sharded parameter is gathered."""
         if self._depth == 0 or not isinstance(value, Tensor):
             return value
         param = self._sharded.get(id(value))
@@ -246,7 +247,7 @@ class Session:
         return self._gathering.read(param)
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called."""
+        """Call a module: casts of the mixed-precision policy, and gathered parameters inside."""
         policy = self._plan.policy if isinstance(self._plan, FullyShard) and module in self._units else None
         if policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -257,14 +258,14 @@ class Session:
         finally:
             self._depth -= 1
             if self._depth == 0 and self._gathering is not None:
-                self._gathering.forget()
+                self._gathering.end_forward()
         if policy is not None and policy.output_dtype is not None:
             result = _cast(result, policy.output_dtype)
         return result
 
     @contextmanager
     def _whole_lists(self, module: nn.Module) -> Iterator[None]:
-        """An RNN keeps its weights in a list of its own."""
+        """Gather the weights in the list that an RNN has of them."""
         held = vars(module).get("_flat_weights") if isinstance(module, nn.RNNBase) else None
         if held is None or not any(id(w) in self._sharded for w in held):
             yield
@@ -281,7 +282,7 @@ class Session:
     def own_chunk(
         self, original: Callable[..., Tensor], shard: Any, tensor: Tensor, mesh: Any, dim: int, *rest: Any
     ) -> Tensor:
-        """DTensor cuts this rank's chunk: a node without the rank's number in it."""
+        """DTensor's slice of this rank's shard, as a node that does not contain the rank."""
         values = self._recorder.values
         if values.paused or not values.knows(tensor):
             return original(shard, tensor, mesh, dim, *rest)
@@ -294,8 +295,6 @@ class Session:
         arguments = (self._recorder.node_of(tensor), shard.dim, axis.size, axis.group)
         values.register_result(chunk, self._recorder.emit_function(own_chunk, arguments, chunk))
         return chunk
-
-    # Gradients.
 
     def before_reading_grad(self, tensor: Any) -> None:
         if self._reducer.is_concerned(tensor):
@@ -315,7 +314,7 @@ class Session:
         return self.wrappers.forward(module, self._send, args, kwargs)
 
     def _send(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Take buffers of a module from rank 0: at once those that the step has written to, the others at its start."""
+        """Broadcast buffers of a module from rank 0: here if the step has written to them, else at its start."""
         sent = {id(module.get_buffer(name)) for name in names}
         for tracked in self._buffers:
             if id(tracked.fake) not in sent:
@@ -329,18 +328,18 @@ class Session:
             self._recorder.values.write(tracked.fake, value)
 
     def refuse_gradients(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
-        """`torch.autograd.grad` of parameters goes past the reduction."""
+        """Refuse `torch.autograd.grad` of parameters, whose result would not be reduced."""
         for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
             path = self._paths.get(id(tensor))
             if path is not None:
                 raise UnsupportedError(
-                    f"torch.autograd.grad takes the gradient of {path}, which would be this rank's alone.",
+                    f"torch.autograd.grad takes the gradient of {path}, which would not be reduced over ranks.",
                     fix="use loss.backward() and read .grad, which is reduced over all ranks.",
                     location=user_location(),
                 )
 
     def finish(self) -> None:
-        """The step's code has run."""
+        """End of the step's code: reduce the remaining gradients and place the reductions."""
         self._reducer.flush()
         if self._gathering is not None:
             self._gathering.check_unwritten()
@@ -352,7 +351,7 @@ class Session:
             self.wrappers.leave()
 
     def release(self) -> None:
-        """After the trace: hold none of its fakes."""
+        """Drop all fakes after the trace."""
         self._reducer.release()
         self._sharded.clear()
         self._buffers.clear()
@@ -361,7 +360,7 @@ class Session:
             self._gathering.release()
 
     def _take_from_first_rank(self, buffers: Sequence[TracedTensor]) -> None:
-        """Buffers that the step writes start from what rank 0 has: the first nodes of the graph."""
+        """Broadcast the buffers that the step writes from rank 0, at the start of the graph."""
         nodes = self._recorder.nodes
         inputs = [node for node in nodes.graph.nodes if node.op == "placeholder"]
         holding = {id(node.meta.get("val")): node for node in inputs}
@@ -381,14 +380,12 @@ class Session:
                 place.append(node)
                 place = node
 
-    # Optimizers and scalers.
-
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         self._reducer.flush()
         return step_sharded(optimizer, step)
 
     def unscale(self, optimizer: Optimizer, unscale: Callable[[], dict[Any, Tensor]]) -> dict[Any, Tensor]:
-        """A scaler looks for inf among the shards of this rank; all ranks skip if one must."""
+        """Unscale the shards of this rank; the inf flag is reduced, so all ranks skip the step together."""
         self._reducer.flush()
         if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
             return unscale()

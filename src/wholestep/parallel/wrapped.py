@@ -1,15 +1,15 @@
-"""Models that torch's own wrappers have made parallel, as plans.
+"""The plans of models that the user wrapped with torch's `DistributedDataParallel` or `fully_shard`.
 
     DistributedDataParallel(model)      ws.Replicate over its process group
     fully_shard(model)                  ws.FullyShard over its mesh
 
-A wrapper communicates in hooks that run outside of the step's code. While a step is traced the plan does the same, at
-the same places: gradients are reduced at the end of each backward that synchronises, and not under `no_sync` (or
-`set_requires_gradient_sync(False)`); `DistributedDataParallel` takes buffers from rank 0 before such a forward.
+A wrapper communicates in hooks. In a trace the plan communicates at the same points: gradients are reduced at the end
+of each backward, except under `no_sync` (or `set_requires_gradient_sync(False)`), and a `DistributedDataParallel`
+broadcasts buffers from rank 0 before the forward.
 
     with ddp.no_sync():
-        ddp(a).backward()               gradients add up on this rank
-    ddp(b).backward()                   all_reduce of what has added up
+        ddp(a).backward()               gradients accumulate on this rank
+    ddp(b).backward()                   all_reduce of the accumulated gradients
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 Send = Callable[[nn.Module, Sequence[str]], None]
 
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-"""The plan of each wrapper: one object, so that its mesh is made once."""
+"""The plan of each wrapper, cached so that its mesh is created once."""
 
 
 def plan_of_wrappers(world: FoundObjects, placed: Callable[[nn.Module], bool]) -> Plan | None:
-    """What the wrappers among the models of a step amount to; None if there are none.
+    """The plan of the wrappers among the models of a step; None if there are none.
 
-    `placed`: whether a plan that the user gave has made this module parallel; such are no wrappers of the user's.
+    `placed`: whether a module was made parallel by a plan of the user's, and not by a wrapper.
     """
     ddps = [m for m in world.modules if isinstance(m, DistributedDataParallel) and not placed(m)]
     units = [m for m in world.modules if isinstance(m, FSDPModule) and not placed(m)]
@@ -103,26 +103,26 @@ def _of_groups(groups: list[tuple[str, ShardedGroup]]) -> Plan:
 def _different(path: str, other: str, how: str, otherwise: str) -> WrappedError:
     return WrappedError(
         f"{path} and {other} are parallel in different ways: {how} and {otherwise}.",
-        fix="wrap all models of a step alike, over one process group or mesh; or train them in steps of their own.",
+        fix="wrap all models of a step in the same way over one group or mesh, or train them in separate steps.",
     )
 
 
 def _refuse_unusual(option: str | None, what: str) -> None:
     if option is not None:
         raise WrappedError(
-            f"{what} with {option}, which a plan does not do.",
-            fix="leave that option out; or pass the plain model and a plan (ws.Replicate(mesh), ws.FullyShard(mesh)).",
+            f"{what} with {option}, which wholestep does not support.",
+            fix="leave that option out, or pass the plain model and a plan (ws.Replicate(mesh), ws.FullyShard(mesh)).",
         )
 
 
 def groups_of(model: nn.Module) -> list[ShardedGroup]:
-    """All units of a model that `fully_shard` made, inner ones first."""
+    """All units of `fully_shard` in a model, inner ones first."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for unit in reversed(units) for group in sharded_groups(unit)]
 
 
 def flags_of(world: FoundObjects) -> list[tuple[str, Slot, Any]]:
-    """Where `fully_shard` keeps whether a backward reduces: variables of a step, which it reads and may set."""
+    """The attributes of `fully_shard` that tell whether a backward reduces; the step may read and set them."""
     found: list[tuple[str, Slot, Any]] = []
     for module, path in world.modules.items():
         for group in sharded_groups(module) if isinstance(module, FSDPModule) else ():
@@ -135,13 +135,13 @@ def flags_of(world: FoundObjects) -> list[tuple[str, Slot, Any]]:
 
 
 class Wrappers:
-    """The wrappers of one trace: which parameters they reduce, and whether the backward that runs does."""
+    """The wrappers in one trace: which parameters they reduce, and whether the current backward reduces."""
 
     def __init__(self, world: FoundObjects, table: TracedState) -> None:
         fakes = {id(tracked.real): tracked.fake for tracked in table.parameters}
         self._ddps = {m: _Ddp(m) for m in world.modules if isinstance(m, DistributedDataParallel)}
         self._of: dict[int, _Ddp] = {}
-        """By identity of the fake of a parameter."""
+        """By id of the fake of a parameter."""
         for ddp in self._ddps.values():
             for param in ddp_parameters(ddp.module):
                 self._of[id(fakes[id(param)])] = ddp
@@ -155,32 +155,32 @@ class Wrappers:
                         self._flags[id(held)] = group.flags
 
     def reduces(self, fake: Tensor) -> bool:
-        """Whether a wrapper reduces the gradient of a parameter at all."""
+        """Whether a `DistributedDataParallel` reduces the gradient of a parameter."""
         return id(fake) in self._of
 
     def is_due(self, fake: Tensor) -> bool:
-        """Whether the gradient that a parameter gets in the backward that runs now is reduced."""
+        """Whether the gradient of a parameter is reduced at the end of the current backward."""
         ddp = self._of.get(id(fake))
         if ddp is not None:
             return ddp.is_armed
         flags = self._flags.get(id(fake), {})
         if flags.get("reduce_grads", True) and not flags.get("all_reduce_grads", True):
             raise UnsupportedError(
-                "the step runs a backward under set_requires_all_reduce(False), which scatters gradients and adds them "
-                "up before they are all-reduced.",
-                fix="use set_requires_gradient_sync(False) for the micro-batches before the last.",
+                "the step runs a backward under set_requires_all_reduce(False), which reduces gradients without an "
+                "all-reduce over the replicas.",
+                fix="use set_requires_gradient_sync(False) for all micro-batches except the last.",
                 location=user_location(),
             )
         return bool(flags.get("reduce_grads", True))
 
     def due_together(self) -> Iterator[int]:
-        """Identities of the parameters of every `DistributedDataParallel` whose backward synchronised."""
+        """Ids of the parameters of every `DistributedDataParallel` that reduces in the current backward."""
         for identity, ddp in self._of.items():
             if ddp.is_armed:
                 yield identity
 
     def end_backward(self) -> None:
-        """A backward is over: the next one synchronises only after another forward that asks for it."""
+        """End of a backward: the next one reduces only after another forward that synchronises."""
         for ddp in self._ddps.values():
             ddp.is_armed = False
 
@@ -188,21 +188,21 @@ class Wrappers:
         return module in self._ddps
 
     def forward(self, module: Any, send: Send, args: Any, kwargs: Any) -> Any:
-        """`DistributedDataParallel.forward` without its communication. `send`: takes buffers from rank 0."""
+        """`DistributedDataParallel.forward` without its communication. `send`: broadcasts buffers from rank 0."""
         return self._ddps[module].forward(send, args, kwargs)
 
     def enter(self) -> None:
-        """The step is about to be traced."""
+        """Start of the trace."""
         for ddp in self._ddps.values():
             ddp.enter()
 
     def leave(self) -> None:
-        """The step's code has run."""
+        """End of the step's code."""
         for ddp in self._ddps.values():
             ddp.leave()
 
     def release(self) -> None:
-        """Hold none of the trace's fakes."""
+        """Drop all fakes of the trace."""
         self._of.clear()
         self._flags.clear()
         for ddp in self._ddps.values():
@@ -210,7 +210,7 @@ class Wrappers:
 
 
 class _Ddp:
-    """One `DistributedDataParallel` while a step is traced."""
+    """One `DistributedDataParallel` in a trace."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module = module
@@ -240,7 +240,7 @@ class _Ddp:
 
 
 class _ReducerStandIn:
-    """Lies in the place of the C++ reducer; Accelerate's `trigger_sync_in_backward` calls it."""
+    """Replaces the C++ reducer; Accelerate's `trigger_sync_in_backward` calls it."""
 
     def __init__(self, ddp: _Ddp) -> None:
         self._wholestep_ddp = ddp
@@ -251,7 +251,7 @@ class _ReducerStandIn:
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(
             f"the step uses {name} of the reducer of a DistributedDataParallel.",
-            fix="leave the reducer to the model's forward and backward.",
+            fix="do not use the reducer; the model's forward and backward call it.",
             location=user_location(),
         )
 
