@@ -22,6 +22,21 @@ from harness import (
     marked_line,
 )
 
+Use = Callable[[torch.Tensor], torch.Tensor]
+
+
+def step_with(use: Use) -> Callable[..., torch.Tensor]:
+    """A training step that does something with the activations."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = use(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
 
 class Net(nn.Module):
     """Something of everything that a failed call could disturb: weights, a buffer, random numbers."""
