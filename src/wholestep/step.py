@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, fx
 
-from wholestep.capture.objects.called import CalledObjects
+from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import find_models, is_tracing, plan_of_models, trace_step
 from wholestep.cross_iteration import pending
@@ -169,8 +169,8 @@ class BoundGraph(StepGraph):
 class Shared:
     """State that the captures and graphs of one compiled step share."""
 
-    called: CalledObjects
-    """Objects that the step calls, as found by its traces."""
+    earlier: EarlierTraces
+    """What traces found out for the next ones: objects that the step calls."""
     scalars: ScalarPolicy = field(default_factory=ScalarPolicy)
     """Which Python scalars are inputs of the graph."""
     lowering: LoweringCache = field(default_factory=LoweringCache)
@@ -178,7 +178,7 @@ class Shared:
     @classmethod
     def of(cls, options: Options) -> Shared:
         """The state before the first capture."""
-        return cls(CalledObjects(options))
+        return cls(EarlierTraces(options))
 
 
 @overload
@@ -198,7 +198,7 @@ def compile_step(
     """
     if isinstance(start, StepCall):
         # capture/: trace the function on fake tensors, under the plan of parallel/; no state changes.
-        trace = functools.partial(trace_step, start.fn, start.args, start.kwargs, options, called=shared.called)
+        trace = functools.partial(trace_step, start.fn, start.args, start.kwargs, options, earlier=shared.earlier)
         captured, shared.scalars = trace_with_scalars(trace, shared.scalars)
         # guards/, runtime/gather.py: bind the graph to the user's objects.
         graph = BoundGraph.of(captured, start)

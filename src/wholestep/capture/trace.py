@@ -21,9 +21,10 @@ from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
-from wholestep.capture.objects.called import Behind, CalledObjects, FoundByCall
+from wholestep.capture.objects.called import Behind, EarlierTraces, FoundByCall, TraceAgain
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
+from wholestep.capture.patching.conversions import swap_conversions
 from wholestep.capture.patching.intercept import FunctionMode
 from wholestep.capture.patching.interrupts import Interrupts
 from wholestep.capture.patching.optimizer_steps import (
@@ -42,7 +43,7 @@ from wholestep.capture.results.collect import collect
 from wholestep.capture.results.leftovers import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
-from wholestep.capture.scalars.symbolic_scalars import Number, ScalarGuard, ScalarNode
+from wholestep.capture.scalars.traced_numbers import TracedNumbers
 from wholestep.errors import (
     ItemError,
     Location,
@@ -58,14 +59,14 @@ from wholestep.ir.meta import location_of_exception, location_of_function, user_
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
 from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, placed_by_plan, plan_hooks, sharding_hooks
 from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
 from wholestep.parallel.wrapped import flags_of, plan_of_wrappers
 from wholestep.torch_private.distributed import default_group
-from wholestep.torch_private.dtensor import is_dtensor
+from wholestep.torch_private.dtensor import is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
@@ -96,29 +97,36 @@ def trace_step(
     options: Options,
     numbers: ScalarPolicy = ScalarPolicy(),  # noqa: B008  (frozen)
     seen: set[str] | None = None,
-    called: CalledObjects | None = None,
+    earlier: EarlierTraces | None = None,
 ) -> CapturedStep:
     """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
 
     `seen`: takes the paths of the numbers that user code got as numbers of the graph, also where the capture fails.
     """
     started = time.perf_counter()
-    called = CalledObjects(options) if called is None else called
+    earlier = EarlierTraces(options) if earlier is None else earlier
     with Interrupts() as interrupts, _one_capture_at_a_time, collector_paused():
         leftovers = Leftovers()
+        forget: list[Callable[[], None]] = []
+        refusal: WholestepError | None = None
         while True:
-            capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, called)
+            capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, earlier)
             capture.interrupts = interrupts
             try:
                 # In a copy of the context: what the step sets in context variables goes with it.
                 context = contextvars.copy_context()
                 captured = context.run(capture.run)
                 break
-            except FoundByCall as met:
+            except TraceAgain as again:
                 leftovers.clean_up(capture.fake_mode)
-                called.add_new(met.target)
-            except BaseException:
+                forget.append(again.teach(earlier))
+                refusal = again.refusal or refusal
+            except BaseException as error:
                 leftovers.clean_up(capture.fake_mode)
+                for each in forget:
+                    each()
+                if refusal is not None and isinstance(error, Exception) and not isinstance(error, WholestepError):
+                    raise refusal from error
                 raise
         leftovers.refuse(capture, captured.step_graph, capture.release(), context)
     signature = captured.step_graph.signature
@@ -137,7 +145,7 @@ def find_models(
     flat = flatten((args, kwargs))
     leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
     assert options.parallel is not None
-    return Placing(options.parallel, discover(fn, leaves, CalledObjects(options)))
+    return Placing(options.parallel, discover(fn, leaves, EarlierTraces(options).calls))
 
 
 def plan_of_models(
@@ -163,23 +171,21 @@ class Capture:
         options: Options,
         numbers: ScalarPolicy,
         seen: set[str],
-        called: CalledObjects,
+        earlier: EarlierTraces,
     ) -> None:
         self.fn = fn
         self.options = options
         self.numbers = numbers
-        self.lifted: list[tuple[Slot, type]] = []
-        """Numbers that are inputs because they changed between two calls, and their types."""
         self.erased: list[fx.Node] = []
         """Nodes of the trace that are not in the graph: nothing needs them."""
-        self._seen = seen
-        self._scalars: list[ScalarNode] = []
+        self.scalars = TracedNumbers(self, numbers, seen)
         self.phase = "forward"
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
         self.structure = leaves_of((args, kwargs))[1]
         self.leaf_paths = name_leaves(fn, self.flat, len(args))
-        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True), called)
+        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True), earlier.calls)
+        self._earlier = earlier
         self.met: Any = None
         self.called: set[int] = set()
         self._behind = Behind(self.world)
@@ -191,11 +197,10 @@ class Capture:
         self.graph = fx.Graph()
         self.recorder: Recorder = Recorder(self.graph, self.fake_mode, self)
         self.table: StateTable = StateTable(
-            self.world, self.fake_mode, self.make_scalar, self.lift_number, numbers.lifts
+            self.world, self.fake_mode, self.scalars.make, self.scalars.lift, numbers.lifts
         )
         self.inputs = Inputs(self.recorder, self.world, self.table)
-        self._items = Items(self)
-        self.guards: dict[str, ScalarGuard] = {}
+        self.items = Items(self, self.scalars)
         self.host_calls: list[HostCall] = []
         self.skip_flags: dict[Optimizer, fx.Node] = {}
         self.snapshots: list[Attributes] = []
@@ -240,8 +245,7 @@ class Capture:
         finally:
             self.settings.restore()
             rng.restore()
-            for scalar in self._scalars:
-                scalar.release()
+            self.scalars.release()
         return captured
 
     def _refuse_shards(self) -> None:
@@ -268,7 +272,7 @@ class Capture:
                 self.fake_leaves.append(tracked.fake)
             elif self.numbers.lifts(self.leaf_paths[i]) and type(leaf) in (int, float):
                 slot = BatchSlot(InputKind.HYPER_PARAMETER, self.leaf_paths[i], None, i)
-                self.fake_leaves.append(self.lift_number(slot, leaf))
+                self.fake_leaves.append(self.scalars.lift(slot, leaf))
             else:
                 self.fake_leaves.append(self.sources.stand_ins.of(leaf, self.leaf_paths[i]))
 
@@ -328,7 +332,7 @@ class Capture:
             self.follow_holder(holder, path)
         for name, slot, value in self.world.variables:
             if self.numbers.lifts(name) and type(value) in (int, float) and type(slot.get()) in (int, float):
-                slot.set(self.lift_number(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
+                slot.set(self.scalars.lift(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
 
     def follow_holder(self, holder: Any, path: str) -> None:
         """Note what the step reads of a plain object, and what it sets."""
@@ -351,12 +355,14 @@ class Capture:
             where = f"{path}.{key}"
             if self.numbers.lifts(where) and type(value) in (int, float):
                 slot = MappingSlot(InputKind.HYPER_PARAMETER, where, None, own_dict(holder), key)
-                own_dict(holder)[key] = self.lift_number(slot, value)
+                own_dict(holder)[key] = self.scalars.lift(slot, value)
 
     def _trace(self, rng: RandomState) -> Any:
         fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
         with ExitStack() as stack:
             stack.enter_context(patched(self))
+            if not self.numbers.plain:
+                stack.callback(swap_conversions(self._earlier.conversions))
             # Functions from torch.compile run as written; with fullgraph=True Dynamo would refuse to under our modes.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -494,60 +500,14 @@ class Capture:
         return self.inputs.generator(generator)
 
     def item(self, tensor: Tensor, node: fx.Node) -> Any:
-        return self._items.item(tensor, node)
+        return self.items.item(tensor, node)
+
+    def tolist(self, tensor: Tensor) -> Any:
+        local = local_of(tensor)
+        return self.items.tolist(local, self.recorder.node_of(local))
 
     def shape_arg(self, value: Any) -> Any:
-        return self.shapes.node(value, self.emit_scalar, self.recorder.node_of)
-
-    # Host of the scalars.
-
-    def make_scalar(self, slot: Slot, value: Number) -> Any:
-        """A number in a slot becomes a scalar of the graph, where the policy does not need it plain."""
-        if self.numbers.plain:
-            return value
-        self._seen.add(slot.path)
-        kind = float if isinstance(value, float) else int
-        scalar = ScalarNode(self, kind, kind(value), slot.path, leaf=slot)
-        if slot.path in self.numbers.pinned:
-            self.add_guard(ScalarGuard(scalar, kind(value)))
-            return value
-        return scalar.as_python()
-
-    def is_pinned(self, path: str) -> bool:
-        """Whether user code needs a number, which it gets now, as a plain one."""
-        self._seen.add(path)
-        return path in self.numbers.pinned
-
-    def lift_number(self, slot: Slot, value: Number) -> Any:
-        """A number that changed between two calls becomes a scalar of the graph."""
-        self.lifted.append((slot, type(value)))
-        return self.make_scalar(slot, value)
-
-    def may_tell_numbers_apart(self) -> bool:
-        """Whether code that is not torch's got numbers of the graph and may ask for their type."""
-        if self.numbers.plain or not self._seen:
-            return False
-        own_optimizer = any(not type(o).__module__.startswith("torch.optim.") for o in self.world.optimizers)
-        return bool(self.lifted) or own_optimizer
-
-    def note_scalar(self, node: ScalarNode) -> None:
-        self._scalars.append(node)
-
-    def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node:
-        return self.recorder.emit_function(target, args, value)
-
-    def leaf_scalar(self, leaf: Any, value: Number | None) -> fx.Node:
-        return self.inputs.number(leaf, value)
-
-    def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]:
-        wrap: Any = torch.SymInt
-        return self.shape_arg(wrap(symbol)), symbol.hint
-
-    def add_guard(self, guard: ScalarGuard) -> None:
-        self.guards.setdefault(guard.key, guard)
-
-    def location_here(self) -> Location | None:
-        return user_location()
+        return self.shapes.node(value, self.scalars.emit_scalar, self.recorder.node_of)
 
 
 def _mixed(location: Location | None) -> UnsupportedError:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wholestep.guards.guard import Call, Guard, Listed, is_other_number
 from wholestep.ir.captured_step import GuardSpecs, out_of_range
-from wholestep.ir.early_values import ItemLeaf
+from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_array
 from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain
 from wholestep.ir.user_objects.slots import BatchSlot, Slot

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import DynamicShapeError, OptionError
+from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf
 from wholestep.ir.early_values import Recipe
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
@@ -92,6 +93,8 @@ class HostCall:
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    leaves: list[HostLeaf] = field(default_factory=list)
+    """Numbers that it leaves, which are read right after it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,8 @@ class Change:
     output: int | None = None
     constant: Any = None
     unless: int | None = None
+    deferred: DeferredNumber | None = None
+    """What the slot takes, where that is known only after the graph ran."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +120,17 @@ class CapturedStep:
     changes: Sequence[Change]
     result_leaves: Sequence[tuple[str, Any]]
     """Leaves of the user's result: ("output", i), ("attached", i) for one that requires grad in
-    eager, ("detached", i) for one that does not, ("value", object) or ("host", number)."""
+    eager, ("detached", i) for one that does not, ("value", object) or ("deferred", DeferredNumber)."""
     rebuild_result: Callable[[list[Any]], Any] | None
     """None where the result is a single leaf."""
     host_calls: Sequence[HostCall]
     stepped: Sequence[Optimizer]
     """Optimizers whose step() is in the graph."""
     guards: GuardSpecs
+    deferred: DeferredSources = field(default_factory=DeferredSources)
+    items_taken: Mapping[int, fx.Node] = field(default_factory=dict)
+    """Tensors whose values Python takes and which are known only when the graph runs, by the number of the item in the
+    trace: for the comparison of two traces of one call."""
     compare_scalars: bool = False
     """Whether code that is not torch's may have told scalar inputs from plain numbers: a second trace has to agree."""
     clock_readings: tuple[Any, ...] = ()
@@ -146,7 +155,8 @@ class CapturedStep:
 
     def late_outputs(self) -> tuple[int, ...]:
         """Outputs that only become gradients which the graph itself does not read: they may come late."""
-        shown = {value[0] if kind == "sharded" else value for kind, value in self.result_leaves if kind != "value"}
+        held = [(kind, value) for kind, value in self.result_leaves if kind not in ("value", "deferred")]
+        shown = {value[0] if kind == "sharded" else value for kind, value in held}
         users: dict[int, list[Change]] = {}
         for change in self.changes:
             for output in {change.output, change.unless} - {None}:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,15 +39,6 @@ KNOWN_KINDS = frozenset(
         InputKind.CAPTURED,
     }
 )
-
-
-@dataclass(frozen=True, eq=False)
-class ItemLeaf:
-    """The number inside of a single-element tensor that a node computes."""
-
-    node: fx.Node
-    known: bool
-    """Whether its value can be computed before the step runs."""
 
 
 class KnownValues:

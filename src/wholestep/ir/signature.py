@@ -39,6 +39,8 @@ class OutputKind(StrEnum):
     """A tensor leaf of what the step returns."""
     STATE = "state"
     """A tensor that some state slot is rebound to."""
+    LOGGED = "logged"
+    """A tensor whose value the step's Python took (`loss.item()`): it is read after the graph ran."""
     PREDICATE = "predicate"
     """A flag that tells the runtime whether conditional state changes apply (a skipped optimizer step)."""
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from wholestep.errors import NoGraphError
 from wholestep.ir.captured_step import CapturedStep, Change
+from wholestep.ir.deferred import DeferredValues
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import BatchGradSlot
@@ -51,23 +52,33 @@ class Executor:
         self._release = captured.unread_gradients()
         """Gradients that eager drops or replaces early in the step: they are dropped before the graph runs."""
         released = set(map(id, self._release))
-        self._changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
+        changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
+        self._changes = [c for c in changes if c.deferred is None]
+        self._late_changes = [c for c in changes if c.deferred is not None]
+        """Those that take numbers which are known only after the graph ran, and the calls that follow it."""
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
         for change in self._release:
             change.slot.remove()
+        deferred = DeferredValues(self.captured.deferred, leaves)
         with self._mode():
             outputs = self._measured(inputs) if self._measure_next else self._forward(*inputs)
         if self._unversioned:
             increment_version([inputs[i] for i in self._unversioned])
         del inputs
+        deferred.ran(outputs)
         self._apply_changes(outputs, leaves)
         for optimizer in self.captured.stepped:
             mark_stepped(optimizer)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
-        results = [_result(kind, value, outputs) for kind, value in self.captured.result_leaves]
+            deferred.read(call.leaves)
+        for change in self._late_changes:
+            assert change.deferred is not None
+            if change.unless is None or not bool(outputs[change.unless]):
+                change.slot.set(deferred.number(change.deferred))
+        results = [_result(kind, value, outputs, deferred) for kind, value in self.captured.result_leaves]
         rebuild = self.captured.rebuild_result
         return results[0] if rebuild is None else rebuild(results)
 
@@ -101,7 +112,7 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
+def _result(kind: str, value: Any, outputs: tuple[Any, ...], deferred: DeferredValues) -> Any:
     if kind == "output":
         return outputs[value]
     if kind == "attached":
@@ -111,7 +122,7 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...]) -> Any:
         return found.detach() if found.requires_grad else found
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
-    return value.read() if kind == "host" else value
+    return deferred.number(value) if kind == "deferred" else value
 
 
 def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:

@@ -1,4 +1,9 @@
-"""`.item()` while tracing: a number of the graph where the value is known at each call, otherwise refused."""
+"""`.item()` and `.tolist()` while tracing: numbers of the graph.
+
+state["step"].item()     known before the step runs: computed from single-element state. A branch on it is a guard
+loss.item()              known when the graph ran. It may be returned, kept, printed and computed with; where it
+                         reaches a tensor it is a node of the graph; a branch on it is refused
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,19 @@ from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
-from wholestep.ir.early_values import KNOWN_KINDS, ItemLeaf, KnownValues
+from wholestep.ir.deferred import ItemLeaf, Number
+from wholestep.ir.early_values import KNOWN_KINDS, KnownValues
 from wholestep.ir.meta import asked_by, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import without_modes
 
+_MOST_ELEMENTS = 65_536
+_BRANCHES = ("__bool__", "is_nonzero")
+_CONVERSIONS = {"__float__": "float", "__int__": "int", "__index__": "int"}
 
-class ItemHost(ScalarHost, Protocol):
+
+class ItemHost(Protocol):
     """What items ask of the capture."""
 
     phase: str
@@ -30,46 +40,114 @@ class ItemHost(ScalarHost, Protocol):
     inputs: Inputs
     numbers: ScalarPolicy
 
+
+class ScalarMaker(ScalarHost, Protocol):
+    """What items ask of the numbers of the trace."""
+
     def is_pinned(self, path: str) -> bool: ...
+
+    def note_deferred(self) -> None: ...
 
 
 class Items:
     """The numbers that the step took out of tensors."""
 
-    def __init__(self, host: ItemHost) -> None:
+    def __init__(self, host: ItemHost, scalars: ScalarMaker) -> None:
         self._host = host
+        self._scalars = scalars
         self._known = KnownValues(self._known_placeholder)
         self._known_batch = KnownValues(self._known_batch_placeholder, single=False)
-        self._taken: dict[fx.Node, ScalarNode] = {}
+        self._taken: dict[tuple[fx.Node, int | None], ScalarNode | Number] = {}
+        self._held: dict[fx.Node, fx.Node] = {}
+        self._flat: dict[fx.Node, fx.Node] = {}
+        self._tried = 0
+        self.sources: dict[int, fx.Node] = {}
+        """The tensors of items that were not known and reach the graph, or for which a trace with plain numbers gave a
+        trial value, by the number of the item."""
 
     def item(self, tensor: Tensor, node: fx.Node) -> Any:
-        """`.item()`: allowed for state that is known at the call, and inside of an optimizer."""
-        known = self._taken.get(node)
-        if known is not None:
-            return known.as_python()
-        kind = {True: float}.get(tensor.dtype.is_floating_point, bool if tensor.dtype is torch.bool else int)
+        """`.item()` of a tensor, whose contents a node holds."""
+        api = self._host.api
+        taken = self._taken.get((node, None))
+        if taken is not None and not (isinstance(taken, ScalarNode) and taken.is_deferred):
+            return taken.as_python() if isinstance(taken, ScalarNode) else taken
         value = self._known.of(node)
         if value is None and asked_by("transformers/masking_utils.py"):
             value = self._known_batch.of(node)  # a property of the batch's mask, checked at each call
-        in_optimizer = self._host.phase == "optimizer"
-        if tensor.dtype.is_complex or (value is None and not in_optimizer):
-            raise _value_leaves(self._host.api, tensor)
+        if value is None:
+            if tensor.dtype.is_complex or api in _BRANCHES:
+                raise _value_leaves(api, tensor)
+            if api in _CONVERSIONS and not self._host.numbers.plain:
+                self._scalars.before_conversion(_CONVERSIONS[api])
+                raise _value_leaves(api, tensor)
+            return self._deferred(tensor, node, None)
+        if tensor.dtype.is_complex:
+            raise _value_leaves(api, tensor)
         with without_modes():
             number = value.item() if isinstance(value, Tensor) else value
-        if value is not None and self._known.is_constant(node):
+        if self._known.is_constant(node) or self._host.numbers.plain:
             return number
-        if value is not None and self._host.numbers.plain:
-            return number
-        leaf = ItemLeaf(node, value is not None)
-        where = user_location(with_text=False)
-        name = f"{node.name}.item()" + (f" at {where}" if where is not None and not in_optimizer else "")
-        scalar = ScalarNode(self._host, kind, number, name, leaf=leaf)
-        if value is not None and self._host.is_pinned(name):
+        leaf = ItemLeaf(node, known=True)
+        name = self._name(node)
+        scalar = ScalarNode(self._scalars, _kind(tensor), number, name, leaf=leaf)
+        if self._scalars.is_pinned(name):
             return scalar.specialise("a plain number")
-        taken = self._host.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
-        scalar._fx = taken
-        self._taken[node] = scalar
+        scalar._fx = self._host.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
+        self._taken[node, None] = scalar
         return scalar.as_python()
+
+    def tolist(self, tensor: Tensor, node: fx.Node) -> Any:
+        """`.tolist()`: a number for each element."""
+        if tensor.dtype.is_complex or tensor.numel() > _MOST_ELEMENTS:
+            raise _value_leaves("tolist", tensor)
+        if tensor.dim() == 0:
+            return self.item(tensor, node)
+        found = [self._deferred(tensor, node, i) for i in range(tensor.numel())]
+        for size in reversed(tensor.shape[1:]):
+            found = [found[i : i + size] for i in range(0, len(found), size)] if size else []
+        return found if tensor.numel() else _empty(list(tensor.shape))
+
+    def _deferred(self, tensor: Tensor, node: fx.Node, index: int | None) -> Any:
+        """A number that is known when the graph ran; a trial value in a trace with plain numbers."""
+        taken = self._taken.get((node, index))
+        if taken is None:
+            trial = self._trial(tensor.dtype)
+            held = self._held.get(node)
+            if held is None:
+                held = self._held[node] = self._host.recorder.values.as_it_is(tensor)
+            if self._host.numbers.plain:
+                taken = trial
+                self.sources[self._tried] = held
+            else:
+                self._scalars.note_deferred()
+                leaf = ItemLeaf(held, known=False, index=index, trial=trial, number=self._tried)
+                taken = ScalarNode(self._scalars, _kind(tensor), None, self._name(node, index), leaf=leaf)
+            self._taken[node, index] = taken
+        return taken.as_python() if isinstance(taken, ScalarNode) else taken
+
+    def _trial(self, dtype: torch.dtype) -> Number:
+        """The next value that a number has where traces are compared: different ones, in the order of the step."""
+        self._tried += 1
+        if dtype is torch.bool:
+            return self._tried % 2 == 0
+        return (self._tried * 0.6180339887) % 0.8 + 0.1 if dtype.is_floating_point else 2 + self._tried % 5
+
+    def _name(self, node: fx.Node, index: int | None = None) -> str:
+        where = user_location(with_text=False)
+        place = "" if index is None else f"[{index}]"
+        name = f"{node.name}{place}.item()"
+        return f"{name} at {where}" if where is not None and self._host.phase != "optimizer" else name
+
+    def emit(self, leaf: ItemLeaf, trial: Number) -> fx.Node:
+        """The node of a number that reaches a tensor."""
+        recorder, node = self._host.recorder, leaf.node
+        self.sources[leaf.number] = node
+        if leaf.index is not None:
+            flat = self._flat.get(node)
+            if flat is None:
+                flat = self._flat[node] = recorder.emit(torch.ops.aten.reshape.default, node, [-1])
+            node = recorder.emit(torch.ops.aten.select.int, flat, 0, leaf.index)
+        return recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), trial)
 
     def _known_placeholder(self, node: fx.Node) -> Any | None:
         if self._host.inputs.slot_of[node].kind not in KNOWN_KINDS:
@@ -83,19 +161,29 @@ class Items:
         return tracked.real if tracked is not None and tracked.slot.kind is InputKind.BATCH else None
 
 
+def _kind(tensor: Tensor) -> type:
+    return float if tensor.dtype.is_floating_point else bool if tensor.dtype is torch.bool else int
+
+
+def _empty(shape: list[int]) -> list[Any]:
+    """The nested lists of a tensor without elements."""
+    return [] if not shape or not shape[0] else [_empty(shape[1:]) for _ in range(shape[0])]
+
+
 def _value_leaves(api: str, tensor: Tensor) -> WholestepError:
     """The value of a tensor is asked for; `api`: by which name."""
     where = user_location()
     shape = tuple(tensor.shape)
-    if api in ("__bool__", "is_nonzero"):
+    if api in _BRANCHES:
         return ControlFlowError(
             f"Python branches on the value of a tensor of shape {shape}.",
             fix="use torch.where or multiply by a mask; or decide outside of the step and pass a bool.",
             location=where,
         )
-    name = {"__float__": "float()", "__int__": "int()", "__index__": "an index"}.get(api, ".item()")
+    name = {"__float__": "float()", "__int__": "int()", "__index__": "an index", "tolist": ".tolist()"}
     return ItemError(
-        f"{name} takes the value of a tensor of shape {shape} out of the graph.",
-        fix="return the tensor from the step and read its value outside.",
+        f"{name.get(api, '.item()')} takes the value of a tensor of shape {shape} out of the graph.",
+        fix="return the tensor from the step and read its value outside; or take it with .item(), if it is only "
+        "returned, kept or printed.",
         location=where,
     )

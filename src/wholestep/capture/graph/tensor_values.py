@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from wholestep.capture.graph.refusals import opaque_view
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.errors import UnsupportedError
+from wholestep.ir.effects import shared_inputs
 from wholestep.ir.meta import user_location
 from wholestep.ir.trace_protocol import TracedNodes
 from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
@@ -42,10 +43,11 @@ SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
 class Base:
     """The memory behind one or more tensors: the node that holds its contents now."""
 
-    __slots__ = ("version",)
+    __slots__ = ("is_input", "version")
 
     def __init__(self) -> None:
         self.version = 0
+        self.is_input = False
 
 
 class Value:
@@ -90,7 +92,7 @@ class Values:
     def register_input(self, fake: Tensor, node: fx.Node) -> None:
         """A fake tensor that is a placeholder of the graph."""
         node.meta["val"] = fake
-        self.register(fake, node)
+        self.register(fake, node).base.is_input = True
 
     def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
         """Forget all tensors; returns references that keep none of them alive, with their nodes."""
@@ -101,6 +103,13 @@ class Values:
     def is_written(self, fake: Tensor) -> bool:
         """Whether the step wrote to the memory of an input."""
         return self._values[id(fake)].base.version > 0
+
+    def as_it_is(self, fake: Tensor) -> fx.Node:
+        """A node that keeps the present contents of a tensor, whatever is written later to the memory of an input."""
+        value = self.value(fake)
+        node = self.read(value)
+        is_own = node.op == "call_function" and not shared_inputs(node) and not value.base.is_input
+        return node if is_own else self.emit(aten.clone.default, node)
 
     def node_of(self, fake: Tensor) -> fx.Node:
         """The node that holds the current contents of a fake tensor."""

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.capture.objects.discover import World, owns
-from wholestep.errors import CapturedTensorError, SideEffectError
+from wholestep.errors import CapturedTensorError, SideEffectError, WholestepError
 from wholestep.ir.meta import user_location
 from wholestep.options import Options
 from wholestep.torch_private.dtensor import local_of
@@ -37,32 +37,48 @@ _OPTIMIZER_METHODS = ("zero_grad", "add_param_group", "load_state_dict", "state_
 _NEW_RATES = ("get_lr", "_get_closed_form_lr", "_reduce_lr")
 
 
-class FoundByCall(BaseException):
-    """Ends a trace: the step called an object that was not known. Not an error; `trace_step` traces again."""
+class EarlierTraces:
+    """What earlier traces of a step found out, for its next ones."""
+
+    def __init__(self, options: Options) -> None:
+        self._all = options.parallel is not None
+        """With a plan everything that can be reached counts: models are placed before the first trace."""
+        self._called: list[weakref.ref[Any]] = []
+        self.conversions: list[tuple[dict[str, Any], str]] = []
+        """Global namespaces and the name by which a function there makes a number of a tensor: `float` or `int`."""
+
+    def calls(self, target: Any) -> bool:
+        """Whether the step is known to call an object."""
+        return self._all or any(reference() is target for reference in self._called)
+
+    def add_call(self, target: Any) -> None:
+        """An object that ended a trace. It is known to the next one, which cannot end at the same object."""
+        assert not self.calls(target), f"{target} is known to be called and was not found"
+        self._called = [r for r in self._called if r() is not None]
+        self._called.append(weakref.ref(target))
+
+
+class TraceAgain(BaseException):
+    """Ends a trace that found out what the next one must know. Not an error; `trace_step` traces again."""
+
+    refusal: WholestepError | None = None
+    """What the step is refused with if the next trace fails for another reason."""
+
+    def teach(self, earlier: EarlierTraces) -> Callable[[], None]:
+        """Note what was found out; gives what takes the note back."""
+        raise NotImplementedError
+
+
+class FoundByCall(TraceAgain):
+    """Ends a trace: the step called an object that was not known."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(f"{type(target).__name__} found by being called")
         self.target = target
 
-
-class CalledObjects:
-    """The objects that a step is known to call, for its next captures; they are not kept alive.
-
-    With a plan everything that can be reached counts: models and optimizers are placed before the first trace.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._all = options.parallel is not None
-        self._references: list[weakref.ref[Any]] = []
-
-    def add_new(self, target: Any) -> None:
-        """An object that ended a trace. It is known to the next one, which cannot end at the same object."""
-        assert not self(target), f"{target} is known to be called and was not found"
-        self._references = [r for r in self._references if r() is not None]
-        self._references.append(weakref.ref(target))
-
-    def __call__(self, target: Any) -> bool:
-        return self._all or any(reference() is target for reference in self._references)
+    def teach(self, earlier: EarlierTraces) -> Callable[[], None]:
+        earlier.add_call(self.target)
+        return lambda: None
 
 
 class CallHost(Protocol):

@@ -31,7 +31,6 @@ from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
 
 _LEAVES_GRAPH = {
-    Tensor.tolist: ".tolist()",
     Tensor.numpy: ".numpy()",
     Tensor.__repr__: "printing or repr()",
     Tensor.__format__: "formatting",

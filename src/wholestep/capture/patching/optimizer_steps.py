@@ -22,13 +22,16 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep.capture.graph.recorder import Recorder
+from wholestep.capture.objects.discover import World
 from wholestep.capture.results.accounting import Account, StepCall
-from wholestep.capture.scalars.symbolic_scalars import HostNumber, LastRateSlot, Number, scalar_of
+from wholestep.capture.scalars.symbolic_scalars import LastRateSlot, scalar_of
+from wholestep.capture.scalars.traced_numbers import TracedNumbers
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import HostCall
 from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.slots import Slot
+from wholestep.ir.user_objects.plain_values import own_dict
+from wholestep.ir.user_objects.slots import HyperSlot
 from wholestep.parallel.session import Session
 from wholestep.torch_private.dtensor import local_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_UNSCALE
@@ -38,6 +41,7 @@ class StepHost(Protocol):
     """What the replaced methods ask of the capture."""
 
     phase: str
+    world: World
     recorder: Recorder
     session: Session | None
     account: Account
@@ -46,8 +50,7 @@ class StepHost(Protocol):
     step_lines: dict[Optimizer, Location | None]
     running_step: Optimizer | None
     """The optimizer whose replaced `step` is running."""
-
-    def make_scalar(self, slot: Slot, value: Number) -> Any: ...
+    scalars: TracedNumbers
 
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None: ...
 
@@ -142,19 +145,22 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
                 fix="return the tensor from the step and call the scheduler outside of it.",
                 location=user_location(),
             )
-        host.host_calls.append(HostCall(scheduler, path, args, kwargs))
-        _hide_hyper_parameters(scheduler.optimizer)
+        call = HostCall(scheduler, path, args, kwargs)
+        host.host_calls.append(call)
+        _hide_hyper_parameters(host, call)
         for name in SCHEDULER_COUNTS & vars(scheduler).keys():
-            vars(scheduler)[name] = HostNumber(f"{path}.{name}", functools.partial(getattr, scheduler, name))
+            where = f"{path}.{name}"
+            vars(scheduler)[name] = host.scalars.late(call, where, functools.partial(own_dict(scheduler).get, name))
 
     def get_last_lr() -> list[Any]:
         slots = [
             LastRateSlot(InputKind.HYPER_PARAMETER, f"{path}.get_last_lr()[{i}]", None, scheduler, i)
             for i in range(len(scheduler.optimizer.param_groups))
         ]
-        if any(call.scheduler is scheduler for call in host.host_calls):
-            return [HostNumber(slot.path, slot.get) for slot in slots]
-        return [host.make_scalar(slot, slot.get()) for slot in slots]
+        last = next((call for call in reversed(host.host_calls) if call.scheduler is scheduler), None)
+        if last is not None:
+            return [host.scalars.late(last, slot.path, slot.get) for slot in slots]
+        return [host.scalars.make(slot, slot.get()) for slot in slots]
 
     vars(scheduler)["step"] = step
     vars(scheduler)["get_last_lr"] = get_last_lr
@@ -164,13 +170,16 @@ SCHEDULER_COUNTS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "be
 """Attributes of schedulers that their `step()` counts up: known only after the graph ran."""
 
 
-def _hide_hyper_parameters(optimizer: Optimizer) -> None:
+def _hide_hyper_parameters(host: StepHost, call: HostCall) -> None:
     """From here on the learning rates of this optimizer are what the scheduler will make of them."""
-    for group in optimizer.param_groups:
+    optimizer = call.scheduler.optimizer
+    path = host.world.optimizers.get(optimizer, type(optimizer).__name__)
+    for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            scalar = scalar_of(value)
-            if scalar is not None and isinstance(scalar.leaf, Slot):
-                group[key] = HostNumber(scalar.leaf.path, scalar.leaf.get)
+            if scalar_of(value) is not None or type(value) in (int, float):
+                where = f"{path}.param_groups[{g}].{key}"
+                slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+                group[key] = host.scalars.late(call, where, slot.get, slot)
 
 
 aten = torch.ops.aten

@@ -11,6 +11,7 @@
 | DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
 | DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
+| `FakeTensor.tolist` | a number of the graph for each element | torch's takes the tensor apart |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
 | `gc.collect` | nothing | what the trace made is known by its age (`leftovers`) |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
@@ -81,6 +82,8 @@ class PatchHost(CallHost, Protocol):
 
     def path_of_module(self, module: nn.Module) -> str: ...
 
+    def tolist(self, tensor: Tensor) -> Any: ...
+
 
 @contextmanager
 def patched(host: PatchHost) -> Iterator[None]:
@@ -123,6 +126,7 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
         patch(torch.jit.ScriptFunction, "__call__", _as_written)
         patch(torch, "set_anomaly_enabled", _refuse_anomaly)
+        patch(FakeTensor, "tolist", lambda original, tensor: host.tolist(tensor))
         patch(torch, "from_numpy", _refuse_array)
         patch(torch, "save", _refuse_file)
         patch(gc, "collect", lambda original, *a, **k: 0)
@@ -267,6 +271,7 @@ def _with_named_scalars(
 
 
 def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    args = tuple(a.item() if isinstance(a, FakeTensor) else a for a in args)
     scalars = [scalar_of(a) for a in args]
     first = next((s for s in scalars if s is not None), None)
     if first is None or kwargs or len(args) > 2:
@@ -298,8 +303,6 @@ def _kinds_of_numbers(data: Any) -> set[type]:
         item = stack.pop()
         scalar = scalar_of(item)
         if scalar is not None:
-            if scalar.hint is None:
-                return set()
             symbolic = True
             kinds.add(scalar.kind)
         elif type(item) in (list, tuple):

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.scalars.symbolic_scalars import HostNumber, scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import (
     CONTAINERS,
@@ -141,7 +141,8 @@ class AttributeReads:
 
     def _note(self, tracker: ReadTracker, name: str, value: Any, was_there: bool = True) -> Any:
         """`was_there`: False where a property gave the value and read for it what the step itself had set."""
-        if isinstance(value, HostNumber):
+        scalar = scalar_of(value)
+        if scalar is not None and scalar.is_deferred:
             return value  # known only after the step ran: nothing that a guard could compare before
         if threading.get_ident() != self._thread:
             return value

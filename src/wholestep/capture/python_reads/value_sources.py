@@ -150,7 +150,7 @@ class ValueSources:
 
     def _lift(self, slot: Slot, value: Any, path: str) -> None:
         if self._capture.numbers.lifts(path) and type(value) in (int, float):
-            slot.set(self._capture.lift_number(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
+            slot.set(self._capture.scalars.lift(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
 
     # After the step.
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.python_reads.clocks import refuse_clocks
-from wholestep.capture.scalars.symbolic_scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
+from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, SizeLeaf
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, Slot
 from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
@@ -35,6 +36,12 @@ class Bindings:
         self._bound_nodes: set[fx.Node] = set()
         self._kept: dict[int, tuple[Tensor, int | None]] = {}
         """Tensors that are state after the step, by identity, with their outputs."""
+        self.late_leaves: set[HostLeaf] = set()
+        """Numbers that host calls leave and something takes."""
+        self._read_after: dict[Any, int] = {}
+        self._read_before: list[Slot] = []
+        self.sources = DeferredSources(self._read_after, self._read_before)
+        """Where the leaves of deferred numbers are read."""
         self._containers = {id(container): path for container, path in capture.world.containers}
 
     def output(self, kind: OutputKind, path: str, node: Any) -> int:
@@ -69,6 +76,8 @@ class Bindings:
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
             index = self._state_output(source, slot.path)
             self.changes.append(Change(kind, slot, output=index, unless=unless))
+        elif scalar is not None and scalar.is_deferred:
+            self.changes.append(Change(kind, slot, deferred=self.deferred(scalar), unless=unless))
         elif scalar is not None:
             value = scalar.fx_arg()
             if isinstance(value, fx.Node):
@@ -87,6 +96,36 @@ class Bindings:
     def skipped(self, flag: fx.Node | None) -> int | None:
         """The number of the output that says whether a change is left out."""
         return self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
+
+    def deferred(self, scalar: ScalarNode) -> DeferredNumber:
+        """A number that is known only after the graph ran; the graph returns what it is computed from."""
+        number = scalar.deferred()
+        for leaf in number.leaves:
+            if isinstance(leaf, ItemLeaf):
+                if leaf not in self._read_after:
+                    self._read_after[leaf] = self.logged(leaf.node)
+            elif isinstance(leaf, SizeLeaf):
+                self._read_after.setdefault(leaf, self.logged(leaf.node))
+            elif isinstance(leaf, HostLeaf):
+                self.late_leaves.add(leaf)
+            elif isinstance(leaf, Slot) and leaf not in self._read_before:
+                self._read_before.append(leaf)
+        return number
+
+    def items(self) -> dict[int, fx.Node]:
+        """The tensors of items whose value is read after the run, by the number of the item."""
+        return {leaf.number: leaf.node for leaf in self._read_after if isinstance(leaf, ItemLeaf) and leaf.number}
+
+    def logged(self, node: fx.Node) -> int:
+        """The output for a tensor whose value is read after the run."""
+        if (key := (OutputKind.LOGGED, node)) in self._output_index:
+            return self._output_index[key]
+        number = sum(kind is OutputKind.LOGGED for kind, _, _ in self.outputs)
+        return self.output(OutputKind.LOGGED, f"logged[{number}]", node)
+
+    def outputs_of(self, number: DeferredNumber) -> list[int]:
+        """The outputs of the graph that a number is computed from."""
+        return sorted({self._read_after[leaf] for leaf in number.leaves if leaf in self._read_after})
 
     def refuse_shared(self, path: str) -> None:
         """Refuse a change to a list or dict that two places of an optimizer share."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.scalars.scalar_policy import MustBeInputs
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
 from wholestep.ir.captured_step import Change
@@ -28,6 +29,7 @@ class ChangedPython:
         self._capture = capture
         self._table = capture.table
         self._bindings = bindings
+        self._not_inputs: set[str] = set()
         self.volatile: dict[int, set[str]] = {}
         """See `CapturedStep`."""
         self.rebound_variables: dict[str, tuple[Slot, Any]] = {}
@@ -40,6 +42,8 @@ class ChangedPython:
             self._attributes(snapshot)
         self._variables()
         self._containers()
+        if self._not_inputs:
+            raise MustBeInputs(frozenset(self._not_inputs))
 
     # Attributes.
 
@@ -73,11 +77,30 @@ class ChangedPython:
         kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
         slot = MappingSlot(kind, where, None, own_dict(obj), key)
         self._bindings.bind(slot, after, created=before is ABSENT)
-        if isinstance(after, Tensor) or before is ABSENT or scalar is not None:
-            self.volatile.setdefault(id(obj), set()).add(key)
-            reader = next((r for r, _ in self._capture.readers if r.obj is obj), None)
-            if reader is None or key in reader.names or key not in reader.before:
-                self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
+        if not (isinstance(after, Tensor) or before is ABSENT or scalar is not None):
+            return
+        reader = next((r for r, _ in self._capture.readers if r.obj is obj), None)
+        was_read = reader is None or key in reader.names or key not in reader.before
+        if was_read and scalar is not None and self._is_assumed(before, where):
+            return
+        self.volatile.setdefault(id(obj), set()).add(key)
+        if was_read:
+            self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
+
+    def _is_assumed(self, before: Any, where: str) -> bool:
+        """Whether the graph assumes the value that a place held, which the step read and sets to another each time.
+
+        A number becomes an input at once; one that cannot, or a bool or text, stays a constant under a guard.
+        """
+        if not isinstance(before, PLAIN_CONSTANTS) or before is None:
+            return False
+        numbers = self._capture.numbers
+        if type(before) not in (int, float) or where in numbers.pinned or numbers.plain:
+            return True
+        if where in numbers.lifted:
+            return False
+        self._not_inputs.add(where)
+        return True
 
     def _real(self, value: Any) -> Any:
         tracked = self._table.by_fake.get(id(value))
@@ -116,6 +139,8 @@ class ChangedPython:
                     fix="return it from the step and bind it outside.",
                 )
             self._bindings.bind(slot, after, created=False)
+            if scalar is not None and self._is_assumed(before, name):
+                continue
             if isinstance(after, Tensor) or scalar is not None:
                 self.rebound_variables[name] = (slot, kind_of(before))
 

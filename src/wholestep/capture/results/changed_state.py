@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
-from wholestep.capture.scalars.symbolic_scalars import HostNumber, scalar_of
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
+from wholestep.ir.deferred import HostLeaf
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.containers import (
     NESTS,
@@ -158,8 +159,9 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
     for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
         for key in {**before, **now}:
             old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-            if isinstance(new, HostNumber):
-                continue
+            scalar = scalar_of(new)
+            if scalar is not None and isinstance(scalar.leaf, HostLeaf) and scalar.leaf.slot is not None:
+                continue  # a scheduler, which is called again after each run, sets it
             if key == "params":
                 if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
                     continue

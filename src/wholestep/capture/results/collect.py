@@ -22,8 +22,8 @@ from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
-from wholestep.capture.scalars.symbolic_scalars import HostNumber, ScalarNode, scalar_of
-from wholestep.errors import ItemError, UnsupportedError
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
+from wholestep.errors import UnsupportedError
 from wholestep.ir.captured_step import (
     ArgumentSpec,
     CapturedStep,
@@ -33,11 +33,12 @@ from wholestep.ir.captured_step import (
     ParamGroupSpec,
     ScalarCondition,
 )
-from wholestep.ir.early_values import ItemLeaf, Recipe
+from wholestep.ir.deferred import ItemLeaf
+from wholestep.ir.early_values import Recipe
 from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
 from wholestep.ir.io.node_values import tensor_spec
-from wholestep.ir.io.result_tree import describe, describe_leaf
+from wholestep.ir.io.result_tree import describe, describe_deferred, describe_leaf
 from wholestep.ir.signature import (
     InputKind,
     InputSpec,
@@ -67,12 +68,17 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
     bindings = Bindings(capture)
     flat = flatten(result)
     leaves = returned_leaves(capture, bindings, flat)
-    description = describe_result(flat, leaves)
+    description = describe_result(flat, leaves, bindings)
     bind_changed_state(capture, bindings)
     python = ChangedPython(capture, bindings)
     python.bind()
     capture.table.attributes.bind(capture.table, bindings)
     refuse_changed_requires_grad(capture.table)
+    for call in capture.host_calls:
+        call.leaves[:] = [leaf for leaf in call.leaves if leaf in bindings.late_leaves]
+    if capture.numbers.plain:
+        for node in capture.items.sources.values():
+            bindings.logged(node)
     copies = add_write_backs(capture)
     items = _item_recipe(capture)  # before dead nodes go
     made = list(capture.graph.nodes)
@@ -89,7 +95,9 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
         host_calls=tuple(capture.host_calls),
         stepped=tuple(dict.fromkeys(capture.steps_seen)),
         guards=_guard_specs(capture, bindings, python, items),
-        compare_scalars=capture.may_tell_numbers_apart(),
+        deferred=bindings.sources,
+        items_taken=_items_taken(capture, bindings, used),
+        compare_scalars=capture.scalars.may_tell_apart(),
         clock_readings=tuple(capture.sources.clocks.readings),
     )
 
@@ -137,11 +145,11 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         environment=dict(outside.environment),
         whole_environment=outside.whole_environment,
         files=tuple(outside.files.values()),
-        lifted=frozenset(slot.path for slot, _ in capture.lifted),
-        scalar_types=tuple(capture.lifted),
+        lifted=frozenset(slot.path for slot, _ in capture.scalars.lifted),
+        scalar_types=tuple(capture.scalars.lifted),
         conditions=tuple(
             ScalarCondition(guard.describe(), tuple(guard.expression.leaves()), guard.holds)
-            for guard in capture.guards.values()
+            for guard in capture.scalars.guards.values()
         ),
         items=items,
         placeholder_slots=dict(capture.inputs.slot_of),
@@ -149,7 +157,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
 
 
 def _arguments(capture: Capture) -> ArgumentSpec:
-    leaves, lifted = capture.flat.leaves, {slot.path for slot, _ in capture.lifted}
+    leaves, lifted = capture.flat.leaves, {slot.path for slot, _ in capture.scalars.lifted}
     tracked = capture.table.tracked
     return ArgumentSpec(
         structure=capture.structure,
@@ -164,9 +172,14 @@ def _arguments(capture: Capture) -> ArgumentSpec:
 
 
 def _item_recipe(capture: Capture) -> Recipe | None:
-    read = [leaf for guard in capture.guards.values() for leaf in guard.expression.leaves()]
+    read = [leaf for guard in capture.scalars.guards.values() for leaf in guard.expression.leaves()]
     nodes = [leaf.node for leaf in read if isinstance(leaf, ItemLeaf)]
     return Recipe(nodes) if nodes else None
+
+
+def _items_taken(capture: Capture, bindings: Bindings, used: set[fx.Node]) -> dict[int, fx.Node]:
+    items = bindings.items() | capture.items.sources
+    return {number: node for number, node in items.items() if node in used}
 
 
 def _finish(graph: fx.Graph, outputs: list[Any]) -> None:
@@ -193,7 +206,7 @@ def _without_history(val: Any) -> Any:
 
 def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """What the step read of plain objects and does not set itself."""
-    lifted = {slot.path for slot, _ in capture.lifted}
+    lifted = {slot.path for slot, _ in capture.scalars.lifted}
     for reader, path in capture.readers:
         before = next(s for s in capture.snapshots if s.obj is reader.obj).before
         skip = volatile.get(id(reader.obj), set())
@@ -229,7 +242,7 @@ def sign(
     capture: Capture, gm: fx.GraphModule, bindings: Bindings, copies: list[tuple[fx.Node, fx.Node]], result: Any
 ) -> Signature:
     """Describe a graph that is complete. `result`: the tree that the step returns."""
-    guards = [g.describe() for g in capture.guards.values()] + [
+    guards = [g.describe() for g in capture.scalars.guards.values()] + [
         text for text, _ in DynamicSizes(env=capture.shapes.env).assumed()
     ]
     return Signature(
@@ -267,9 +280,20 @@ def returned_leaves(capture: Capture, bindings: Bindings, result: Flat) -> list[
     return [_leaf(capture, bindings, leaf, path) for leaf, path in zip(result.leaves, result.paths, strict=True)]
 
 
-def describe_result(result: Flat, leaves: list[tuple[str, Any]]) -> Any:
+def describe_result(result: Flat, leaves: list[tuple[str, Any]], bindings: Bindings) -> Any:
     """The tree of the result for the signature."""
-    return describe(result.rebuild([_Found(leaf) for leaf in leaves]), _output_of)
+
+    def output_of(value: Any) -> int | dict[str, Any] | None:
+        if not isinstance(value, _Found):
+            return None
+        kind, found = value.found
+        if kind == "sharded":
+            return int(found[0])
+        if kind == "deferred":
+            return describe_deferred(bindings.outputs_of(found))
+        return int(found) if kind in ("output", "attached", "detached") else describe_leaf(found)
+
+    return describe(result.rebuild([_Found(leaf) for leaf in leaves]), output_of)
 
 
 def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[str, Any]:
@@ -286,13 +310,13 @@ def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[s
             return "detached", output(node)
         return "attached" if fake.requires_grad and not fake.is_leaf else "output", output(node)
     scalar = scalar_of(leaf)
+    if scalar is not None and scalar.is_deferred:
+        return "deferred", bindings.deferred(scalar)
     if scalar is not None:
-        return "output", output(_number(scalar, path))
+        return "output", output(scalar.fx_arg())
     if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         node = capture.shape_arg(leaf)
         return ("output", output(node)) if isinstance(node, fx.Node) else ("value", node)
-    if isinstance(leaf, HostNumber):
-        return "host", leaf
     if isinstance(leaf, GeneratorType) or _hides_tensor(leaf):
         raise UnsupportedError(
             f"result{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
@@ -312,16 +336,6 @@ def _tensor(capture: Capture, leaf: Tensor) -> tuple[fx.Node, Tensor]:
     return next(node for node in capture.inputs.slot_of if node.meta.get("val") is tracked.input), leaf
 
 
-def _number(scalar: ScalarNode, path: str) -> Any:
-    for leaf in scalar.leaves():
-        if isinstance(leaf, ItemLeaf) and not leaf.known:
-            raise ItemError(
-                f"result{path} is a number taken out of a tensor.",
-                fix="return the tensor from the step and read its value outside.",
-            )
-    return scalar.fx_arg()
-
-
 def _hides_tensor(value: Any) -> bool:
     """Whether an object that is no tree holds tensors of the trace in its attributes."""
     if isinstance(value, torch.nn.Module | Optimizer | type):
@@ -336,12 +350,3 @@ class _Found:
 
     def __init__(self, found: tuple[str, Any]) -> None:
         self.found = found
-
-
-def _output_of(value: Any) -> int | dict[str, Any] | None:
-    if not isinstance(value, _Found):
-        return None
-    kind, found = value.found
-    if kind == "sharded":
-        return int(found[0])
-    return int(found) if kind in ("output", "attached", "detached") else describe_leaf(found)

@@ -78,7 +78,7 @@ class Leftovers:
         records = _records(capture, step_graph)
 
         def some_survive() -> bool:
-            return _some_survive(fakes, records)
+            return _some_survive(fakes, records) or any(number() is not None for number in capture.scalars.given)
 
         if some_survive():
             self._clear_users_caches(traced)
@@ -174,7 +174,7 @@ class _Traced:
         """A fake tensor of the trace, or a number of its graph."""
         if type(value) is FakeTensor:
             return value.fake_mode is self._mode
-        return type(value) in _SYMBOLS and scalar_of(value) is not None
+        return issubclass(type(value), _SYMBOLS) and scalar_of(value) is not None
 
     def in_value(self, value: Any) -> bool:
         """Whether a traced value is, or lies in, this one."""
@@ -459,7 +459,7 @@ def _refusal(found: list[Leftover], lines: dict[int, Location | None]) -> SideEf
     places = list(dict.fromkeys(each.where for each in found))
     more = f" (and in {len(places) - 1} more places)" if len(places) > 1 else ""
     return SideEffectError(
-        f"the step keeps a tensor that it computed in {places[0]}{more}, which a replay would not repeat.",
+        f"the step keeps a tensor or number that it computed in {places[0]}{more}, which a replay would not repeat.",
         fix="compute it before the step (then the step only reads it), keep it as a buffer or attribute of a module "
         "that the step is given, or return it from the step. The entry was taken out again.",
         location=_made_at(found, lines),

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.scalars.symbolic_scalars import Number, ScalarNode
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode
+from wholestep.ir.deferred import Number
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -31,11 +32,11 @@ def wrap(node: ScalarNode) -> Any:
     """The number for a node; a constant of the program is a plain number."""
     if node.is_fixed:
         return node.hint
-    if node.kind is bool:
-        bare: Any = torch.SymBool
-        return bare(node)
-    made: Any = GraphInt if node.kind is int else GraphFloat
-    return made(node)
+    kind: Any = {int: GraphInt, bool: GraphBool}.get(node.kind, GraphFloat)
+    made = kind(node)
+    if node.is_deferred:
+        node.note_given(made)
+    return made
 
 
 def _binary(method: str, python: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[Any, Any], Any]:
@@ -83,6 +84,17 @@ def _valued(why: str, read: Callable[..., Any]) -> Callable[..., Any]:
 
     def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
         return read(self.node.specialise(why), *args, **kwargs)
+
+    return operation
+
+
+def _converted(kind: type) -> Callable[[Any], Any]:
+    """`float(x)`, `int(x)`: a plain number, which C code asks for."""
+
+    def operation(self: Any) -> Any:
+        node: ScalarNode = self.node
+        node.before_conversion(kind.__name__)
+        return kind(node.specialise(f"{kind.__name__}()"))
 
     return operation
 
@@ -161,8 +173,8 @@ def _methods(kind: type) -> dict[str, Any]:
         found["__index__"] = _valued("an index", int)
     found |= {
         "__bool__": _truth,
-        "__int__": _valued("int()", int),
-        "__float__": _valued("float()", float),
+        "__int__": _converted(int),
+        "__float__": _converted(float),
         "__complex__": _valued("complex()", complex),
         "__hash__": _valued("a key", hash),
         "__str__": _valued("text", str),
@@ -183,9 +195,38 @@ def _methods(kind: type) -> dict[str, Any]:
     return found
 
 
+def _bool_methods() -> dict[str, Any]:
+    """The methods of a graph number that stands for a bool."""
+    found: dict[str, Any] = {}
+    for name, method in (("and", "and"), ("or", "or"), ("xor", "bitwise_xor")):
+        python = getattr(operator, f"{name}_" if name != "xor" else name)
+        found[f"__{name}__"] = _binary(method, python, reflected=False)
+        found[f"__r{name}__"] = _binary(method, python, reflected=True)
+    for name, (method, python) in _ARITHMETIC.items():
+        found[f"__{name}__"] = _binary(method, python, reflected=False)
+        found[f"__r{name}__"] = _binary(method, python, reflected=True)
+    return found | {
+        "__eq__": _compared("eq", operator.eq),
+        "__ne__": _compared("ne", operator.ne),
+        "__bool__": _valued("a branch", bool),
+        "__int__": _converted(int),
+        "__float__": _converted(float),
+        "__index__": _valued("an index", int),
+        "__hash__": _valued("a key", hash),
+        "__str__": _valued("text", str),
+        "__repr__": _valued("text", repr),
+        "__format__": _valued("text", format),
+        "__copy__": lambda self: self,
+        "__deepcopy__": lambda self, memo: self,
+        "__reduce_ex__": lambda self, protocol: (bool, (_plain_value(self),)),
+        "__class__": property(lambda self: bool),
+    }
+
+
 # `type()` and not a class statement: `__class__` in a class body would be the name of the enclosing class's cell.
 GraphInt: Any = type("GraphInt", (torch.SymInt,), {"__doc__": "An int of the graph.", **_methods(int)})
 GraphFloat: Any = type("GraphFloat", (torch.SymFloat,), {"__doc__": "A float of the graph.", **_methods(float)})
+GraphBool: Any = type("GraphBool", (torch.SymBool,), {"__doc__": "A bool of the graph.", **_bool_methods()})
 
 
 def graph_number(value: Any) -> Any:

@@ -18,7 +18,7 @@ import io
 import logging
 import operator
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,14 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.python_reads.clocks import ClockReading
-from wholestep.errors import ClockError, Location, UnsupportedError, WholestepError
+from wholestep.errors import ClockError, ItemError, Location, UnsupportedError, WholestepError
 from wholestep.ir.call_arguments import arguments_by_name
-from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.captured_step import CapturedStep, Change
+from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_functions import number_tensor
 from wholestep.ir.meta import node_meta
-from wholestep.ir.signature import ChangeKind
+from wholestep.ir.signature import ChangeKind, OutputKind
+from wholestep.ir.slices import ancestors
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
 
@@ -63,6 +65,14 @@ class ScalarPolicy:
         """The policy after these numbers turned out to be needed as plain ones."""
         gone = frozenset(paths)
         return replace(self, lifted=self.lifted - gone, pinned=self.pinned | gone)
+
+
+class MustBeInputs(BaseException):
+    """Ends a trace: numbers that are constants so far must be inputs, because the step changes them each time."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(paths)))
+        self.paths = paths
 
 
 Trace = Callable[[ScalarPolicy, set[str]], CapturedStep]
@@ -118,6 +128,9 @@ def _quiet() -> Iterator[None]:
 def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep, ScalarPolicy]:
     seen: set[str] = set()
     captured, error = _attempt(trace, policy, seen)
+    while isinstance(error, MustBeInputs):
+        policy = policy.with_changed(error.paths)
+        captured, error = _attempt(trace, policy, seen)
     if captured is not None and not captured.compare_scalars:
         return captured, policy
     if isinstance(error, WholestepError) and not policy.lifted & seen:
@@ -153,6 +166,13 @@ def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]
             if again is not None and first_difference(again, plain) is None:
                 captured, best = again, attempt
         return captured, best
+    if plain.items_taken:
+        raise ItemError(
+            f"the step does something else with a plain number than with the value of a tensor, which is known only "
+            f"when the graph ran: {difference}.",
+            fix="return the tensor from the step and read its value outside.",
+            location=where,
+        )
     raise UnsupportedError(
         f"two traces of the same call with the same numbers recorded different programs: {difference}.",
         fix="make the step's Python deterministic: the order of sets, id(), clocks and counters outside of the step "
@@ -161,16 +181,16 @@ def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]
     )
 
 
-def _attempt(trace: Trace, policy: ScalarPolicy, seen: set[str]) -> tuple[CapturedStep | None, Exception | None]:
+def _attempt(trace: Trace, policy: ScalarPolicy, seen: set[str]) -> tuple[CapturedStep | None, BaseException | None]:
     try:
         return trace(policy, seen), None
-    except Exception as error:
+    except (Exception, MustBeInputs) as error:
         return None, error
 
 
 def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
     """Where two captures of one call differ, numbers compared by their value at that call; None if nowhere."""
-    programs = _Program(one), _Program(other)
+    programs = _programs(one, other)
     for first, second in zip(programs[0].calls, programs[1].calls, strict=False):
         if first[0] != second[0]:
             return f"{first[1]} and {second[1]}"
@@ -185,7 +205,7 @@ def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
 
 def line_of_difference(one: CapturedStep, other: CapturedStep) -> Location | None:
     """The user's line of the first operator that differs."""
-    programs = _Program(one), _Program(other)
+    programs = _programs(one, other)
     pairs = zip(programs[0].calls, programs[1].calls, strict=False)
     at = next((i for i, (first, second) in enumerate(pairs) if first[0] != second[0]), None)
     if at is None:
@@ -201,11 +221,19 @@ def _changed_state(one: _Program, other: _Program) -> str | None:
     return None
 
 
+def _programs(one: CapturedStep, other: CapturedStep) -> tuple[_Program, _Program]:
+    """Both without what only the value of an item needs that one of them does not return."""
+    common = one.items_taken.keys() & other.items_taken.keys()
+    return _Program(one, common), _Program(other, common)
+
+
 class _Program:
     """What a capture does, in a form in which captures can be compared."""
 
-    def __init__(self, captured: CapturedStep) -> None:
+    def __init__(self, captured: CapturedStep, items: Set[int]) -> None:
+        """`items`: the numbers of the items that count."""
         self._inputs = {node: slot.path for node, slot in captured.guards.placeholder_slots.items()}
+        needed = _needed(captured, items) if captured.items_taken.keys() - items else None
         self._places: dict[fx.Node, int] = {}
         self.calls: list[tuple[Any, str]] = []
         """Each operator that is no arithmetic on Python numbers, and its name for people."""
@@ -215,17 +243,12 @@ class _Program:
         for node in captured.step_graph.gm.graph.nodes:
             if node.op == "output":
                 outputs = node.args[0]
-            elif node.op == "call_function" and not _is_arithmetic(node):
+            elif node.op == "call_function" and not _is_arithmetic(node) and (needed is None or node in needed):
                 self._places[node] = len(self.calls)
                 self.calls.append((self._call(node), f"{node.name} ({node.target})"))
                 self.lines.append(node_meta(node).location)
         self.results = [self._result(kind, value, outputs) for kind, value in captured.result_leaves]
-        self.changes = {
-            change.slot.path: self._form(outputs[change.output])
-            if change.output is not None
-            else (("removed",) if change.kind is ChangeKind.REMOVED else self._form(change.constant))
-            for change in captured.changes
-        }
+        self.changes = {change.slot.path: self._changed(change, outputs) for change in captured.changes}
         self._slots = {change.slot.path: change.slot for change in captured.changes}
 
     def _call(self, node: fx.Node) -> Any:
@@ -242,6 +265,13 @@ class _Program:
         given = arguments_by_name(node)
         return node.target, tuple(self._form(given.get(a.name, a.default_value)) for a in arguments)
 
+    def _changed(self, change: Change, outputs: Any) -> Any:
+        if change.output is not None:
+            return self._form(outputs[change.output])
+        if change.deferred is not None:
+            return self._form(change.deferred.trial)
+        return ("removed",) if change.kind is ChangeKind.REMOVED else self._form(change.constant)
+
     def unchanged(self, path: str) -> Any:
         """What a place holds that this capture does not change; None where that is no plain value."""
         slot = self._slots.get(path)
@@ -249,10 +279,11 @@ class _Program:
         return self._form(value) if isinstance(value, int | float | str) else None
 
     def _result(self, kind: str, value: Any, outputs: Any) -> Any:
-        if kind in ("output", "attached"):
+        if kind in ("output", "attached", "detached"):
             return self._form(outputs[value])
         if kind == "sharded":
             return self._form(outputs[value[0]])
+        value = value.trial if kind == "deferred" else value
         return self._form(value) if isinstance(value, int | float | complex | str | bytes) else type(value)
 
     def _form(self, value: Any) -> Any:
@@ -280,6 +311,16 @@ class _Program:
             constant: Tensor = node.meta["constant"]
             return "constant", constant.dtype, tuple(constant.shape), constant.tolist()
         return node.target, self._form(node.args)
+
+
+def _needed(captured: CapturedStep, items: Set[int]) -> set[fx.Node]:
+    """The nodes that are needed if only some of the items are."""
+    graph, outputs = captured.step_graph.gm.graph, captured.step_graph.signature.outputs
+    results: Any = graph.output_node().args[0]
+    kept = [value for value, spec in zip(results, outputs, strict=True) if spec.kind is not OutputKind.LOGGED]
+    kept += [captured.items_taken[number] for number in items]
+    kept += [node for node in graph.nodes if node.op != "output" and is_needed(node)]
+    return set(ancestors([node for node in kept if isinstance(node, fx.Node)]))
 
 
 def _as_dtype(numbers: Any, dtype: torch.dtype) -> Any:

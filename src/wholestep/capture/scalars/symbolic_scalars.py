@@ -8,12 +8,11 @@ takes the number, the remembered operations become nodes of the graph:
     p.add_(m, alpha=-lr / (1 - beta))   ->   neg(lr); sub(1, beta); truediv(..); add(p, m, alpha=..)
 
 Why not torch's symbolic shapes: those normalise expressions (`a*b*c` may be reassociated), which changes the last bit
-of a float, and cost 100 us an operation. Branching on a number adds a guard; a number without a known value
-(`param.norm().item()` in an optimizer) cannot be branched on.
+of a float, and cost 100 us an operation. Branching on a number adds a guard.
 
-Numbers that Python around the graph computes: a learning rate after `scheduler.step()` inside of the step.
-
-The graph does not know them. The step may return them; the runtime reads them after it repeated the scheduler's call.
+A number whose value is known only when the graph runs (`loss.item()`) or after it (a learning rate that
+`scheduler.step()` computes) is an expression like the others and cannot be branched on. Where it is returned, kept or
+printed, the runtime evaluates the expression after the run (`ir.deferred`).
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.errors import ControlFlowError, Location, SideEffectError
-from wholestep.ir.meta import user_location
+from wholestep.errors import ControlFlowError, ItemError, Location, SideEffectError, WholestepError
+from wholestep.ir.deferred import DeferredNumber, HostLeaf, Number, SizeLeaf
+from wholestep.ir.user_objects.plain_values import own_dict
 from wholestep.ir.user_objects.slots import ABSENT, Slot
-
-Number = int | float | bool
 
 
 class ScalarHost(Protocol):
     """What a scalar needs from the capture it lives in."""
 
-    def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number | None) -> fx.Node: ...
+    def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number) -> fx.Node: ...
 
-    def leaf_scalar(self, leaf: Any, value: Number | None) -> fx.Node: ...
+    def leaf_scalar(self, leaf: Any, value: Number) -> fx.Node: ...
 
     def add_guard(self, guard: ScalarGuard) -> None: ...
 
@@ -49,6 +47,10 @@ class ScalarHost(Protocol):
     def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]: ...
 
     def note_scalar(self, node: ScalarNode) -> None: ...
+
+    def before_conversion(self, name: str) -> None: ...
+
+    def note_given(self, value: Any) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "slice_length": slice_length,
     "in_range": in_range,
 }
+_LONGEST = 160
+_BRANCHES = ("a branch", "a comparison")
 _BOOLEAN = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "sym_and", "sym_or", "sym_not", "is_integer", "in_range"}
 )
@@ -174,7 +178,7 @@ class ScalarNode:
     The method names are those that torch calls on the node of a SymInt, SymFloat or SymBool.
     """
 
-    __slots__ = ("_fx", "_host", "args", "hint", "key", "kind", "leaf", "method")
+    __slots__ = ("_fx", "_host", "args", "hint", "key", "kind", "leaf", "method", "trial")
 
     def __init__(
         self,
@@ -194,6 +198,8 @@ class ScalarNode:
         self.method = method
         self.args = args
         self.leaf = leaf
+        self.trial: Number = getattr(leaf, "trial", 0) if hint is None else hint
+        """The value; one that is not known yet has here the one that it has in a trace with plain numbers."""
         self._fx: fx.Node | None = None
         if host is not None:
             host.note_scalar(self)
@@ -216,26 +222,31 @@ class ScalarNode:
             return self.hint
         if self._fx is None:
             if self.leaf is not None:
-                self._fx = self._host.leaf_scalar(self.leaf, self.hint)
+                self._fx = self._host.leaf_scalar(self.leaf, self.trial)
             else:
                 args = tuple(a.fx_arg() for a in self.args)
-                self._fx = self._host.emit_scalar(_OPERATORS[self.method], args, self.hint)
+                self._fx = self._host.emit_scalar(_OPERATORS[self.method], args, self.trial)
         return self._fx
 
     def evaluate(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> Number:
         """The value with other leaves, computed as Python would."""
-        if id(self) in memo:
-            return memo[id(self)]
-        value: Number
-        if self.leaf is not None:
-            value = leaf_value(self.leaf)
-        elif not self.method:
-            assert self.hint is not None
-            value = self.hint
-        else:
-            value = _OPERATORS[self.method](*(a.evaluate(leaf_value, memo) for a in self.args))
-        memo[id(self)] = value
-        return value
+        stack = [self]  # no recursion: a sum of a thousand items is a thousand deep
+        while stack:
+            node = stack[-1]
+            if id(node) not in memo:
+                missing = [a for a in node.args if id(a) not in memo]
+                if missing:
+                    stack += reversed(missing)
+                    continue
+                if node.leaf is not None:
+                    memo[id(node)] = leaf_value(node.leaf)
+                elif not node.method:
+                    assert node.hint is not None
+                    memo[id(node)] = node.hint
+                else:
+                    memo[id(node)] = _OPERATORS[node.method](*(memo[id(a)] for a in node.args))
+            stack.pop()
+        return memo[id(self)]
 
     def leaves(self) -> list[Any]:
         """The distinct leaves this number depends on."""
@@ -261,32 +272,68 @@ class ScalarNode:
     def specialise(self, why: str) -> Number:
         """Fix the number to the value it has now, under a guard."""
         if self.hint is None:
-            raise ControlFlowError(
-                f"{why} needs the value of {self.key}, which is known only when the step runs.",
-                fix="keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches.",
-                location=None if self._host is None else self._host.location_here(),
-            )
+            raise self._unknown(why)
         if not self.is_fixed and self._host is not None:
             self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
+
+    def _unknown(self, why: str) -> WholestepError:
+        """The value is asked for, and there is none yet."""
+        where = None if self._host is None else self._host.location_here()
+        late = next((leaf for leaf in self.leaves() if isinstance(leaf, HostLeaf)), None)
+        if late is not None:
+            return computed_with(late, where)
+        what = f"{why} needs the value of {self.key}, which is known only when the step runs."
+        if why in _BRANCHES:
+            advice = "keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches."
+            return ControlFlowError(what, fix=advice, location=where)
+        return ItemError(
+            what,
+            fix="return the tensor from the step and read its value outside. (A value may be returned, printed, kept "
+            "and computed with; it is filled in after the run.)",
+            location=where,
+        )
+
+    def before_conversion(self, name: str) -> None:
+        """User code calls `float(x)` or `int(x)`, which must give a plain number."""
+        if self.hint is None and self._host is not None:
+            self._host.before_conversion(name)
+
+    def note_given(self, value: Any) -> None:
+        """User code gets a number that is not known yet."""
+        if self._host is not None:
+            self._host.note_given(value)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it depends on a number that is known only when the graph runs, or after it."""
+        return self.hint is None
+
+    def deferred(self) -> DeferredNumber:
+        """The number as something that the runtime evaluates."""
+        return DeferredNumber(self.key, tuple(self.leaves()), self.evaluate, self.trial)
 
     def apply(self, method: str, *others: Any) -> ScalarNode:
         """The result of an operation on this number."""
         args = (self, *(self._adopt(o) for o in others))
         self._guard_errors(method, args)
-        hints = [a.hint for a in args]
-        hint = None if any(h is None for h in hints) else _OPERATORS[method](*hints)
-        if method in _BOOLEAN:
-            kind: type = bool
-        elif hint is not None:
-            kind = type(hint)
-        else:
-            kind = float if any(a.kind is float for a in args) or "truediv" in method else int
-            kind = {"sym_float": float, "sym_int": int, "floor": int, "ceil": int, "trunc": int}.get(method, kind)
+        if any(a.hint is None for a in args):
+            return self._apply_deferred(method, args)
+        hint = _OPERATORS[method](*(a.hint for a in args))
+        kind = bool if method in _BOOLEAN else type(hint)
         if all(a.is_fixed for a in args):
-            assert hint is not None
             return ScalarNode(self._host, kind, hint, repr(hint))
         return ScalarNode(self._host, kind, hint, _render(method, args), method=method, args=args)
+
+    def _apply_deferred(self, method: str, args: tuple[ScalarNode, ...]) -> ScalarNode:
+        """The same where a number is not known yet: of the type that it has for the trial values."""
+        trial = _OPERATORS[method](*(a.trial for a in args))
+        kind = bool if method in _BOOLEAN else type(trial)
+        text = _render(method, args)
+        text = text if len(text) <= _LONGEST else f"an expression of {args[0].key[: _LONGEST // 2]}"
+        made = ScalarNode(self._host, kind, None, text, method=method, args=args)
+        made.trial = trial
+        return made
 
     def _guard_errors(self, method: str, args: tuple[ScalarNode, ...]) -> None:
         """Where Python raises for some values (division by zero), or gives a number of another kind, which of the two
@@ -318,7 +365,7 @@ class ScalarNode:
         if isinstance(other, int | float):
             return ScalarNode(self._host, type(other), other, repr(other))
         node, value = self._host.shape_scalar(other)
-        adopted = ScalarNode(self._host, type(value), value, str(other), leaf=other)
+        adopted = ScalarNode(self._host, type(value), value, str(other), leaf=SizeLeaf(node))
         adopted._fx = node
         return adopted
 
@@ -457,27 +504,14 @@ class LastRateSlot(Slot):
     index: int
 
     def get(self) -> Any:
-        rates = getattr(self.scheduler, "_last_lr", ())
+        rates = own_dict(self.scheduler).get("_last_lr", ())
         return rates[self.index] if self.index < len(rates) else ABSENT
 
 
-class HostNumber:
-    """A number that exists only after the step ran. It can be returned, and nothing else."""
-
-    def __init__(self, path: str, read: Callable[[], Any]) -> None:
-        self.path = path
-        self.read = read
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise SideEffectError(
-            f"the step computes with {self.path} after a scheduler changed it in the same step.",
-            fix="call scheduler.step() at the end of the step, or outside of it.",
-            location=user_location(),
-        )
-
-    __float__ = __int__ = __index__ = __bool__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __format__ = _refuse
-
-    def __repr__(self) -> str:
-        return f"<{self.path} after the step>"
+def computed_with(leaf: HostLeaf, location: Location | None) -> SideEffectError:
+    """A number that exists only after the graph ran reaches the graph, or decides something."""
+    return SideEffectError(
+        f"the step computes with {leaf.path} after a scheduler changed it in the same step.",
+        fix="call scheduler.step() at the end of the step, or outside of it.",
+        location=location,
+    )

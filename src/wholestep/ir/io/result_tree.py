@@ -4,6 +4,7 @@
     (a, b) and [a, b]               {"tuple": [..]}, {"list": [..]}
     another pytree class            {"node": "collections.OrderedDict", "keys": [..], "children": [..]}
     an object that is not JSON      {"object": "pathlib.PosixPath"}
+    a number read after the run     {"deferred": [0]}: of output 0
 
 The description is for files and for people; the runtime rebuilds the value from torch's own tree spec.
 """
@@ -53,6 +54,11 @@ def describe_leaf(value: object) -> dict[str, Any]:
     return {"value": value} if type(value) in _SCALARS else {"object": _class_name(value)}
 
 
+def describe_deferred(outputs: list[int]) -> dict[str, Any]:
+    """The description of a value that is made after the graph ran, of some of its outputs."""
+    return {"deferred": outputs}
+
+
 def render(description: Any) -> str:
     """A short text such as `{'loss': out0, 'n': 3}`."""
     if not isinstance(description, Mapping):
@@ -73,6 +79,8 @@ def render(description: Any) -> str:
         if "keys" in description:
             items = [f"{key}={item}" for key, item in zip(description["keys"], items, strict=True)]
         return f"{description['node'].rsplit('.', 1)[-1]}({', '.join(items)})"
+    if "deferred" in description:
+        return f"read after the run from {', '.join(f'out{i}' for i in description['deferred']) or 'Python'}"
     return f"<{description.get('object', '?')}>"
 
 
@@ -91,6 +99,8 @@ def check(description: Any, outputs: int, depth: int = 0) -> None:
         good = type(content) is int and 0 <= content < outputs
     elif tag == "value":
         good = type(content) in _SCALARS
+    elif tag == "deferred":
+        good = isinstance(content, list) and all(type(each) is int and 0 <= each < outputs for each in content)
     elif tag == "object":
         good = isinstance(content, str)
     elif tag in ("tuple", "list"):

@@ -1,0 +1,144 @@
+"""The Python numbers of one trace: which become scalars of the graph, and what user code may do with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+
+from wholestep.capture.patching.conversions import NeedsConversion
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy
+from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, computed_with, scalar_of
+from wholestep.errors import ItemError, Location
+from wholestep.ir.captured_step import HostCall
+from wholestep.ir.deferred import HostLeaf, ItemLeaf, Number, SizeLeaf
+from wholestep.ir.meta import location_of, user_frame, user_location
+from wholestep.ir.user_objects.slots import Slot
+
+if TYPE_CHECKING:
+    from wholestep.capture.trace import Capture
+
+
+class TracedNumbers:
+    """Makes the scalars of one capture, and is their host: it turns them into nodes and collects their guards."""
+
+    def __init__(self, capture: Capture, policy: ScalarPolicy, seen: set[str]) -> None:
+        """`seen`: takes the paths of the numbers that user code got as scalars of the graph."""
+        self._capture = capture
+        self._policy = policy
+        self._seen = seen
+        self.lifted: list[tuple[Slot, type]] = []
+        """Numbers that are inputs because they changed between two calls, and their types."""
+        self.guards: dict[str, ScalarGuard] = {}
+        self.given: list[weakref.ref[Any]] = []
+        """Numbers that user code got and that are not known yet."""
+        self._scalars: list[ScalarNode] = []
+        self._has_deferred = False
+
+    def release(self) -> None:
+        """Let go of the capture."""
+        for scalar in self._scalars:
+            scalar.release()
+        self._scalars = []
+
+    # Making them.
+
+    def make(self, slot: Slot, value: Number) -> Any:
+        """A number in a slot becomes a scalar of the graph, where the policy does not need it plain."""
+        if self._policy.plain:
+            return value
+        self._seen.add(slot.path)
+        kind = float if isinstance(value, float) else int
+        scalar = ScalarNode(self, kind, kind(value), slot.path, leaf=slot)
+        if slot.path in self._policy.pinned:
+            self.add_guard(ScalarGuard(scalar, kind(value)))
+            return value
+        return scalar.as_python()
+
+    def is_pinned(self, path: str) -> bool:
+        """Whether user code needs a number, which it gets now, as a plain one."""
+        self._seen.add(path)
+        return path in self._policy.pinned
+
+    def lift(self, slot: Slot, value: Number) -> Any:
+        """A number that changed between two calls becomes a scalar of the graph."""
+        self.lifted.append((slot, type(value)))
+        return self.make(slot, value)
+
+    def late(self, call: HostCall, path: str, read: Callable[[], Any], slot: Slot | None = None) -> Any:
+        """A number that a call which follows the graph leaves in Python."""
+        value = read()
+        scalar = scalar_of(value)
+        plain: Number = scalar.trial if scalar is not None else value if type(value) in (int, float) else 0.0
+        if self._policy.plain:
+            return plain
+        leaf = HostLeaf(path, read, plain, slot)
+        call.leaves.append(leaf)
+        return ScalarNode(self, type(plain), None, path, leaf=leaf).as_python()
+
+    # What user code does with them.
+
+    def note_deferred(self) -> None:
+        """User code gets a number that is known only when the graph ran."""
+        if self._capture.phase != "optimizer" or not is_of_torch(self._capture.running_step):
+            self._has_deferred = True
+
+    def note_given(self, value: Any) -> None:
+        self.given.append(weakref.ref(value))
+
+    def may_tell_apart(self) -> bool:
+        """Whether code that is not torch's got scalars of the graph and may ask for their type."""
+        if self._policy.plain:
+            return False
+        if self._has_deferred:
+            return True
+        own_optimizer = not all(map(is_of_torch, self._capture.world.optimizers))
+        return bool(self._seen) and (bool(self.lifted) or own_optimizer)
+
+    def before_conversion(self, name: str) -> None:
+        """A function asks for the plain number of one that is not known yet: a stand-in may lie in the place of the
+        name in the next trace."""
+        frame = user_frame(2)
+        if frame is None or name not in frame.f_code.co_names or name in frame.f_globals:
+            return
+        refusal = ItemError(
+            f"{name}() takes the value of a tensor out of the graph.",
+            fix="return the tensor from the step and read its value outside; or take it with .item(), if it is only "
+            "returned, kept or printed.",
+            location=location_of(frame, with_text=True),
+        )
+        raise NeedsConversion(frame.f_globals, name, refusal)
+
+    # Host of the scalars.
+
+    def note_scalar(self, node: ScalarNode) -> None:
+        self._scalars.append(node)
+
+    def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number) -> fx.Node:
+        return self._capture.recorder.emit_function(target, args, value)
+
+    def leaf_scalar(self, leaf: Any, value: Number) -> fx.Node:
+        if isinstance(leaf, ItemLeaf):
+            return self._capture.items.emit(leaf, value)
+        if isinstance(leaf, HostLeaf):
+            raise computed_with(leaf, user_location())
+        return leaf.node if isinstance(leaf, SizeLeaf) else self._capture.inputs.number(leaf, value)
+
+    def shape_scalar(self, symbol: Any) -> tuple[fx.Node, Number]:
+        wrap: Any = torch.SymInt
+        return self._capture.shape_arg(wrap(symbol)), symbol.hint
+
+    def add_guard(self, guard: ScalarGuard) -> None:
+        self.guards.setdefault(guard.key, guard)
+
+    def location_here(self) -> Location | None:
+        return user_location()
+
+
+def is_of_torch(optimizer: Optimizer | None) -> bool:
+    """Whether the `step` of an optimizer is torch's own code."""
+    return type(optimizer).__module__.startswith("torch.optim.")
