@@ -51,20 +51,20 @@ def branches() -> None:
         refused("WS-CONTROL-FLOW", body)
 
 
-@row("`.item()`, `.tolist()`, `.numpy()`")
+@row("`.item()`, `.tolist()`, `float(tensor)`, `int(tensor)`")
 def values_of_tensors() -> None:
-    for take in (
-        lambda loss: loss.item(),
-        lambda loss: loss.tolist(),
-        lambda loss: loss.detach().numpy(),
-        lambda loss: print(loss),
-        lambda loss: f"{loss}",
-    ):
+    def values(model: Any, optimizer: Optimizer, x: Tensor) -> Any:
+        loss = train(model, optimizer, x).detach()
+        model.total = model.total + loss.item()
+        mean = x * loss.item() / (x > 0).sum().item()
+        return loss.item() / 2, float(loss), int(loss), x[0].tolist(), model.total, mean
 
-        def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Any:
-            return take(train(model, optimizer, x))
+    def with_total() -> nn.Module:
+        model: Any = network()
+        model.total = 0.0
+        return model
 
-        refused("WS-ITEM", body)
+    same(values, model=with_total, graphs=3)
 
     def build() -> nn.Module:
         model = network()
@@ -76,6 +76,33 @@ def values_of_tensors() -> None:
         return train(model, optimizer, x * 2 if model.calls.item() > 2 else x)
 
     same(counts, model=build, steps=5, graphs=3)
+
+
+@row("a branch, comparison that decides, `max`, index, key")
+def values_that_are_needed_at_once() -> None:
+    for code, take in (
+        ("WS-CONTROL-FLOW", lambda loss: 1 if loss.item() > 1 else 2),
+        ("WS-CONTROL-FLOW", lambda loss: max(loss.item(), 1.0)),
+        ("WS-ITEM", lambda loss: {0: 1}.get(int(loss))),
+        ("WS-ITEM", lambda loss: list(range(int(loss)))),
+        ("WS-ITEM", lambda loss: np.sqrt(loss.item())),
+        ("WS-ITEM", lambda loss: "%.3f" % loss.item()),  # noqa: UP031
+    ):
+
+        def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Any:
+            return take(train(model, optimizer, x).detach())
+
+        refused(code, body)
+
+
+@row("`.numpy()`, `print(tensor)`")
+def values_as_text() -> None:
+    for take in (lambda loss: loss.numpy(), print, lambda loss: f"{loss}"):
+
+        def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Any:
+            return take(train(model, optimizer, x).detach())
+
+        refused("WS-ITEM", body)
 
 
 @row("boolean indexing, `nonzero`, `unique`")
