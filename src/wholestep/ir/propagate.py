@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress, repeat
 from operator import attrgetter, not_
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -50,6 +51,7 @@ _UNKNOWABLE = (
 _ANY_NUMBER = {"int": 1, "float": 1.0, "bool": True}
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 """Types of arguments that are looked up by value. (Of a `torch.device` the result depends: such a node is run.)"""
+_SEQUENCES = (list, tuple)
 _NONE = (type(None), None)
 _OF_STORAGE = frozenset(
     {
@@ -86,11 +88,14 @@ def propagate_changed(gm: fx.GraphModule, changed: Collection[fx.Node], fail: Fa
             run.check(node, recorded)
 
 
-def fill_values(gm: fx.GraphModule, fail: Fail | None = None) -> list[fx.Node]:
-    """Give a `val` to each node that has none, from those of its inputs, and return these nodes. Costs only them."""
+def fill_values(gm: fx.GraphModule, fail: Fail | None = None, among: Iterable[fx.Node] | None = None) -> list[fx.Node]:
+    """Give a `val` to each node that has none, from those of its inputs, and return these nodes. Costs only them.
+
+    `among`: all nodes that may have none, in order, where that is known.
+    """
     run: _Run | None = None
     filled: list[fx.Node] = []
-    for node in nodes_without(gm.graph, "val"):
+    for node in _without_value(gm.graph) if among is None else among:
         if node.op != "call_function":
             continue
         if any("val" not in source.meta for source in node.all_input_nodes):
@@ -102,10 +107,9 @@ def fill_values(gm: fx.GraphModule, fail: Fail | None = None) -> list[fx.Node]:
     return filled
 
 
-def nodes_without(graph: fx.Graph, key: str) -> Iterator[fx.Node]:
-    """The nodes that have no metadata of a key, in order. No Python code runs for the others."""
+def _without_value(graph: fx.Graph) -> Iterator[fx.Node]:
     nodes = list(graph.nodes)
-    return compress(nodes, map(not_, map(dict.__contains__, map(attrgetter("meta"), nodes), repeat(key))))
+    return compress(nodes, map(not_, map(dict.__contains__, map(attrgetter("meta"), nodes), repeat("val"))))
 
 
 def fakes_for(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> tuple[FakeTensorMode, dict[fx.Node, Any]]:
@@ -222,13 +226,19 @@ class _Run:
                     self._fail(node, f"{node.name} has {what} {b}, its `val` says {a}.")
 
 
-class _Layout(NamedTuple):
-    """A tensor without data, as something to look up."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Layout:
+    """A tensor without data, as something to look up: one object for all that are alike (`_layout`)."""
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+@lru_cache(maxsize=10_000)
+def _layout(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Layout:
+    return _Layout(dtype, device, shape, stride)
 
 
 class _NoKeyError(Exception):
@@ -280,8 +290,9 @@ class _Lookup:
             if not isinstance(node.target, OpOverload):
                 return False
             args = tuple(map(self._key, NODE_ARGUMENTS(node)))
-            kwargs = tuple((name, self._key(arg)) for name, arg in NODE_KEYWORDS(node).items())
-            given = self._key(recorded)
+            named = NODE_KEYWORDS(node)
+            kwargs = tuple((name, self._key(arg)) for name, arg in named.items()) if named else ()
+            given = self._of_node(node)
             return len(self._devices) == 1 and bool(_given_for(node.target, args, kwargs) == _sizes_of(given))
         except Exception:  # a run of the node says what is wrong
             return False
@@ -303,11 +314,15 @@ class _Lookup:
             return self._of_node(value)
         if kind in _PLAIN:
             return kind, value
-        if isinstance(value, list | tuple):
-            return (list, *map(self._key, value))
-        if isinstance(value, Tensor) and not has_symbolic_sizes(value):
-            self._devices.add(value.device)
-            return _Layout(value.dtype, value.device, tuple(value.shape), value.stride())
+        if isinstance(value, Tensor):
+            if has_symbolic_sizes(value):
+                raise _NoKeyError
+            device = value.device
+            self._devices.add(device)
+            return _layout(value.dtype, device, value.shape, value.stride())
+        if isinstance(value, _SEQUENCES):
+            kinds = tuple(map(type, value))
+            return (list, kinds, *value) if _PLAIN.issuperset(kinds) else (list, None, *map(self._key, value))
         raise _NoKeyError
 
 
@@ -328,7 +343,9 @@ def _without_data(key: Any, tensors: dict[_Layout, Tensor]) -> Any:
             tensors[key] = torch.empty_strided(key.shape, key.stride, dtype=key.dtype, device="meta")
         return tensors[key]
     kind, *items = key
-    return [_without_data(item, tensors) for item in items] if kind is list else items[0]
+    if kind is not list:
+        return items[0]
+    return items[1:] if items[0] is not None else [_without_data(item, tensors) for item in items[1:]]
 
 
 def _sizes_of(result: Any) -> Any:
@@ -340,7 +357,7 @@ def _sizes_of(result: Any) -> Any:
     if result is None or result == _NONE:
         return None
     if isinstance(result, list | tuple):
-        return [_sizes_of(item) for item in (result[1:] if result[:1] == (list,) else result)]
+        return [_sizes_of(item) for item in (result[2:] if result[:1] == (list,) else result)]
     raise _NoKeyError
 
 

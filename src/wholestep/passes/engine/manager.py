@@ -15,8 +15,9 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, compress, filterfalse, repeat
-from operator import attrgetter, is_, is_not, itemgetter, not_
+from functools import cached_property
+from itertools import compress, filterfalse, repeat
+from operator import attrgetter, is_, is_not, not_
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from wholestep.ir.graphs import collector_paused
 from wholestep.ir.iter.graph import IterGraph, single_graph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
-from wholestep.ir.propagate import fill_values, has_same_layout, nodes_without
+from wholestep.ir.propagate import fill_values, has_same_layout
 from wholestep.ir.signature import Signature, WriteBack
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import complain_about, verify, verify_bare
@@ -45,14 +46,12 @@ from wholestep.passes.engine.dump import PassDump, current_dump
 from wholestep.passes.engine.promises import Promises
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.engine.torch_functions import replace_torch_functions
-from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_KEYWORDS, NODE_PARTS, codegen_of
+from wholestep.torch_private.fx_graphs import NodeParts, NodeTable, codegen_of
 
 log = logging.getLogger("wholestep.passes")
 
 _COPY = torch.ops.aten.copy_.default
 _ABSENT = object()
-_READ_PARTS = ((1, attrgetter("target")), (2, NODE_ARGUMENTS), (3, NODE_KEYWORDS))
-"""The parts of a node that decide what it gives, by their place in `NODE_PARTS`."""
 _KEPT = ("val", "wholestep")
 """Metadata that a pass may write and a rollback restores."""
 
@@ -154,10 +153,10 @@ class _Application:
             if self.still_true is None or self._level >= 2:
                 self.still_true = None
                 try:
-                    filled = self._tidy(gm)
+                    changes = self._tidy(gm, saved)
                     if self._level >= 1 and not self._iterates:
-                        saved.promises.check(gm, self._pass.contract.numerics)
-                    self._check(saved.changed(filled) if self._level == 1 else ())
+                        saved.promises.check(gm, self._pass.contract.numerics, changes.rewired)
+                    self._check(changes.affected() if self._level == 1 else ())
                 except IterMoveError as error:  # a fault of the pass, not of what it was asked for
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
             if replay is not None:
@@ -206,8 +205,8 @@ class _Application:
             return False
         return not any(graph.find_nodes(op="call_function", target=op, sort=False) for op in about)
 
-    def _tidy(self, gm: fx.GraphModule) -> list[fx.Node]:
-        """Remove dead code, complete the metadata of nodes, and return those whose `val` was computed."""
+    def _tidy(self, gm: fx.GraphModule, saved: _Saved) -> _Changes:
+        """Remove dead code and complete the metadata of nodes; returns what the pass changed."""
         if isinstance(gm.graph, IterGraph):
             gm.graph.lint()
             gm.graph.eliminate_dead_code(is_needed)
@@ -215,10 +214,11 @@ class _Application:
             drop_dead_code(gm.graph)
         if self._step_graph is not None:
             replace_torch_functions(gm)
-        filled = fill_values(gm, functools.partial(complain_about, gm))
-        _inherit_meta(gm.graph)
+        changes = saved.changes()
+        changes.filled = fill_values(gm, functools.partial(complain_about, gm), changes.without("val"))
+        _inherit_meta(changes.without("wholestep"))
         self._given.recompile()
-        return filled
+        return changes
 
     def _whole(self) -> fx.GraphModule:
         """What one iteration computes: of an IterGraphModule the graph as if nothing had moved."""
@@ -282,10 +282,10 @@ class _Saved:
         """What takes and gives trees, where `make_fx` made the graph."""
         self._signature = None if step_graph is None else step_graph.signature
         self._nodes: list[fx.Node] = list(gm.graph.nodes)
-        self._parts: list[tuple[Any, ...]] = list(map(NODE_PARTS, self._nodes))
+        self._table = NodeTable(self._nodes)
         self._known = [list(each) for each in _known(self._nodes)]
         self._attributes = ModuleState(gm)
-        self.promises = Promises(gm.graph, self._nodes, self._parts, self._signature)
+        self.promises = Promises(gm.graph, self._table, self._signature)
 
     def follow_meta(self) -> None:
         """The passes noted on the graph module are more than they were; all else is the same."""
@@ -299,38 +299,17 @@ class _Saved:
         nodes: list[fx.Node] = list(self._gm.graph.nodes)
         if nodes != self._nodes:
             return False
-        same_parts = map(is_, chain.from_iterable(map(NODE_PARTS, nodes)), chain.from_iterable(self._parts))
         same_known = (map(is_, now, before) for now, before in zip(_known(nodes), self._known, strict=True))
-        return all(same_parts) and all(map(all, same_known))
+        return self._table.is_current() and all(map(all, same_known))
 
-    def changed(self, filled: Collection[fx.Node] = ()) -> list[fx.Node]:
-        """The nodes whose metadata may not fit any more: new, with other arguments or another `val`, or reading such.
-
-        `filled`: nodes whose `val` was computed after the pass, which fits.
-        """
-        before, nodes = self._nodes, list(self._gm.graph.nodes)
-        stay = set(nodes)
-        found = dict.fromkeys(filterfalse(set(before).__contains__, nodes))
-        moved = {
-            node: was
-            for part, of_node in _READ_PARTS
-            for node, was in compress(
-                zip(before, self._parts, strict=True),
-                map(is_not, map(of_node, before), map(itemgetter(part), self._parts)),
-            )
-        }
-        found.update((node, None) for node, was in moved.items() if node in stay and not _reads_alike(node, was))
-        for node in compress(before, map(is_not, next(iter(_known(before))), self._known[0])):
-            if node in stay:
-                found.update(dict.fromkeys((node, *node.users)))
-        for node in filled:
-            found.pop(node, None)
-        return list(found)
+    def changes(self) -> _Changes:
+        """What is not as it was."""
+        return _Changes(list(self._gm.graph.nodes), self._table, self._known)
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
-        for node, parts, *known_values in zip(self._nodes, self._parts, *self._known, strict=True):
+        for node, parts, *known_values in zip(self._nodes, self._table, *self._known, strict=True):
             op, target, args, kwargs, name, kind = parts
             new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
             new = graph.create_node(op, target, new_args, new_kwargs, name, kind)
@@ -349,12 +328,49 @@ class _Saved:
             self._step_graph.signature = self._signature
 
 
-def _reads_alike(node: fx.Node, was: tuple[Any, ...]) -> bool:
+class _Changes:
+    """What a pass did to a graph: new nodes and changed ones, found without Python code for the others."""
+
+    def __init__(self, nodes: list[fx.Node], table: NodeTable, known: list[list[Any]]) -> None:
+        self._table = table
+        self._nodes = nodes
+        self._stay = set(nodes)
+        self._new = list(filterfalse(table.place.__contains__, nodes))
+        self._was = known
+        self._is = [list(each) for each in _known(table.nodes)]
+        self.filled: list[fx.Node] = []
+        """Nodes whose `val` was computed after the pass, which fits."""
+
+    def without(self, key: str) -> list[fx.Node]:
+        """The nodes that have no metadata of a key, in order."""
+        lacking = compress(self._table.nodes, map(is_, self._is[_KEPT.index(key)], repeat(_ABSENT)))
+        found = {node for node in lacking if node in self._stay}
+        found.update(node for node in self._new if key not in node.meta)
+        return [node for node in self._nodes if node in found] if found else []
+
+    @cached_property
+    def rewired(self) -> list[fx.Node]:
+        """Nodes of before that call another target, or have other arguments."""
+        return [node for node in self._table.changed() if node in self._stay]
+
+    def affected(self) -> list[fx.Node]:
+        """The nodes whose metadata may not fit any more: new, with other arguments or `val`, or reading such."""
+        found = dict.fromkeys(self._new)
+        found.update((node, None) for node in self.rewired if not _reads_alike(node, self._table.parts(node)))
+        for node in compress(self._table.nodes, map(is_not, self._is[0], self._was[0])):
+            if node in self._stay:
+                found.update(dict.fromkeys((node, *node.users)))
+        for node in self.filled:
+            found.pop(node, None)
+        return list(found)
+
+
+def _reads_alike(node: fx.Node, was: NodeParts) -> bool:
     """True if a node is what it was but for nodes among its arguments whose values say the same."""
-    _, target, args, kwargs, *_ = NODE_PARTS(node)
-    if target is not was[1] or len(args) != len(was[2]) or (kwargs is not was[3] and kwargs != was[3]):
+    args = node.args
+    if node.target is not was.target or len(args) != len(was.args) or node.kwargs != was.kwargs:
         return False
-    return all(now is old or _says_the_same(now, old) for now, old in zip(args, was[2], strict=True))
+    return all(now is old or _says_the_same(now, old) for now, old in zip(args, was.args, strict=True))
 
 
 def _says_the_same(now: Any, old: Any) -> bool:
@@ -399,9 +415,9 @@ def _renamed_write_backs(graph: StepGraph) -> Signature:
     return replace(graph.signature, write_backs=tuple(reversed(found)))
 
 
-def _inherit_meta(graph: fx.Graph) -> None:
+def _inherit_meta(nodes: Iterable[fx.Node]) -> None:
     """New nodes belong to the module and line of what they are made from."""
-    for node in nodes_without(graph, "wholestep"):
+    for node in nodes:
         if node.op == "call_function":
             sources = [node_meta(source) for source in node.all_input_nodes if source.op != "placeholder"]
             set_node_meta(node, replace(sources[-1], in_place=None) if sources else NodeMeta())

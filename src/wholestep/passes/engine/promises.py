@@ -12,10 +12,7 @@ Cost: the nodes that changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from itertools import compress
-from operator import is_not, itemgetter
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +28,12 @@ from wholestep.ir.signature import Signature
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position
 from wholestep.torch_private.distributed import process_group_size
-from wholestep.torch_private.fx_graphs import NODE_ARGUMENTS, NODE_SOURCES, call_targets
+from wholestep.torch_private.fx_graphs import NODE_SOURCES, NodeParts, NodeTable, call_targets
 from wholestep.torch_private.operators import OpOverload, argument_names, op_name
 
 _COPY = torch.ops.aten.copy_.default
 _MANY = 10_000
 
-Parts = tuple[Any, ...]
 Key = tuple[str, ...]
 Turned = dict[fx.Node, tuple[fx.Node, fx.Node]]
 
@@ -45,38 +41,27 @@ Turned = dict[fx.Node, tuple[fx.Node, fx.Node]]
 class Promises:
     """A graph before a pass, as nodes and what they were."""
 
-    def __init__(
-        self, graph: fx.Graph, nodes: Sequence[fx.Node], parts: Sequence[Parts], signature: Signature | None
-    ) -> None:
-        self._nodes, self._parts, self._signature = nodes, parts, signature
+    def __init__(self, graph: fx.Graph, table: NodeTable, signature: Signature | None) -> None:
+        self._table, self._signature = table, signature
         self._before = _collectives(graph)
 
-    @cached_property
-    def _was(self) -> dict[fx.Node, Parts]:
-        return dict(zip(self._nodes, self._parts, strict=True))
-
-    def check(self, gm: fx.GraphModule, numerics: Numerics) -> None:
-        """Raise VerifyError about the first thing that no such pass does."""
+    def check(self, gm: fx.GraphModule, numerics: Numerics, rewired: Iterable[fx.Node]) -> None:
+        """Raise VerifyError about the first thing that no such pass does. `rewired`: nodes with other arguments."""
         found = _collectives(gm.graph)
         self._groups_exist(found)
         self._writes_are_known(gm.graph)
         if numerics == "changes":
             return
         self._collectives_are_the_same(found)
-        changed = list(self._changed())
+        changed = [node for node in rewired if not is_collective(node.target)]
         if not changed:
             return
         stay = set(gm.graph.nodes)
-        changed = [node for node in changed if node in stay and not is_collective(node.target)]
-        turned = _turned(changed, self._was, stay)
+        turned = _turned(changed, self._table, stay)
         self._waits_are_read(turned)
         self._write_backs_stay(changed)
         if numerics == "exact":
             self._edges_are_not_swapped(turned)
-
-    def _changed(self) -> Iterable[fx.Node]:
-        """The nodes whose positional arguments are others now, found without Python code per node."""
-        return compress(self._nodes, map(is_not, map(NODE_ARGUMENTS, self._nodes), map(itemgetter(2), self._parts)))
 
     # Collectives.
 
@@ -103,7 +88,7 @@ class Promises:
     def _rescaled(self, node: fx.Node) -> bool:
         """Whether something new stands before or behind a collective: a sum may be divided there."""
         users = [user for wait in comm_block(node).waits for user in wait.users]
-        return any(near not in self._was for near in (*node.all_input_nodes, *users))
+        return any(near not in self._table.place for near in (*node.all_input_nodes, *users))
 
     # Edges.
 
@@ -125,12 +110,12 @@ class Promises:
         if not copies:
             return
         values = {
-            parts[2][1]: node.name
-            for node, parts in self._was.items()
-            if parts[1] is _COPY and len(parts[2]) > 1 and isinstance(parts[2][1], fx.Node)
+            parts.args[1]: parts.name
+            for parts in self._table
+            if parts.target is _COPY and len(parts.args) > 1 and isinstance(parts.args[1], fx.Node)
         }
         for node in copies:
-            new, old = node.args[1], self._was[node][2][1]
+            new, old = node.args[1], self._table.parts(node).args[1]
             if not isinstance(new, fx.Node) or not isinstance(old, fx.Node):
                 continue
             others = values.get(new, node.name) != node.name
@@ -155,7 +140,8 @@ class Promises:
     def _alone(self, node: fx.Node) -> list[fx.Node]:
         """The inputs of a node that has one, the input of that, and so on."""
         found: list[fx.Node] = []
-        while node in self._was and len(sources := _sources(self._was[node])) == 1 and len(found) < _MANY:
+        table = self._table
+        while node in table.place and len(sources := _sources(table.parts(node))) == 1 and len(found) < _MANY:
             node = next(iter(sources))
             found.append(node)
         return found
@@ -170,8 +156,10 @@ class Promises:
             seen.add(pair)
             if len(seen) > _MANY:
                 return True  # nobody knows: then nobody complains
-            left, right = self._was.get(pair[0]), self._was.get(pair[1])
-            if left is None or right is None or left[0] in ("placeholder", "get_attr") or left[:2] != right[:2]:
+            if not all(map(self._table.place.__contains__, pair)):
+                return False
+            left, right = map(self._table.parts, pair)
+            if left.op in ("placeholder", "get_attr") or left[:2] != right[:2]:
                 return False
             mine, theirs = list(_sources(left)), list(_sources(right))
             if len(mine) != len(theirs) or _form(left) != _form(right):
@@ -180,29 +168,29 @@ class Promises:
         return True
 
 
-def _turned(changed: Iterable[fx.Node], was: dict[fx.Node, Parts], stay: set[fx.Node]) -> Turned:
+def _turned(changed: Iterable[fx.Node], was: NodeTable, stay: set[fx.Node]) -> Turned:
     """Nodes that read one other node of before instead of one that is still there."""
     found = {}
     for node in changed:
         new = NODE_SOURCES(node)
-        if not all(map(was.__contains__, new)):
+        if not all(map(was.place.__contains__, new)):
             continue  # it reads something that the pass has made
-        old = _sources(was[node])
+        old = _sources(was.parts(node))
         gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
         if len(gone) == len(come) == 1 and gone[0] in stay:
             found[node] = (gone[0], come[0])
     return found
 
 
-def _sources(parts: Parts) -> dict[fx.Node, None]:
+def _sources(parts: NodeParts) -> dict[fx.Node, None]:
     found: dict[fx.Node, None] = {}
-    fx.map_arg((parts[2], parts[3]), lambda node: found.setdefault(node))
+    fx.map_arg((parts.args, parts.kwargs), lambda node: found.setdefault(node))
     return found
 
 
-def _form(parts: Parts) -> str:
+def _form(parts: NodeParts) -> str:
     """Arguments with nodes left out."""
-    return str(fx.map_arg((parts[2], parts[3]), lambda node: None))
+    return str(fx.map_arg((parts.args, parts.kwargs), lambda node: None))
 
 
 def _collectives(graph: fx.Graph) -> dict[fx.Node, Key]:
