@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import ranks
+from wholestep.capture.results import global_state
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,8 @@ if (
 
 _COMPILES = ("lower", "compilers")  # rooms whose tests compile with Inductor in their own process
 _COMPILES_ON_RANKS = "test_parity_ranks.py"
+_TEST_FILES: set[str] = set()
+"""Names of the modules with tests in them that were imported."""
 _CRASH = "crash of a thread that is not Python's"
 
 torch.set_num_threads(1)
@@ -44,8 +48,19 @@ def fresh_random_state() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_this_file_is_the_users_program(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A capture notes what all modules of the user hold: of the hundreds of test files only the running one is meant."""
+    known = global_state.NOT_THE_USERS
+    added = _TEST_FILES - known - {request.module.__name__}
+    known |= added
+    yield
+    known -= added
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: full collections of Python's garbage need not look at a million objects of it again."""
+    _TEST_FILES.update(name for name in sys.modules if name.startswith("tests.") and ".test_" in name)
     gc.collect()
     gc.freeze()
 

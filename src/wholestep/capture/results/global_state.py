@@ -92,13 +92,13 @@ class GlobalState:
         self.caches: list[Any] = []
         """`functools.lru_cache` wrappers."""
         self._context = contextvars.copy_context()
-        for name in sys.modules.keys() - _installed:
+        for name in sys.modules.keys() - NOT_THE_USERS:
             module = sys.modules[name]
             file = vars(module).get("__file__") if type(module) is ModuleType else None
             if type(module) is ModuleType and _is_users(name, file if isinstance(file, str) else ""):
                 self._look(_Entries(module, name, dict(vars(module))), name, 0)
             else:
-                _installed.add(name)
+                NOT_THE_USERS.add(name)
 
     def _look(self, entries: _Entries, module: str, depth: int) -> None:
         """Note what an object has, and what that holds."""
@@ -231,7 +231,7 @@ _PLAIN_MODULES = frozenset(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
-_installed: set[str] = set()
+NOT_THE_USERS: set[str] = set()
 """Names of modules that are known not to be the user's: there are thousands."""
 
 
