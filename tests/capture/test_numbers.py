@@ -172,7 +172,7 @@ def _counted_down(k: Any) -> int:
 
 def _run(where: torch.device, use: Callable[[Any, torch.Tensor, Any], Any], values: tuple[Any, ...] = VALUES) -> Run:
     model = Bank().to(where)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model: nn.Module, x: torch.Tensor, k: Any) -> torch.Tensor:
         optimizer.zero_grad()
@@ -314,7 +314,7 @@ class Holder:
 
 def _placed(where: torch.device, place: str, values: tuple[Any, ...]) -> Run:
     model = Bank().to(where)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     holder = Holder()
     holder.k = values[0]
     closed = values[0]
