@@ -50,7 +50,7 @@ def fresh_random_state() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def only_this_file_is_the_users_program(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A capture notes what all modules of the user hold: of the hundreds of test files only the running one is meant."""
+    """A capture notes what all modules of the user hold; the other test files are no part of the program."""
     known = global_state.NOT_THE_USERS
     added = _TEST_FILES - known - {request.module.__name__}
     known |= added
