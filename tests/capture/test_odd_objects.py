@@ -366,3 +366,25 @@ def test_a_cpu_with_an_index_is_the_cpu() -> None:
         assert torch.equal(want, got)
         assert want.device == got.device
     assert torch.equal(x, torch.ones(2))
+
+
+class HasProxy:
+    """Reaches its owner by a weak proxy, as Lightning's optimizers do."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.proxy(owner)
+
+
+def test_a_method_called_through_a_weak_proxy_is_part_of_the_step() -> None:
+    class Owner:
+        scale = 2.0
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    owner = Owner()
+    holder = HasProxy(owner)
+    step = ws.compile(lambda x: holder.owner.scaled(x))
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
+    owner.scale = 3.0
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 3.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from wholestep.integrations import missing
+from wholestep import errors
+from wholestep.integrations import frameworks
 from wholestep.integrations.transformers import WholestepTrainer, WholestepTrainerMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -227,6 +228,25 @@ def test_compile_options_are_those_of_compile(tmp_path: Path) -> None:
     assert (update.options.lower, update.options.name) == ("debug", "mine")
 
 
+class KeepsLosses(Own):
+    """Its loss function also keeps what it computes, which a replay would not."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.kept.append(loss.detach())
+        return loss
+
+
+def test_what_a_replay_would_not_repeat_is_refused_with_the_users_line(tmp_path: Path) -> None:
+    kind = type("Compiled", (WholestepTrainerMixin, KeepsLosses), {})
+    with pytest.raises(errors.WholestepError) as caught:
+        trainer_of(kind, tmp_path).train()
+    assert "test_transformers.py" in str(caught.value)
+    assert KeepsLosses.kept == []
+
+
 def test_a_framework_that_is_missing_is_an_error_that_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r"needs no_such_framework.*pip install 'wholestep\[no_such_framework\]'"):
-        missing.framework("no_such_framework")
+        frameworks.framework("no_such_framework")

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from wholestep.api import compile as compile_step
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import UnsupportedError
-from wholestep.integrations.missing import framework
+from wholestep.integrations.frameworks import framework, lines_of_users
 
+_FRAMEWORKS = ("transformers", "accelerate")
 _LISTENS_BEFORE = "on_pre_optimizer_step"
 _LISTENS_AFTER = "on_optimizer_step"
 
@@ -122,6 +123,10 @@ class _Steps:
             step.reset()
 
     def run(self, model: Any, inputs: Any, items: Any) -> Any:
+        with lines_of_users(_FRAMEWORKS, lambda: type(self._trainer).compute_loss):
+            return self._run(model, inputs, items)
+
+    def _run(self, model: Any, inputs: Any, items: Any) -> Any:
         trainer = self._trainer
         _refuse_other_engines(trainer)
         self._taken_back()

@@ -195,14 +195,15 @@ def warn_user(message: str, category: type[Warning]) -> None:
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, seen)
 
 
-def location_of_exception(error: BaseException) -> Location | None:
-    """The deepest line of the user's code in a traceback."""
+def location_of_exception(error: BaseException, besides: tuple[str, ...] = ()) -> Location | None:
+    """The deepest line of the user's code in a traceback. `besides`: folders of code that is not the user's."""
+    foreign = (*_FOREIGN, *_FOREIGN_FILES, *besides)
     found: Location | None = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         name = code.co_filename
-        if not (name.startswith(_FOREIGN) or name.startswith(_FOREIGN_FILES)):
+        if not name.startswith(foreign):
             text = linecache.getline(name, trace.tb_lineno).strip()
             found = Location(name, trace.tb_lineno, code.co_name, text)
         trace = trace.tb_next

@@ -228,25 +228,28 @@ class _Ddp:
 
     def forward(self, send: Send, args: Any, kwargs: Any) -> Any:
         ddp: Any = self.module
-        synchronises = torch.is_grad_enabled() and ddp.require_backward_grad_sync
         if ddp.require_forward_param_sync and ddp_sends_buffers(ddp):
             send(ddp.module, ddp_buffers(ddp))
         if ddp.device_ids:
             args, kwargs = _on_device(torch.device(ddp.device_type, ddp.device_ids[0]), (args, kwargs))
         result = ddp.module(*args, **kwargs)
+        synchronises = torch.is_grad_enabled() and ddp.require_backward_grad_sync  # the forward may set it
         ddp.require_forward_param_sync = synchronises
         self.is_armed = self.is_armed or synchronises
         return result
 
 
 class _ReducerStandIn:
-    """Replaces the C++ reducer; Accelerate's `trigger_sync_in_backward` calls it."""
+    """Replaces the C++ reducer; Accelerate's `trigger_sync_in_backward` and Lightning call it."""
 
     def __init__(self, ddp: _Ddp) -> None:
         self._wholestep_ddp = ddp
 
     def prepare_for_backward(self, outputs: Any) -> None:
         self._wholestep_ddp.is_armed = True
+
+    def _rebuild_buckets(self) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(

@@ -16,6 +16,7 @@ import multiprocessing.connection
 import multiprocessing.queues
 import operator
 import queue
+import weakref
 from collections.abc import AsyncGenerator
 from types import GeneratorType
 from typing import Any, NoReturn
@@ -45,8 +46,8 @@ def is_consumed(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, _QUEUES) or issubclass(kind, AsyncGenerator):
         return True
-    if not hasattr(kind, "__next__") or issubclass(kind, StandIn):
-        return False
+    if not hasattr(kind, "__next__") or issubclass(kind, (StandIn, *weakref.ProxyTypes)):
+        return False  # (a weak proxy has all methods, whatever it stands for)
     if kind.__flags__ & _HEAP_TYPE and not is_foreign(kind):
         return False
     return not (isinstance(value, io.IOBase) and not _is_readable(value))

@@ -222,11 +222,11 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
 
 def _may_read(capture: Capture, path: str) -> bool:
     """A container in an attribute of a plain object counts only if the step read that attribute."""
-    for reader, holder in capture.readers:
-        if path.startswith(holder + "."):
-            name = path[len(holder) + 1 :].split(".")[0].split("[")[0]
-            return name in reader.names
-    return True
+    holding = [(reader, holder) for reader, holder in capture.readers if path.startswith(holder + ".")]
+    if not holding:
+        return True
+    reader, holder = max(holding, key=lambda found: len(found[1]))
+    return path[len(holder) + 1 :].split(".")[0].split("[")[0] in reader.names
 
 
 class _Root(torch.nn.Module):
