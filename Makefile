@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
+LONG := every_lowered_case or every_optimizer or long
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all fuzz optimizers lint format unit bench clean
 
@@ -50,8 +52,8 @@ format: $(STAMP)
 # behind in their process (a fake process group, Inductor) run in processes from which no rank is forked (5: ARGS
 # selected none of them). Each worker takes one half of the tests, in order, and then some of what the other has left.
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or every_lowered_case or every_optimizer)" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not (every_lowered_case or every_optimizer)" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or $(LONG))" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not ($(LONG))" $(ARGS) || test $$? -eq 5
 
 optimizers: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/packages $(ARGS)
@@ -61,6 +63,8 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
 
 test-all: test fuzz optimizers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "long and not (fake_group or compiles)" $(ARGS) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "long and (fake_group or compiles)" $(ARGS) || test $$? -eq 5
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m every_lowered_case $(ARGS)
 
 bench: $(STAMP)
