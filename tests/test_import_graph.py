@@ -18,9 +18,8 @@ from import_graph import BASE, BEGIN, END, LEAVES, PAGE, files, import_graph, im
 WITHIN_BASE: dict[str, set[str]] = {
     "ir": {"errors", "torch_private"},
     "simulate": {"errors", "ir", "torch_private"},
-    "options": {"environment", "errors", "ir"},
+    "options": {"errors", "ir"},
     "errors": set(),
-    "environment": set(),
     "torch_private": set(),
 }
 """What packages of the base may import of it: nothing that is built on them."""

@@ -1,19 +1,23 @@
 """Options of `ws.compile` as the user wrote them: plain data, frozen, checked as far as that needs no other package.
 
 The docstring of `ws.compile` says what each of them means. `step.resolve` reads names of passes, budgets and plans.
+The environment variables that wholestep reads, all of them, only set the default of an option:
+
+    WHOLESTEP_LOWER    inductor (the default) or eager: `lower=` of `ws.compile`
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from wholestep.environment import LOWER, default_lower
 from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.captured_step import Dim as Dim
 
+LOWER = "WHOLESTEP_LOWER"
 _LOWERINGS = ("inductor", "eager", "debug")
 _OF_TORCH_COMPILE = {
     "backend": 'there is one graph of the whole step, and lower= says how it runs: lower="inductor" compiles it, '
@@ -26,6 +30,11 @@ _OF_TORCH_COMPILE = {
     "recompile_limit": "write max_recompiles=.",
 }
 """Arguments of `torch.compile`, and what to write here instead."""
+
+
+def default_lower() -> str:
+    """How steps run where `lower=` does not say."""
+    return os.environ.get(LOWER, "") or "inductor"
 
 
 @dataclass(frozen=True)

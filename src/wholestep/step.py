@@ -47,8 +47,7 @@ from wholestep.passes.engine.registry import resolve as resolve_passes
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import Budget, policy_of
-from wholestep.runtime.executor import Executor
-from wholestep.runtime.gather import Gather
+from wholestep.runtime.executor import Executor, Gather
 from wholestep.runtime.program import program
 from wholestep.torch_private.modes import mode_that_needs_eager
 
@@ -200,7 +199,7 @@ def compile_step(
         # capture/: trace the function on fake tensors, under the plan of parallel/; no state changes.
         trace = functools.partial(trace_step, start.fn, start.args, start.kwargs, options, earlier=shared.earlier)
         captured, shared.scalars = trace_with_scalars(trace, shared.scalars)
-        # guards/, runtime/gather.py: bind the graph to the user's objects.
+        # guards/, runtime/executor.py: bind the graph to the user's objects.
         graph = BoundGraph.of(captured, start)
         # passes/: ours, then those of the user; the graph is verified after each.
         run_passes(graph, ALWAYS if graph.signature.groups else (), level=0)

@@ -14,8 +14,7 @@ pytest.importorskip("accelerate")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from wholestep import errors
-from wholestep.integrations import frameworks
+from wholestep import errors, integrations
 from wholestep.integrations.transformers import WholestepTrainer, WholestepTrainerMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -249,4 +248,4 @@ def test_what_a_replay_would_not_repeat_is_refused_with_the_users_line(tmp_path:
 
 def test_a_framework_that_is_missing_is_an_error_that_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r"needs no_such_framework.*pip install 'wholestep\[no_such_framework\]'"):
-        frameworks.framework("no_such_framework")
+        integrations.framework("no_such_framework")

@@ -52,7 +52,7 @@ from wholestep.guards.tensors import (
     SameTensorAttributes,
 )
 from wholestep.ir.captured_step import GuardSpecs
-from wholestep.runtime.gather import Gather
+from wholestep.runtime.executor import Gather
 
 
 class Guards:

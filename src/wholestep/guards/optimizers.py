@@ -14,7 +14,7 @@ from wholestep.ir.user_objects.call_tree import same_objects
 from wholestep.ir.user_objects.containers import structure_of
 from wholestep.ir.user_objects.plain_values import same_plain, skeleton
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
-from wholestep.runtime.gather import Gather
+from wholestep.runtime.executor import Gather
 from wholestep.torch_private.modules_and_optimizers import OPTIMIZER_INTERNALS, SCALER_SETTINGS, SCALER_TENSORS
 
 

@@ -17,7 +17,7 @@ from wholestep.ir.captured_step import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot
-from wholestep.runtime.gather import Gather, picker
+from wholestep.runtime.executor import Gather, picker
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 from wholestep.torch_private.guard_checks import DictWatch, TensorChecks
 from wholestep.torch_private.modules_and_optimizers import hook_registries

@@ -26,7 +26,7 @@ from torch.optim import LBFGS
 from wholestep.api import compile as compile_step
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import UnsupportedError
-from wholestep.integrations.frameworks import framework, lines_of_users
+from wholestep.integrations import framework, lines_of_users
 from wholestep.ir.meta import user_location
 
 

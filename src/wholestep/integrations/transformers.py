@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from wholestep.api import compile as compile_step
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import UnsupportedError
-from wholestep.integrations.frameworks import framework, lines_of_users
+from wholestep.integrations import framework, lines_of_users
 
 _FRAMEWORKS = ("transformers", "accelerate")
 _LISTENS_BEFORE = "on_pre_optimizer_step"

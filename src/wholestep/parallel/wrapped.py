@@ -29,8 +29,7 @@ from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import MappingSlot, Slot
 from wholestep.parallel.plan import FullyShard, Plan, Replicate
-from wholestep.torch_private.pytrees import pytree
-from wholestep.torch_private.wrappers import (
+from wholestep.torch_private.distributed import (
     DDP_REDUCER,
     ShardedGroup,
     ddp_buffers,
@@ -39,6 +38,7 @@ from wholestep.torch_private.wrappers import (
     ddp_unusual,
     sharded_groups,
 )
+from wholestep.torch_private.pytrees import pytree
 
 if TYPE_CHECKING:
     from wholestep.ir.trace_protocol import FoundObjects, TracedState

@@ -22,8 +22,17 @@ from wholestep.pipelining.planning.stage_costs import HasStages, StageCosts, byt
 from wholestep.pipelining.run.build_stage import PipeInfo, build_stage
 from wholestep.pipelining.run.stage import Stage
 from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
-from wholestep.simulate.pipeline import Network, Schedule, Timeline, simulate
-from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED, known_name, named_schedule, schedule_of
+from wholestep.simulate.pipeline import (
+    ONE_STAGE_PER_RANK,
+    V_SHAPED,
+    Network,
+    Schedule,
+    Timeline,
+    known_name,
+    named_schedule,
+    schedule_of,
+    simulate,
+)
 from wholestep.torch_private.modules_and_optimizers import incompatible_keys
 from wholestep.torch_private.pytrees import pytree
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 from torch.fx.passes.operator_support import OperatorSupportBase
 
+from wholestep.compat import forwarded_names
 from wholestep.partition.by_support import fuse_by_partitions as fuse_by_partitions
 from wholestep.partition.by_support import partition_by_support
-from wholestep.torch_private.forwarded_names import forwarded_names
 from wholestep.torch_private.fx_graphs import qualified_name
 
 _NOT_COMPUTE = frozenset({"torch.ops.aten.view", "_operator.getitem"})

@@ -1,5 +1,6 @@
 """`torch.distributed.pipelining._IR` (`pippy.IR`): models, marks, losses and the pipe."""
 
+from wholestep.compat import forwarded_names
 from wholestep.pipelining import DetachExecutor as DetachExecutor
 from wholestep.pipelining import LossWrapper as LossWrapper
 from wholestep.pipelining import MultiUseParameterConfig as MultiUseParameterConfig
@@ -16,7 +17,6 @@ from wholestep.pipelining import stage_backward as stage_backward
 from wholestep.pipelining.build.loss_and_backward import null_coalesce_accumulate as _null_coalesce_accumulate  # noqa: F401
 from wholestep.pipelining.build.model_state import MultiUseParamSpec as MultiUseParamSpec
 from wholestep.pipelining.pipe import get_submod_name as get_submod_name
-from wholestep.torch_private.forwarded_names import forwarded_names
 
 PP_SUBMOD_PREFIX = get_submod_name(0).removesuffix("_0")
 

@@ -3,10 +3,10 @@
 import sys
 import types
 
+from wholestep.compat import forwarded_names
 from wholestep.pipelining import TensorChunkSpec as TensorChunkSpec
 from wholestep.pipelining import merge_chunks as merge_chunks
 from wholestep.pipelining import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
-from wholestep.torch_private.forwarded_names import forwarded_names
 from wholestep.torch_private.pipelining import WholeValue, mask_minibatches, masks_minibatches
 
 Replicate = WholeValue

@@ -1,5 +1,6 @@
 """`torch.distributed.pipelining.schedules`: torch's own schedules, and ours that says more when something is wrong."""
 
+from wholestep.compat import forwarded_names
 from wholestep.pipelining import PipelineScheduleMulti as PipelineScheduleMulti
 from wholestep.pipelining import PipelineScheduleSingle as PipelineScheduleSingle
 from wholestep.pipelining import Schedule1F1B as Schedule1F1B
@@ -11,7 +12,6 @@ from wholestep.pipelining import ScheduleLoopedBFS as ScheduleLoopedBFS
 from wholestep.pipelining import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from wholestep.pipelining import get_schedule_class as get_schedule_class
 from wholestep.pipelining import schedule as schedule
-from wholestep.torch_private.forwarded_names import forwarded_names
 
 __all__ = [
     "PipelineScheduleMulti",

@@ -1,9 +1,9 @@
 """`torch.distributed.pipelining.stage`: a stage on a rank. `build_stage` gives ours, `PipelineStage` is torch's."""
 
+from wholestep.compat import forwarded_names
 from wholestep.pipelining import PipelineStage as PipelineStage
 from wholestep.pipelining import Stage as Stage
 from wholestep.pipelining import build_stage as build_stage
-from wholestep.torch_private.forwarded_names import forwarded_names
 
 __all__ = ["PipelineStage", "Stage", "build_stage"]
 

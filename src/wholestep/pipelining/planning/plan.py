@@ -27,8 +27,7 @@ from wholestep.pipelining.planning.stage_costs import (
     times_from,
 )
 from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
-from wholestep.simulate.pipeline import NAMES, Bytes, Network, Timeline, Times, simulate
-from wholestep.simulate.torch_schedules import ONE_STAGE_PER_RANK, V_SHAPED
+from wholestep.simulate.pipeline import NAMES, ONE_STAGE_PER_RANK, V_SHAPED, Bytes, Network, Timeline, Times, simulate
 
 _MAY_HAVE_ONE = ("InterleavedZeroBubble",)
 _MIB = 2**20
