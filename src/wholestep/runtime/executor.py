@@ -1,4 +1,4 @@
-"""Run a prepared graph on the user's objects: `Gather` reads inputs, `Executor` runs and applies what the graph changes.
+"""Run a prepared graph on the user's objects: `Gather` reads inputs, `Executor` runs and applies the graph's changes.
 
 `Gather` reads in one pass over the slots, grouped by their type.
 
