@@ -337,3 +337,14 @@ def test_code_that_can_tell_a_late_value_from_a_number_is_refused() -> None:
     run = run_of(writes_json)
     with pytest.raises((TypeError, ws.errors.ItemError)):
         ws.compile(run.step)(*run.arguments(0))
+
+
+def test_the_step_count_of_an_optimizer_is_in_no_guard() -> None:
+    compiled = ws.compile(train)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        compiled(model, optimizer, torch.ones(2, 6))
+    assert compiled.last is not None
+    assert any("betas" in guard for guard in compiled.last.signature.guards)
+    assert not [guard for guard in compiled.last.signature.guards if ".item()" in guard]

@@ -28,7 +28,7 @@ from torch import fx
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.errors import ControlFlowError, ItemError, Location, SideEffectError, WholestepError
-from wholestep.ir.deferred import DeferredNumber, HostLeaf, Number, SizeLeaf
+from wholestep.ir.deferred import DeferredNumber, HostLeaf, ItemLeaf, Number, SizeLeaf
 from wholestep.ir.user_objects.plain_values import own_dict
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 
@@ -477,7 +477,7 @@ class ScalarNode:
 
 def _from_python(node: ScalarNode) -> bool:
     """Whether a number is made of numbers that lie in Python objects only."""
-    return all(hasattr(leaf, "get") or hasattr(leaf, "index") for leaf in node.leaves())
+    return not any(isinstance(leaf, ItemLeaf | SizeLeaf | HostLeaf) for leaf in node.leaves())
 
 
 def scalar_of(value: object) -> ScalarNode | None:
