@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,20 @@ class WholestepError(ValueError):
         self.node = node
         self.location = location
         self.around = tuple(around)
+        self.effect: object = None
+        """How capture can see what is refused here happen, to find its line (`capture/results/effect_line.py`)."""
         super().__init__(self._render())
+
+    def at(self, location: Location | None) -> Self:
+        """The same error with a line."""
+        made = type(self)(self.what, fix=self.fix, node=self.node, location=location, around=self.around)
+        made.effect = self.effect
+        return made
+
+    def seen_by(self, effect: object) -> Self:
+        """The same error, which tells how to see what it refuses."""
+        self.effect = effect
+        return self
 
     def _render(self) -> str:
         lines = [f"[{self.code}] {self.what}"]

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from wholestep.capture.python_reads.process_state import ProcessSettings, Random
 from wholestep.capture.python_reads.value_sources import ValueSources
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.results.collect import collect
+from wholestep.capture.results.effect_line import Effect, LineWatch, with_line_of_effect
 from wholestep.capture.results.leftovers import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
@@ -109,9 +110,14 @@ def trace_step(
         leftovers = Leftovers()
         forget: list[Callable[[], None]] = []
         refusal: WholestepError | None = None
-        while True:
+
+        def new() -> Capture:
             capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, earlier)
             capture.interrupts = interrupts
+            return capture
+
+        while True:
+            capture = new()
             try:
                 # In a copy of the context: what the step sets in context variables goes with it.
                 context = contextvars.copy_context()
@@ -123,11 +129,15 @@ def trace_step(
                 refusal = again.refusal or refusal
             except BaseException as error:
                 leftovers.clean_up(capture.fake_mode)
+                if isinstance(error, WholestepError) and error.effect is not None:
+                    capture = new()
+                    error = with_line_of_effect(error, capture).with_traceback(error.__traceback__)
+                    leftovers.clean_up(capture.fake_mode)
                 for each in forget:
                     each()
                 if refusal is not None and isinstance(error, Exception) and not isinstance(error, WholestepError):
                     raise refusal from error
-                raise
+                raise error
         leftovers.refuse(capture, captured.step_graph, capture.release(), context)
     signature = captured.step_graph.signature
     facts = IterationFacts(captured.late_outputs(), signature.creates_optimizer_state)
@@ -217,6 +227,10 @@ class Capture:
         self.interrupts = Interrupts()
         self.session: Session | None = None
         """What the plan does while tracing."""
+        self.line_watch: LineWatch | None = None
+        """Looks for the line of an effect; only after a refusal."""
+        self.given: Any = None
+        """The arguments that the step is traced with."""
 
     # The way of one capture.
 
@@ -358,7 +372,7 @@ class Capture:
                 own_dict(holder)[key] = self.scalars.lift(slot, value)
 
     def _trace(self, rng: RandomState) -> Any:
-        fake_args, fake_kwargs = self.flat.rebuild(self.fake_leaves)
+        fake_args, fake_kwargs = self.given = self.flat.rebuild(self.fake_leaves)
         with ExitStack() as stack:
             stack.enter_context(patched(self))
             if not self.numbers.plain:
@@ -380,7 +394,8 @@ class Capture:
             stack.callback(self.interrupts.shield)  # the first to run
             self.interrupts.allow()
             try:
-                result = plain_keys(self.fn(*fake_args, **fake_kwargs))
+                with nullcontext() if self.line_watch is None else self.line_watch.watching():
+                    result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()
                 self._again_if_met()
@@ -405,7 +420,7 @@ class Capture:
             raise SideEffectError(
                 "the step changes the contents of a list or dict among its arguments, which a replay would not repeat.",
                 fix="return the value from the step instead.",
-            )
+            ).seen_by(Effect(lambda capture: leaves_of(capture.given), _same_tree))
 
     @staticmethod
     def _located(error: WholestepError, otherwise: Location | None = None) -> WholestepError:
@@ -413,7 +428,7 @@ class Capture:
         if error.location is not None:
             return error
         where = location_of_exception(error) or otherwise
-        return type(error)(error.what, fix=error.fix, node=error.node, location=where, around=error.around)
+        return error.at(where)
 
     def _refuse_attribute_of_a_tensor(self, error: AttributeError) -> None:
         """The step asked a fake for an attribute that the user put on the tensor it stands for."""
@@ -508,6 +523,10 @@ class Capture:
 
     def shape_arg(self, value: Any) -> Any:
         return self.shapes.node(value, self.scalars.emit_scalar, self.recorder.node_of)
+
+
+def _same_tree(before: Any, now: Any) -> bool:
+    return bool(before[1] == now[1]) and same_objects(before[0], now[0])
 
 
 def _mixed(location: Location | None) -> UnsupportedError:

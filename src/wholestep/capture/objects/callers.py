@@ -43,6 +43,14 @@ def caller_location() -> Location | None:
     return location_of(_caller(2), with_text=True)
 
 
+def is_user_code(code: CodeType) -> bool:
+    """Whether code is the user's."""
+    kind = _kind_of.get(code)
+    if kind is None:
+        kind = _kind_of[code] = _kind(code)
+    return kind == "user"
+
+
 def _caller(depth: int) -> FrameType | None:
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from wholestep.capture.results.effect_line import Effect
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
 from wholestep.ir.captured_step import TensorAttributesSpec
@@ -112,7 +113,7 @@ class TensorAttributes:
             raise SideEffectError(
                 f"the step sets {where}, an attribute of a tensor, to a {type(new).__name__}: no replay can repeat it.",
                 fix="keep it outside of the step, or in a module.",
-            )
+            ).seen_by(Effect(lambda capture: vars(capture.stand_in(own.real)).get(key, ABSENT)))
         slot = MappingSlot(InputKind.CAPTURED, where, None, vars(own.real), key)
         bindings.bind(slot, new, created=old is ABSENT)
         if isinstance(new, Tensor) or scalar is not None:

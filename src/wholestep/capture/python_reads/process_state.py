@@ -12,6 +12,7 @@ itself switches are resolved by tracing, or refused:
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.objects.discover import World
+from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import RandomStateError, SideEffectError, UnsupportedError
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.guard_checks import cuda_is_initialized, generator_key
@@ -50,13 +52,13 @@ class RandomState:
             raise RandomStateError(
                 "the step draws from Python's or numpy's random generator; every replay would use the same numbers.",
                 fix="draw with torch, or pass the random number as an argument.",
-            )
+            ).seen_by(Effect(lambda capture: (random.getstate(), _numpy_state()), _same_generators))
         for obj, path, known in self._objects:
             if _object_state(obj)[0] != known[0]:
                 raise RandomStateError(
                     f"the step draws from {path}; every replay would use the same numbers.",
                     fix="draw with torch, or pass the random number as an argument.",
-                )
+                ).seen_by(Effect(lambda capture, obj=obj: _object_state(obj)[0], operator.eq))  # type: ignore[misc]
         moved = [g for g, s in zip(self._generators, self._states, strict=True) if not torch.equal(g.get_state(), s)]
         # Another thread may draw from a default generator meanwhile; only a new seed comes from the step.
         moved += [g for g, seed, _ in self._defaults if g.initial_seed() != seed]
@@ -64,7 +66,7 @@ class RandomState:
             raise RandomStateError(
                 f"the step seeds or moves {moved[0]} in a way that the graph does not record.",
                 fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
-            )
+            ).seen_by(Effect(lambda capture: (moved[0].initial_seed(), moved[0].get_state().tolist()), operator.eq))
 
     def restore(self) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
@@ -101,6 +103,10 @@ def _numpy_state() -> Any:
     return numpy.random.get_state() if numpy is not None else None
 
 
+def _same_generators(before: Any, now: Any) -> bool:
+    return bool(before[0] == now[0]) and _same_numpy(before[1], now[1])
+
+
 def _same_numpy(before: Any, now: Any) -> bool:
     if before is None or now is None:
         return True
@@ -129,7 +135,7 @@ class ProcessSettings:
                     "under what is set at the time.",
                     fix="set it before the step and leave it.",
                     location=user_location(),
-                )
+                ).seen_by(Effect(lambda capture, get=mode.get: get(), same_mode))  # type: ignore[misc]
 
     def refuse_left_changed(self) -> None:
         """Refuse a step that ends under other settings than it began with."""
@@ -138,7 +144,7 @@ class ProcessSettings:
                 raise SideEffectError(
                     f"the step leaves {mode.name} at {now} (it was {before}), which a replay would not repeat.",
                     fix="set it outside of the step, or set it back at the end.",
-                )
+                ).seen_by(Effect(lambda capture, get=mode.get: get(), same_mode))  # type: ignore[misc]
 
     def restore(self) -> None:
         """Set back what the step, or an exception in it, left changed."""

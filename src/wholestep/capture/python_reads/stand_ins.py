@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import numpy
 
 from wholestep.capture.objects.callers import is_foreign
+from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import CapturedTensorError, SideEffectError
 from wholestep.ir.meta import user_location
 from wholestep.ir.user_objects.containers import is_large
@@ -177,7 +178,7 @@ class StandIns:
                     f"the step took an element of {path}, a {type(real).__name__}, and a replay would not take the "
                     "next one. The element is gone.",
                     fix="take it outside of the step, and pass it to the step as an argument.",
-                )
+                ).seen_by(Effect(lambda capture, real=real: _position(real), operator.eq))  # type: ignore[misc]
 
 
 def _position(iterator: Any) -> Any:

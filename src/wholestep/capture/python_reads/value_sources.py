@@ -20,6 +20,7 @@ from wholestep.capture.python_reads.attribute_reads import AttributeReads, class
 from wholestep.capture.python_reads.clocks import Clocks
 from wholestep.capture.python_reads.outside_reads import OutsideReads
 from wholestep.capture.python_reads.stand_ins import StandIns
+from wholestep.capture.results.effect_line import array_effect
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.containers import ArrayCopy, is_large
@@ -81,7 +82,7 @@ class ValueSources:
             raise SideEffectError(
                 f"the step changes the contents of {copy.path}, an array, which a replay would not repeat.",
                 fix="make it a tensor, which is an input of the graph; or change it outside of the step.",
-            )
+            ).seen_by(array_effect(copy.array))
 
     def _copy_arrays(self) -> None:
         for array, path in self._world.sources.arrays:

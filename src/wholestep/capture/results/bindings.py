@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.results.effect_line import value_effect
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
@@ -91,7 +92,7 @@ class Bindings:
             raise SideEffectError(
                 f"the step sets {slot.path} to a {type(new).__name__}, which a replay cannot repeat.",
                 fix="set it outside of the step.",
-            )
+            ).seen_by(value_effect(slot.get))
 
     def skipped(self, flag: fx.Node | None) -> int | None:
         """The number of the output that says whether a change is left out."""
@@ -158,7 +159,7 @@ class Bindings:
             raise SideEffectError(
                 f"the step sets {slot.path} to a tensor that requires grad, and a replay would leave one without.",
                 fix="keep it without grad: tensor.detach().",
-            )
+            ).seen_by(value_effect(slot.get))
 
     def _own_memory(self, node: fx.Node) -> fx.Node:
         """State that outlives the step shares memory with no input and with no other state."""

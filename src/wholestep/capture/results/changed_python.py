@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.results.effect_line import contents_effect, value_effect
 from wholestep.capture.scalars.scalar_policy import MustBeInputs
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
@@ -55,7 +57,7 @@ class ChangedPython:
             if isinstance(obj, torch.nn.Module) and key == "_buffers":
                 self._buffers(obj, snapshot.path, contents, container)
             else:
-                raise _changed_contents(obj, snapshot.path, key)
+                raise _changed_contents(obj, snapshot.path, key).seen_by(contents_effect(container))
 
     def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
         where = f"{path}.{key}"
@@ -73,7 +75,7 @@ class ChangedPython:
             raise SideEffectError(
                 f"the step sets {where} to a {type(after).__name__}, which a replay cannot repeat.",
                 fix="return it from the step and store it outside.",
-            )
+            ).seen_by(value_effect(partial(own_dict(obj).get, key, ABSENT)))
         kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
         slot = MappingSlot(kind, where, None, own_dict(obj), key)
         self._bindings.bind(slot, after, created=before is ABSENT)
@@ -137,7 +139,7 @@ class ChangedPython:
                 raise SideEffectError(
                     f"the step binds {name} to a {type(after).__name__}, which a replay cannot repeat.",
                     fix="return it from the step and bind it outside.",
-                )
+                ).seen_by(value_effect(slot.get))
             self._bindings.bind(slot, after, created=False)
             if scalar is not None and self._is_assumed(before, name):
                 continue
@@ -150,7 +152,7 @@ class ChangedPython:
             if id(container) in attributes:
                 continue
             if not same_contents(contents, container) and not self._only_swapped(contents, container):
-                raise _not_repeated(path)
+                raise _not_repeated(path).seen_by(contents_effect(container))
 
     def _only_swapped(self, before: Any, now: Any) -> bool:
         """Whether a container differs only by fakes in the place of the tensors they stand for."""

@@ -12,11 +12,12 @@ import copy
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.results.effect_line import Effect
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
@@ -76,7 +77,11 @@ def refuse_changed_requires_grad(table: StateTable) -> None:
             raise SideEffectError(
                 f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
                 fix="set it back at the end of the step, or change it outside.",
-            )
+            ).seen_by(_thawed(tracked.real))
+
+
+def _thawed(real: Tensor) -> Effect:
+    return Effect(lambda capture: capture.stand_in(real).requires_grad)
 
 
 def _gradients(table: StateTable, bindings: Bindings) -> None:
@@ -155,7 +160,7 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
     if len(optimizer.param_groups) != len(before_groups):
         raise SideEffectError(
             f"the step adds or removes a param group of {path}.", fix="call add_param_group outside of the step."
-        )
+        ).seen_by(Effect(lambda capture: len(optimizer.param_groups)))
     for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
         for key in {**before, **now}:
             old, new = before.get(key, ABSENT), now.get(key, ABSENT)

@@ -1,0 +1,211 @@
+"""An effect that is only seen after the trace is refused with the user's line of the effect itself."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from harness import marked_line
+
+Step = Callable[..., Any]
+
+
+def appends(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.losses.append(1)  # <- here
+        return x * 2 + 1
+
+    return step
+
+
+def in_a_loop(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        for i in range(3):
+            if i == 1:
+                h.table["k"] = i  # <- here
+            y = y + i
+        return y
+
+    return step
+
+
+def through_a_library(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        random.shuffle(h.order)  # <- here
+        return x + 1
+
+    return step
+
+
+def binds_an_object(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.last = SimpleNamespace(x=x)  # <- here
+        return x + 1
+
+    return step
+
+
+def draws(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        y = y * random.random()  # <- here
+        return y + 1
+
+    return step
+
+
+def draws_with_numpy(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        return y * np.random.rand()  # <- here
+
+    return step
+
+
+def draws_from_an_object(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = h.generator.random()  # <- here
+        return x * scale
+
+    return step
+
+
+def freezes(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.model.weight.requires_grad_(False)  # <- here
+        return h.model(x).sum()
+
+    return step
+
+
+def adds_a_group(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = h.model(x).sum()
+        h.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # <- here
+        return y
+
+    return step
+
+
+def writes_an_array(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.array[0] += 1  # <- here
+        return x + 1
+
+    return step
+
+
+def leaves_a_setting(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch.set_default_dtype(torch.float64)  # <- here
+        return y
+
+    return step
+
+
+def sets_a_tensor_attribute(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.model.weight.seen = [1]  # <- here
+        return h.model(x).sum()
+
+    return step
+
+
+EFFECTS = [
+    appends,
+    in_a_loop,
+    through_a_library,
+    binds_an_object,
+    draws,
+    draws_with_numpy,
+    draws_from_an_object,
+    freezes,
+    adds_a_group,
+    writes_an_array,
+    leaves_a_setting,
+    sets_a_tensor_attribute,
+]
+
+
+def holder() -> SimpleNamespace:
+    model = nn.Linear(3, 3)
+    return SimpleNamespace(
+        losses=[],
+        table={},
+        order=[1, 2, 3, 4, 5],
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        array=np.zeros(2),
+        generator=np.random.default_rng(3),
+    )
+
+
+def refusal(step: Step, *args: Any) -> ws.errors.WholestepError:
+    with pytest.raises(ws.errors.CaptureError) as caught:
+        ws.compile(step, lower="eager")(torch.ones(3), *args)
+    return caught.value
+
+
+@pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
+def test_the_line_of_the_effect_is_named(make: Callable[[Any], Step]) -> None:
+    made, tracer = holder(), sys.gettrace()
+    random.seed(3)
+    step = make(made)
+    error = refusal(step)
+    assert error.location is not None
+    assert (error.location.file, error.location.line) == (__file__, marked_line(step)), error
+    assert "<- here" in error.location.text
+    assert sys.gettrace() is tracer
+    assert (made.losses, made.table, made.order, made.array.sum()) == ([], {}, [1, 2, 3, 4, 5], 0)
+    assert made.model.weight.requires_grad
+
+
+def test_the_line_is_that_of_the_function_which_has_the_effect() -> None:
+    seen: list[int] = []
+
+    def note(k: int) -> None:
+        seen.append(k)  # <- here
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        note(len(y))
+        return y
+
+    error = refusal(step)
+    assert error.location is not None
+    assert error.location.line == marked_line(note)
+    assert seen == []
+
+
+def test_a_change_of_an_argument_has_the_line() -> None:
+    def step(x: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        y = x * 2
+        batch["y"] = y  # <- here
+        return y.sum()
+
+    error = refusal(step, {})
+    assert error.location is not None
+    assert error.location.line == marked_line(step)
+
+
+def test_the_search_for_the_line_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        print("once")
+        seen.append(1)
+        return x
+
+    refusal(step)
+    assert capsys.readouterr().out == "once\n"
