@@ -292,7 +292,7 @@ class CompiledStep(Generic[P, R]):
             nearest = next(similar, self._last)  # scalars are compared with those of a call with the same structure
             state = nearest.gather.read(call.leaves)
             reason = nearest.guards.why_not(call.leaves, call.structure, state)
-            changed = nearest.guards.changed_numbers(call.leaves, call.structure, state)
+            changed = nearest.guards.changed_scalars(call.leaves, call.structure, state)
             self._shared.scalars = self._shared.scalars.with_changed(changed)
         entry = compile_step(call, self.options, self._shared)
         seconds = entry.captured.seconds

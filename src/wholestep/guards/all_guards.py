@@ -23,8 +23,8 @@ from wholestep.guards.guard import Call, Guard
 from wholestep.guards.modules import (
     SameNoneBuffers,
     SameOtherAttributes,
-    watched_attributes,
-    watched_parameters,
+    attribute_guards,
+    parameter_guards,
 )
 from wholestep.guards.optimizers import OptimizerAttributes, SameNestedState, SameOptimizer, SameScalers
 from wholestep.guards.python_state import (
@@ -59,15 +59,15 @@ class Guards:
     """The conditions of one captured graph."""
 
     def __init__(self, specs: GuardSpecs, gather: Gather, leaves: list[Any]) -> None:
-        """`leaves`: the arguments of the captured call; not kept."""
+        """`leaves`: the arguments of the captured call; not stored."""
         self._sizes = DynamicSizes(specs)
         self._structure = SameStructure(specs)
         everything: list[Guard] = [
             SameModes(),
             self._structure,
             SameObjects(specs),
-            watched_attributes(specs),
-            watched_parameters(specs),
+            attribute_guards(specs),
+            parameter_guards(specs),
             *(SameOptimizer(o, path, specs, gather) for o, path in specs.optimizers.items()),
             SameGradients(specs),
             SameRequiresGrad(specs, gather),
@@ -110,7 +110,7 @@ class Guards:
         self._sizes.update()
 
     def hold(self, leaves: list[Any], structure: Any, state: list[Any]) -> bool:
-        """Whether the graph may run. `state`: the values that `Gather.read` returned."""
+        """Whether the graph may run. `state`: what `Gather.read` returned."""
         call = Call(leaves, structure, state)
         for holds in self._checks:  # noqa: SIM110  (a generator costs more than the checks)
             if not holds(call):
@@ -118,7 +118,7 @@ class Guards:
         return True
 
     def why_not(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> str:
-        """The first guard that a call does not meet, as text."""
+        """The first guard that fails for a call, as text."""
         call = Call(leaves, structure, state)
         reasons = (reason for guard in self._guards for reason in guard.reasons(call))
         return next(reasons, "a condition that could not be named")
@@ -127,9 +127,9 @@ class Guards:
         """Whether the arguments of a call have the tree structure of the captured call."""
         return self._structure.holds(Call(leaves, structure, None))
 
-    def changed_numbers(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
+    def changed_scalars(self, leaves: list[Any], structure: Any, state: list[Any] | None) -> set[str]:
         """The paths of all Python scalars that a guard compares with a constant and whose value changed."""
         call = Call(leaves, structure, state)
         if not self._structure.holds(call):
             return set()
-        return {path for guard in self._guards for path in guard.changed_numbers(call)}
+        return {path for guard in self._guards for path in guard.changed_scalars(call)}

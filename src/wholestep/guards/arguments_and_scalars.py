@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.guards.guard import Call, Guard, Listed, is_other_number
+from wholestep.guards.guard import Call, Guard, PerItemGuard, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs, out_of_range
 from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_array
@@ -53,11 +53,11 @@ class SameObjects(Guard):
                 plain = isinstance(value, int | float | str | bool | type(None))
                 yield f"{self._paths[i]} " + (f"was {value!r} and is {now!r}" if plain else "is another object")
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
-        return (self._paths[i] for i, value in self._fixed if is_other_number(call.leaves[i], value))
+    def changed_scalars(self, call: Call) -> Iterator[str]:
+        return (self._paths[i] for i, value in self._fixed if is_other_scalar(call.leaves[i], value))
 
 
-class SameContents(Listed):
+class SameContents(PerItemGuard):
     """Lists, dicts and arrays among the arguments have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -76,7 +76,7 @@ class SameContents(Listed):
         return (f"the contents of {path} changed" for path in changed)
 
 
-class SameStateArguments(Listed):
+class SameStateArguments(PerItemGuard):
     """An argument that is also state (a parameter passed to the step) is still that state."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -90,7 +90,7 @@ class SameStateArguments(Listed):
                 yield f"{self._paths[i]} is no longer {slot.path}"
 
 
-class NoArgumentGradients(Listed):
+class NoArgumentGradients(PerItemGuard):
     """Tensor arguments that require grad have no gradient."""
 
     def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
@@ -107,7 +107,7 @@ class NoArgumentGradients(Listed):
                 yield f"{self._paths[i]}.grad is set"
 
 
-class SameArgumentAliases(Listed):
+class SameArgumentAliases(PerItemGuard):
     """Arguments that were the same tensor still are."""
 
     def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
@@ -132,7 +132,7 @@ def _aliased(leaves: list[Any]) -> list[tuple[int, int]]:
     return pairs
 
 
-class DynamicSizes(Listed):
+class DynamicSizes(PerItemGuard):
     """Dynamic sizes are in their declared range, and meet the conditions that the trace assumed."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -170,7 +170,7 @@ class DynamicSizes(Listed):
                 raise out_of_range(path, dim, size, declared)
 
 
-class SameScalarTypes(Listed):
+class SameScalarTypes(PerItemGuard):
     """Scalar inputs have the same Python type: `1`, `1.0` and `True` may take different branches."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -184,7 +184,7 @@ class SameScalarTypes(Listed):
                 yield f"{slot.path} is no longer of type {kind.__name__}"
 
 
-class SameScalarConditions(Listed):
+class SameScalarConditions(PerItemGuard):
     """Conditions that Python evaluated on scalar inputs while tracing (on a learning rate, a step count) still hold."""
 
     def __init__(self, specs: GuardSpecs) -> None:

@@ -41,13 +41,13 @@ class Guard(ABC):
         """Whether there is anything to check; otherwise the guard is left out."""
         return True
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         """The paths of Python scalars whose value changed but not their type: the next capture makes them inputs."""
         return iter(())
 
 
-class Listed(Guard):
-    """A guard on a few items that are checked one by one: it holds if `reasons` finds none."""
+class PerItemGuard(Guard):
+    """A guard on a few items that are checked one by one: it holds if `reasons` yields nothing."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self._items_to_check = items
@@ -59,7 +59,7 @@ class Listed(Guard):
         return next(self.reasons(call), None) is None
 
 
-class Watched(Guard):
+class DictVersionGuard(Guard):
     """Guards on the contents of some dicts: they are checked again only after one of these dicts was written."""
 
     def __init__(self, guards: Sequence[Guard], dicts: Sequence[dict[Any, Any]]) -> None:
@@ -80,13 +80,13 @@ class Watched(Guard):
         for guard in self._guards:
             yield from guard.reasons(call)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for guard in self._guards:
-            yield from guard.changed_numbers(call)
+            yield from guard.changed_scalars(call)
 
 
-def was_and_is(path: str, before: Any, now: Any) -> str:
-    """The text of a value that changed."""
+def change_text(path: str, before: Any, now: Any) -> str:
+    """The text for a value that changed."""
     return f"{path} was {_brief(before)} and is {_brief(now)}"
 
 
@@ -96,6 +96,6 @@ def _brief(value: Any) -> str:
     return repr(value)[:80] if isinstance(value, PLAIN) or value is ABSENT else f"a {type(value).__name__}"
 
 
-def is_other_number(now: Any, before: Any) -> bool:
+def is_other_scalar(now: Any, before: Any) -> bool:
     """Whether both are scalars of one type with different values."""
     return type(now) is type(before) and type(now) in (int, float) and not same_plain(now, before)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
-from wholestep.guards.guard import Call, Guard, Listed, Watched, is_other_number, was_and_is
+from wholestep.guards.guard import Call, DictVersionGuard, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
@@ -44,12 +44,12 @@ class SameAttributes(Guard):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
                 if key not in MODULE_INTERNALS and not same_value(new, old):
-                    yield was_and_is(f"{path}.{key}", old, new)
+                    yield change_text(f"{path}.{key}", old, new)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
             for key, value in before.items():
-                if is_other_number(now.get(key, ABSENT), value):
+                if is_other_scalar(now.get(key, ABSENT), value):
                     yield f"{path}.{key}"
 
 
@@ -101,7 +101,7 @@ class SameCounts(Guard):
             yield "a parameter or buffer was registered or removed"
 
 
-class SameOtherAttributes(Listed):
+class SameOtherAttributes(PerItemGuard):
     """Modules whose attributes the step sets: their other attributes are the same."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -119,16 +119,16 @@ class SameOtherAttributes(Listed):
             for key in {**before, **now}:
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
                 if new is not old and key not in volatile and not same_value(new, old):
-                    yield was_and_is(f"{path}.{key}", old, new)
+                    yield change_text(f"{path}.{key}", old, new)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for module, path, _, before in self._modules:
             for key, value in before.items():
-                if is_other_number(vars(module).get(key, ABSENT), value):
+                if is_other_scalar(vars(module).get(key, ABSENT), value):
                     yield f"{path}.{key}"
 
 
-class SameNoneBuffers(Listed):
+class SameNoneBuffers(PerItemGuard):
     """Buffers that were None are still None."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -146,17 +146,17 @@ class SameNoneBuffers(Listed):
                 yield f"{path} is no longer None"
 
 
-def watched_attributes(specs: GuardSpecs) -> Watched:
+def attribute_guards(specs: GuardSpecs) -> DictVersionGuard:
     """Guards on attributes and submodules, checked again after an attribute of a module was set."""
     attributes = SameAttributes(specs)
     submodules = SameSubmodules(specs)
-    return Watched([attributes, submodules], [*attributes.dicts, *submodules.dicts])
+    return DictVersionGuard([attributes, submodules], [*attributes.dicts, *submodules.dicts])
 
 
-def watched_parameters(specs: GuardSpecs) -> Watched:
+def parameter_guards(specs: GuardSpecs) -> DictVersionGuard:
     """Guards on parameters and buffers, checked again after one was set."""
     counts = SameCounts(specs)
-    return Watched([SameParameters(specs), counts], counts.dicts)
+    return DictVersionGuard([SameParameters(specs), counts], counts.dicts)
 
 
 def _reader(keys: list[str]) -> Callable[[dict[str, Any]], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
+from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.call_tree import same_objects
 from wholestep.ir.user_objects.containers import structure_of
@@ -34,7 +34,7 @@ class SameOptimizer(Guard):
         self._owners = list(optimizer.state)
         self._sizes = _sizes(optimizer.state)
         self._passed_version = -1
-        """`Gather.version` when the state passed."""
+        """`Gather.version` when the state was last checked and held."""
 
     def holds(self, call: Call) -> bool:
         return self._state_holds() and self._groups_hold()
@@ -72,13 +72,13 @@ class SameOptimizer(Guard):
         if not self._same_owners():
             yield f"{self._path} has state for {len(state)} parameters instead of {len(self._owners)}"
         for path, before, now in self._changed_options():
-            yield was_and_is(path, before, now)
+            yield change_text(path, before, now)
         yield from self._other_keys()
         if not self.holds(call):
             yield "a parameter or the state of an optimizer changed"
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
-        return (path for path, before, now in self._changed_options() if is_other_number(now, before))
+    def changed_scalars(self, call: Call) -> Iterator[str]:
+        return (path for path, before, now in self._changed_options() if is_other_scalar(now, before))
 
     def _other_keys(self) -> Iterator[str]:
         for g, (group, (_, keys, _)) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=False)):
@@ -99,7 +99,7 @@ def _sizes(state: Any) -> list[int]:
     return [len(entries) if isinstance(entries, dict) else 1 for entries in state.values()]
 
 
-class SameNestedState(Listed):
+class SameNestedState(PerItemGuard):
     """Lists, dicts and constants in optimizer state have the same structure and values; shared tensors are shared."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -116,14 +116,14 @@ class SameNestedState(Listed):
                 yield f"{slot.path} and {other.path} were one tensor and are two"
 
 
-class OptimizerAttributes(Listed):
+class OptimizerAttributes(PerItemGuard):
     """Optimizers have the same attributes, of those that a user can set."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._attributes: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for optimizer, path in specs.optimizers.items():
             skip = (OPTIMIZER_INTERNALS - {"defaults"}) | specs.volatile.get(id(optimizer), set())
-            own = not type(optimizer).__module__.startswith("torch.")  # private attributes of torch's are its own
+            own = not type(optimizer).__module__.startswith("torch.")  # torch's private attributes belong to torch
             before = {k: v for k, v in vars(optimizer).items() if k not in skip and (own or not k.startswith("_"))}
             before["step"] = vars(optimizer).get("step", ABSENT)  # a method that is replaced on the instance
             if before:
@@ -135,16 +135,16 @@ class OptimizerAttributes(Listed):
             for key, value in before.items():
                 now = attributes.get(key, ABSENT)
                 if now is not value and not same_plain(now, value):
-                    yield was_and_is(f"{path}.{key}", value, now)
+                    yield change_text(f"{path}.{key}", value, now)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for attributes, path, before in self._attributes:
             for key, value in before.items():
-                if is_other_number(attributes.get(key, ABSENT), value):
+                if is_other_scalar(attributes.get(key, ABSENT), value):
                     yield f"{path}.{key}"
 
 
-class SameScalers(Listed):
+class SameScalers(PerItemGuard):
     """Gradient scalers have the same settings, and their tensors exist or not as at capture."""
 
     def __init__(self, specs: GuardSpecs) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
+from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_large
 from wholestep.ir.user_objects.plain_values import class_code, kind_of, own_dict, same_contents, same_plain
@@ -20,7 +20,7 @@ from wholestep.torch_private.guard_checks import DictWatch
 from wholestep.torch_private.modes import MODES, read_modes, same_mode
 
 
-class SameVariables(Listed):
+class SameVariables(PerItemGuard):
     """Closure variables and globals have the same values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -35,13 +35,13 @@ class SameVariables(Listed):
         for path, slot, value in self._variables:
             now = slot.get()
             if now is not value and not same_plain(now, value):
-                yield was_and_is(path, value, now)
+                yield change_text(path, value, now)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
-        return (path for path, slot, value in self._variables if is_other_number(slot.get(), value))
+    def changed_scalars(self, call: Call) -> Iterator[str]:
+        return (path for path, slot, value in self._variables if is_other_scalar(slot.get(), value))
 
 
-class SameReads(Listed):
+class SameReads(PerItemGuard):
     """Attributes of plain objects that the step read have the same values."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -58,20 +58,20 @@ class SameReads(Listed):
             for name, value in values:
                 now = attributes.get(name, ABSENT)
                 if not same_plain(now, value) and not self._is_equal_list(now, value):
-                    yield was_and_is(f"{path}.{name}", value, now)
+                    yield change_text(f"{path}.{name}", value, now)
 
     def _is_equal_list(self, now: Any, before: Any) -> bool:
         held = self._lists.get(id(before))
         return held is not None and type(now) is list and same_contents(held, now)
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:
             for name, value in values:
-                if is_other_number(own_dict(obj).get(name, ABSENT), value):
+                if is_other_scalar(own_dict(obj).get(name, ABSENT), value):
                     yield f"{path}.{name}"
 
 
-class SameClassReads(Listed):
+class SameClassReads(PerItemGuard):
     """Plain values that the step read from the classes of such objects are the same."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -83,10 +83,10 @@ class SameClassReads(Listed):
             for name, value in values.items():
                 now = getattr(obj, name, ABSENT)
                 if not same_plain(now, value):
-                    yield was_and_is(f"{path}.{name}", value, now)
+                    yield change_text(f"{path}.{name}", value, now)
 
 
-class SameKinds(Listed):
+class SameKinds(PerItemGuard):
     """Variables and attributes that the step itself sets hold a value of the same kind (`kind_of`)."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -103,7 +103,7 @@ class SameKinds(Listed):
                 yield f"{path} holds a value of another kind"
 
 
-class SameContainers(Listed):
+class SameContainers(PerItemGuard):
     """Lists and dicts that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -117,7 +117,7 @@ class SameContainers(Listed):
         return (f"the contents of {path} changed" for path in self._contents.changed())
 
 
-class SameArrays(Listed):
+class SameArrays(PerItemGuard):
     """NumPy arrays that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -128,7 +128,7 @@ class SameArrays(Listed):
         return (f"the contents of {copy.path} changed" for copy in self._arrays if not copy.is_same())
 
 
-class SameChains(Listed):
+class SameChains(PerItemGuard):
     """Objects that the step calls are still reached by the same attributes from its arguments and variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -141,7 +141,7 @@ class SameChains(Listed):
                 yield f"{link.path} is another object"
 
 
-class SameTensors(Listed):
+class SameTensors(PerItemGuard):
     """Parameters that lie outside of modules (in a list, in a param group) are the same objects."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -215,7 +215,7 @@ def _dict_of(cls: type) -> dict[Any, Any] | None:
     return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
 
 
-class SameFunctions(Listed):
+class SameFunctions(PerItemGuard):
     """Functions of the user's code have the same defaults and attribute names. Values are guarded as variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -233,7 +233,7 @@ class SameFunctions(Listed):
                 yield f"{path} has other attributes"
 
 
-class SameThreadLocals(Listed):
+class SameThreadLocals(PerItemGuard):
     """Thread locals have, in the calling thread, the same attribute names. Their values are guarded as variables."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -274,7 +274,7 @@ class SameEnvironment(Guard):
             yield "the environment variables changed"
 
 
-class SameFiles(Listed):
+class SameFiles(PerItemGuard):
     """Files that the step read have not been written since."""
 
     def __init__(self, specs: GuardSpecs) -> None:
@@ -299,7 +299,7 @@ class SameModes(Guard):
             return True
         if not all(map(same_mode, self._before, now)):
             return False
-        self._before = now  # other values that mean the same
+        self._before = now  # different values with the same meaning
         return True
 
     def reasons(self, call: Call) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from wholestep.guards.guard import Call, Guard, Listed, is_other_number, was_and_is
+from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_values import same_plain
@@ -71,7 +71,7 @@ class SameMetadata(Guard):
         self._pick_modules = picker([gather.tensor_positions[i] for i in in_modules])
         self._pick_others = picker([gather.tensor_positions[i] for i in others])
         self._passed_version = -1
-        """`Gather.version` when all tensors passed."""
+        """`Gather.version` when all tensors were last checked and held."""
         self._modules_tensors: list[Any] = []
 
     def is_needed(self) -> bool:
@@ -80,7 +80,7 @@ class SameMetadata(Guard):
     def holds(self, call: Call) -> bool:
         assert call.state is not None
         if self._passed_version == self._gather.version:
-            # The optimizer state is the one that was checked; its tensors keep their metadata.
+            # The optimizer state is the state that was checked; its tensors keep their metadata.
             leaves = call.leaves
             return self._rest.hold(
                 [*self._modules_tensors, *self._pick_others(call.state), *(leaves[i] for i in self._unused)]
@@ -146,11 +146,11 @@ class SameTensorAttributes(Guard):
             yield from _differences(own, now)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        return (was_and_is(path, before, now) for path, before, now in self._changed(call))
+        return (change_text(path, before, now) for path, before, now in self._changed(call))
 
-    def changed_numbers(self, call: Call) -> Iterator[str]:
+    def changed_scalars(self, call: Call) -> Iterator[str]:
         for path, before, now in self._changed(call):
-            if is_other_number(now, before):
+            if is_other_scalar(now, before):
                 yield path
 
 
@@ -192,7 +192,7 @@ class SameGradients(Guard):
                 yield f"{path}.grad is {'set' if absent else 'None'}"
 
 
-class SameRequiresGrad(Listed):
+class SameRequiresGrad(PerItemGuard):
     """`requires_grad` is the same for parameters that are not inputs of the graph (`SameMetadata` checks inputs)."""
 
     def __init__(self, specs: GuardSpecs, gather: Gather) -> None:

@@ -269,7 +269,7 @@ def difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[i
 
 def scalar_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
     """If shared scalars differ: the ranks with the most common values and those with the second; else None."""
-    for ranks in _teams(records, "values"):
+    for ranks in _axis_groups(records, "values"):
         by_names: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank in ranks:
             by_names[records[rank]["names"]][records[rank]["values"]].append(rank)
@@ -282,7 +282,7 @@ def scalar_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int],
 
 def update_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int], list[int]] | None:
     """If constants of the updates differ: the ranks with the most common ones and those with the second; else None."""
-    for ranks in _teams(records, "update"):
+    for ranks in _axis_groups(records, "update"):
         sides: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             sides[records[rank]["update"]].append(rank)
@@ -292,13 +292,13 @@ def update_difference(records: Mapping[int, dict[str, Any]]) -> tuple[list[int],
     return None
 
 
-def _teams(records: Mapping[int, dict[str, Any]], key: str) -> list[list[int]]:
+def _axis_groups(records: Mapping[int, dict[str, Any]], key: str) -> list[list[int]]:
     """Of the ranks whose record has `key`, those that a mesh axis of their plan connects, directly or transitively."""
     found: list[tuple[set[str], list[int]]] = []
     for rank, record in sorted(records.items()):
         if key not in record:
             continue
-        labels, ranks = set(record["teams"]), [rank]
+        labels, ranks = set(record["axis_groups"]), [rank]
         separate = []
         for team in found:
             if team[0] & labels:

@@ -43,7 +43,7 @@ class RankScalars:
 
     shared: Mapping[str, str] = field(default_factory=dict)
     """Values that must be the same on all ranks of the plan."""
-    teams: Sequence[str] = ()
+    axis_groups: Sequence[str] = ()
     """One label per mesh axis of the plan; ranks with a common label share scalars."""
     read: Mapping[str, str] = field(default_factory=dict)
     """Values that capture burned in as constants: they may explain why graphs differ."""
@@ -200,8 +200,8 @@ def record_of(digest: GraphDigest | TextDigest) -> dict[str, Any]:
     if scalars.shared:
         names, values = scalars.hashes()
         record |= {"names": names, "values": values}
-    if scalars.teams:
-        record |= {"update": scalars.update_hash(), "teams": list(scalars.teams)}
+    if scalars.axis_groups:
+        record |= {"update": scalars.update_hash(), "axis_groups": list(scalars.axis_groups)}
     return record
 
 

@@ -120,7 +120,7 @@ class Channel:
         return _Phase(self, Position(RankState.RUNNING, step, call), ranks)
 
     def completing(self, step: str, call: int) -> AbstractContextManager[None]:
-        """Context for waiting on collectives that an earlier call started; other ranks need not do the same."""
+        """Context for waiting on collectives that an earlier call started; the other ranks need not wait for them."""
         return _Phase(self, Position(RankState.RUNNING, step, call))
 
     def agreeing(self, step: str, call: int) -> AbstractContextManager[None]:

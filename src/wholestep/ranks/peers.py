@@ -164,7 +164,7 @@ class Peers:
     def __init__(self, others: Iterable[int], gap: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.others = tuple(others)
         self._gap = gap
-        """If this rank has not read a heartbeat for longer than this, the time since the last one says nothing."""
+        """If this rank has not read a heartbeat for longer than this, the time since the last one has no meaning."""
         self._clock = clock
         self._heartbeats: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}

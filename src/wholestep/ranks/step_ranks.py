@@ -51,13 +51,13 @@ class _AgreedGraph:
 class Ranks:
     """The part of one compiled step that communicates with other ranks outside of the graph."""
 
-    def __init__(self, name: str, terms: RankOptions) -> None:
+    def __init__(self, name: str, options: RankOptions) -> None:
         number = next(_steps.setdefault(name, itertools.count()))
         self._step = f"{name}#{number}" if number else name
         """The same on all ranks, because they compile their steps in the same order."""
-        self._terms = terms
-        self._deadline = terms.deadline
-        self._members = sorted({rank for _, ranks in terms.axes for rank in ranks})
+        self._options = options
+        self._deadline = options.deadline
+        self._members = sorted({rank for _, ranks in options.axes for rank in ranks})
         self._last: StepGraph | None = None
         self._agreed: WeakKeyDictionary[StepGraph, _AgreedGraph] = WeakKeyDictionary()
         self._samples: dict[str, float] = {}
@@ -88,10 +88,10 @@ class Ranks:
             return
         graph = captured.step_graph
         constants = _constants(captured)
-        groups, excluded = self._terms.data_groups, self._terms.per_rank
+        groups, excluded = self._options.data_groups, self._options.per_rank
         scalars = SharedScalars(captured, groups, excluded, self._samples, pending, constants)
         values = scalars.named(scalars.read(state, call))
-        here = RankScalars(values, _teams(self._terms.axes), constants, update_constants(graph, groups))
+        here = RankScalars(values, _axis_groups(self._options.axes), constants, update_constants(graph, groups))
         digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
         self._agreed[graph] = _AgreedGraph(digest, scalars)
         channel.deadline = self._deadline
@@ -120,7 +120,7 @@ class Ranks:
         history = self._history
         if history is None or self._history_of is not channel:
             history = self._history = channel.watchdog.scalars.history(
-                self._step, _neighbours(channel.rank, self._terms.axes)
+                self._step, _neighbours(channel.rank, self._options.axes)
             )
             self._history_of = channel
         history.note(call, agreed.scalars, agreed.scalars.read(state, call))
@@ -132,7 +132,7 @@ class Ranks:
         return _NO_CONTEXT if channel is None else channel.completing(self._step, call)
 
 
-def _teams(axes: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
+def _axis_groups(axes: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
     return [f"{name} {min(ranks)}" for name, ranks in axes]
 
 

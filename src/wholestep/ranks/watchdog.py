@@ -434,7 +434,7 @@ class RunningHash:
 
 
 class CoordinatedStop:
-    """The part of one rank in agreeing on the call before which all ranks stop."""
+    """One rank's side of the agreement on the call before which all ranks stop."""
 
     def __init__(self, rank: int, size: int, reached: Callable[[str], int]) -> None:
         """`reached`: the last call of a step that this rank has begun."""

@@ -82,14 +82,14 @@ class Gather:
         self._watch: DictWatch | None = None
         self._cached: list[Any] | None = None
         self.version = 0
-        """Grows when the dicts are read again: for the same version, the cached objects are the same."""
+        """Increases when the dicts are read again: for the same version, the cached objects are the same."""
         self._local = [
             (i, s, s.inner)
             for i, s in enumerate(slots)
             if isinstance(s, LocalSlot) and isinstance(s.inner, ModuleSlot | OptimizerStateSlot)
         ]
         self._locals: list[tuple[Any, Any]] = []
-        """DTensors that lie in dicts, each with its local shard."""
+        """DTensors in these dicts, each with its local shard."""
         fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
         cached = {i for i, _, _ in self._local}
         self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast) and i not in cached]
@@ -174,12 +174,12 @@ class Executor:
         """Whether to measure the memory of the next run."""
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._release = captured.unread_gradients()
-        """Gradients that eager drops or replaces early in the step: they are dropped before the graph runs."""
+        """Gradients that eager frees or replaces early in the step: they are freed before the graph runs."""
         released = set(map(id, self._release))
         changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
         self._changes = [c for c in changes if c.deferred is None]
         self._late_changes = [c for c in changes if c.deferred is not None]
-        """Those that take numbers which are known only after the graph ran, and the calls that follow it."""
+        """Changes that take scalars which are known only after the graph ran, and the calls that follow it."""
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
