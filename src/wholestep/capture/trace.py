@@ -21,7 +21,7 @@ from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
 from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
-from wholestep.capture.objects.called import Behind, EarlierTraces, FoundByCall, TraceAgain
+from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.patching.conversions import swap_conversions
@@ -44,7 +44,7 @@ from wholestep.capture.results.effect_line import Effect, LineWatch, with_line_o
 from wholestep.capture.results.leftovers import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
-from wholestep.capture.scalars.traced_numbers import TracedNumbers
+from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import (
     ItemError,
     Location,
@@ -77,7 +77,7 @@ _tracing = threading.local()
 
 @contextmanager
 def steps_as_functions() -> Iterator[None]:
-    """Compiled steps that are called meanwhile run as the functions that they were made from."""
+    """Compiled steps that are called inside of the step run as the functions that they were made from."""
     before = is_tracing()
     _tracing.active = True
     try:
@@ -102,7 +102,7 @@ def trace_step(
 ) -> CapturedStep:
     """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
 
-    `seen`: takes the paths of the numbers that user code got as numbers of the graph, also where the capture fails.
+    `seen`: receives the paths of the numbers that user code got as symbolic scalars, also where the capture fails.
     """
     started = time.perf_counter()
     earlier = EarlierTraces(options) if earlier is None else earlier
@@ -187,8 +187,8 @@ class Capture:
         self.options = options
         self.numbers = numbers
         self.erased: list[fx.Node] = []
-        """Nodes of the trace that are not in the graph: nothing needs them."""
-        self.scalars = TracedNumbers(self, numbers, seen)
+        """Nodes of the trace that were removed from the graph because nothing needs them."""
+        self.scalars = TracedScalars(self, numbers, seen)
         self.phase = "forward"
         self.module_path = ""
         self.flat: Flat = flatten((args, kwargs))
@@ -198,7 +198,7 @@ class Capture:
         self._earlier = earlier
         self.met: Any = None
         self.called: set[int] = set()
-        self._behind = Behind(self.world)
+        self._behind = UnknownOptimizers(self.world)
         self.shapes = Shapes()
         self.dynamic_dims = dynamic_dims(options, self.leaf_paths, self.flat.leaves)
         if self.dynamic_dims:
@@ -226,13 +226,11 @@ class Capture:
         self.api = ""
         self.interrupts = Interrupts()
         self.session: Session | None = None
-        """What the plan does while tracing."""
+        """What the plan does while the step is traced."""
         self.line_watch: LineWatch | None = None
-        """Looks for the line of an effect; only after a refusal."""
+        """Searches for the line of an effect; only after a refusal."""
         self.given: Any = None
         """The arguments that the step is traced with."""
-
-    # The way of one capture.
 
     def run(self) -> CapturedStep:
         rng = RandomState(self.world)
@@ -349,15 +347,15 @@ class Capture:
                 slot.set(self.scalars.lift(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
 
     def follow_holder(self, holder: Any, path: str) -> None:
-        """Note what the step reads of a plain object, and what it sets."""
+        """Record what the step reads of a plain object, and what it sets."""
         self.snapshots.append(Attributes(holder, path))
         self._lift_numbers(holder, path)
         self._track_reads(holder, path)
 
     def dicts_of_attributes(self) -> set[int]:
-        """Dicts that are the attributes of a plain object, by identity: those are compared and set one by one.
+        """Dicts that are the attributes of a plain object, by identity: their entries are compared and set one by one.
 
-        Also where a class keeps one dict for all of its objects (`self.__dict__ = self._shared_state`).
+        Also where a class has one dict for all of its objects (`self.__dict__ = self._shared_state`).
         """
         return {id(snapshot.now) for snapshot in self.snapshots}
 
@@ -431,7 +429,7 @@ class Capture:
         return error.at(where)
 
     def _refuse_attribute_of_a_tensor(self, error: AttributeError) -> None:
-        """The step asked a fake for an attribute that the user put on the tensor it stands for."""
+        """Refuse an attribute that the user put on a tensor and that its fake does not have."""
         tracked = self.table.by_fake.get(id(error.obj))
         if tracked is not None and error.name in vars(tracked.real):
             raise UnsupportedError(
@@ -441,7 +439,7 @@ class Capture:
             ) from error
 
     def _line_of(self, error: WholestepError) -> Location | None:
-        """The line for what is found after the trace: where the optimizer stepped that the error names, or the
+        """The line for an error found after the trace: that of the optimizer's step if the error names one, or the
         beginning of the step."""
         for optimizer, path in self.world.optimizers.items():
             if path in error.what and optimizer in self.step_lines:
@@ -449,7 +447,7 @@ class Capture:
         return location_of_function(self.fn)
 
     def _again_if_met(self) -> None:
-        """Trace again with an optimizer whose call the step's code hid (`except:`), or whose groups it changed."""
+        """Trace again with an optimizer whose call the step hid (`except:`), or whose groups it changed."""
         met = self.met if self.met is not None else self._behind.changed()
         if met is not None:
             raise FoundByCall(met)
@@ -459,11 +457,11 @@ class Capture:
         self._bound_steps.begin(optimizer, args, kwargs)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """It ran."""
+        """It has run."""
         self._bound_steps.end(optimizer)
 
     def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
-        """Let go of all fakes but those that the graph needs; returns weak references to all, with their nodes."""
+        """Drop all fakes but those that the graph needs; returns weak references to all, with their nodes."""
         if self.session is not None:
             self.session.release()
         self.fake_leaves, self.snapshots, self.readers, self.session = [], [], [], None
@@ -492,8 +490,6 @@ class Capture:
                 location=user_location(),
             )
         return int(tracked.real.data_ptr())
-
-    # Host of the recorder.
 
     def before_operator(self) -> None:
         self.interrupts.check()

@@ -7,9 +7,9 @@
     its input or a view of it, and its        `call_on_copies`, which returns new memory; what it returns can be read,
     schema says nothing                       not written to
 
-Where the schema says nothing the fake kernel may be a rough sketch: the real one may return an alias where the fake one
-does, or a new tensor. Reading the result of the call is right in both cases. A write through it would be right in one
-of them, so `Values` refuses it.
+Where the schema says nothing the fake kernel may be an approximation: the real one may return an alias where the fake
+one does, or a new tensor. Reading the result of the call is right in both cases. A write through it would be right in
+one of them, so `Values` refuses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CustomOperators:
-    """Records the operators that do not write to their arguments, for a recorder."""
+    """Records custom operators that do not write to their arguments."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -52,7 +52,7 @@ class CustomOperators:
         node_kwargs: dict[str, Any],
         out: Any,
     ) -> Any:
-        """Record a call whose fake result is `out`; what the step gets."""
+        """Record a call whose fake result is `out`. Returns what the step gets."""
         inputs = list(tensors_in([fake_args, list(fake_kwargs.values())]))
         results = list(tensors_in(out))
         sources = [self._source(result, inputs, declared=facts.is_view) for result in results]
@@ -82,7 +82,7 @@ class CustomOperators:
         return _replaced(out, stand_ins)
 
     def _parts(self, node: fx.Node, out: Any) -> Iterator[fx.Node]:
-        """A node for each tensor of a result."""
+        """One node per tensor of a result."""
         if isinstance(out, Tensor):
             yield node
         elif isinstance(out, list | tuple):
@@ -90,7 +90,7 @@ class CustomOperators:
                 yield from self._parts(self._nodes.create(operator.getitem, (node, i), {}, item), item)
 
     def _source(self, result: Tensor, inputs: list[Tensor], *, declared: bool) -> Tensor | None:
-        """The input that shares memory with a result, as the fake kernel has it or as the schema says."""
+        """The input that shares memory with a result, by the fake kernel or by the schema."""
         if result.layout is not torch.strided:
             return None
         for source in inputs:
@@ -99,7 +99,7 @@ class CustomOperators:
         return inputs[0] if declared and inputs else None
 
     def _alias(self, func: Any, source: Tensor) -> Tensor:
-        """A tensor of its own in the place of an input that a fake kernel returned."""
+        """A new tensor over the memory of an input that a fake kernel returned."""
         if source.requires_grad and not has_autograd_kernel(func):
             raise AliasError(
                 f"{func} returns an input that requires grad, and its schema does not say so.",

@@ -1,4 +1,4 @@
-"""Dimensions that vary: symbols for declared dims, and nodes for the expressions that user code makes of them.
+"""Dynamic dimensions: symbols for declared dims, and nodes for the size expressions that user code computes.
 
 torch's ShapeEnv does the algebra and collects guards; an expression that an operator takes becomes nodes:
 
@@ -31,7 +31,7 @@ from wholestep.torch_private.symbolic_shapes import (
 
 
 class WatchedShapeEnv(ShapeEnv):
-    """Remembers which line of the user's code tied a symbol to one size."""
+    """A ShapeEnv that records which line of the user's code fixed a symbol to one size."""
 
     def __init__(self) -> None:
         super().__init__(duck_shape=False, specialize_zero_one=False)
@@ -62,10 +62,10 @@ class Shapes:
         self._ints: dict[int, torch.SymInt] = {}
         self._first_tensor: dict[str, tuple[Tensor, int]] = {}
         self._places: dict[str, list[str]] = {}
-        """Name of a symbol: the same places in words."""
+        """Name of a symbol: the same places as text."""
 
     def declare(self) -> WatchedShapeEnv:
-        """The environment, made when the first dynamic dim is declared."""
+        """The ShapeEnv, created when the first dynamic dim is declared."""
         if self.env is None:
             self.env = WatchedShapeEnv()
         return self.env
@@ -111,11 +111,11 @@ class Shapes:
         return made
 
     def release(self) -> None:
-        """Let go of nodes and fakes: only the trace needed them."""
+        """Drop nodes and fakes: only the trace needs them."""
         self._nodes, self._ints, self._first_tensor = {}, {}, {}
 
     def refuse_fixed(self) -> None:
-        """A declared dim that the step tied to one size is not dynamic."""
+        """Refuse a declared dim that the step fixed to one size."""
         if self.env is None:
             return
         for name, value in fixed_symbols(self.env):
@@ -130,7 +130,7 @@ class Shapes:
                 )
 
     def node(self, value: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
-        """What stands for a symbolic size in the arguments of a node."""
+        """The node or constant for a symbolic size among the arguments of a node."""
         expression = sympy.sympify(value.node.expr)
         hint = value.node.hint
         return self._emit(expression, hint, emit, node_of)

@@ -1,4 +1,4 @@
-"""Inputs of the graph under construction: a placeholder for each slot that the step reads, and its constants."""
+"""Inputs of the graph under construction: a placeholder for each slot that the step reads, and tensor constants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wholestep.torch_private.guard_checks import generator_key
 
 
 class Inputs:
-    """What the graph takes, in the order in which it was found."""
+    """The placeholders, in the order in which they were created."""
 
     def __init__(self, recorder: Recorder, world: World, table: StateTable) -> None:
         self._recorder = recorder
@@ -35,11 +35,11 @@ class Inputs:
         self._last: fx.Node | None = None
 
     def tensor(self, tracked: Tracked) -> None:
-        """A tensor that is followed becomes an input."""
+        """Make a tracked tensor an input."""
         self._recorder.values.register_input(tracked.input, self._placeholder(tracked.slot))
 
     def number(self, slot: Slot, value: Any) -> fx.Node:
-        """The input for a number in a slot."""
+        """The placeholder for a scalar input."""
         if id(slot) not in self._numbers:
             node = self._placeholder(slot)
             node.meta["val"] = value
@@ -47,7 +47,7 @@ class Inputs:
         return self._numbers[id(slot)]
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """A real tensor that the step's code holds becomes an input, if a later call can find it again."""
+        """Make a real tensor that user code holds an input, if a later call can find it again."""
         known = self._lifted.get(id(tensor))
         if known is not None:
             return known
@@ -59,11 +59,11 @@ class Inputs:
         return tracked.fake
 
     def release(self) -> None:
-        """Let go of the fakes."""
+        """Drop the references to fakes."""
         self._lifted = {}
 
     def _found(self, tensor: Tensor) -> Slot:
-        """Where a later call finds a tensor."""
+        """The slot where a later call finds a tensor."""
         found = self._world.tensors.get(id(tensor))
         if found is None and is_zero_tensor(tensor):
             raise UnsupportedError(
@@ -81,14 +81,14 @@ class Inputs:
             )
         if tensor.requires_grad:
             raise CapturedTensorError(
-                f"{found[1].path} requires grad and cannot be exchanged where it is kept.",
+                f"{found[1].path} requires grad and lies where capture cannot replace it by a fake tensor.",
                 fix="make it a parameter of a module, or pass it as an argument.",
                 location=user_location(),
             )
         return found[1]
 
     def constant(self, tensor: Tensor) -> fx.Node:
-        """Data that the step's own code wrote down, kept with the graph."""
+        """Store tensor data that the step's code contains (`torch.tensor([1.0])`) with the graph."""
         name = f"_constant{len(self.constants)}"
         with without_modes():
             self.constants[name] = tensor.detach().clone()
@@ -97,7 +97,7 @@ class Inputs:
         return node
 
     def generator(self, generator: torch.Generator) -> fx.Node:
-        """A generator that the step draws from by name is an input."""
+        """The placeholder for a generator that the step passes to a random operator."""
         key = generator_key(generator)
         known = self._generators.get(key)
         if known is None:
@@ -113,7 +113,7 @@ class Inputs:
         return known
 
     def _placeholder(self, slot: Slot) -> fx.Node:
-        """A new input, after the ones there are."""
+        """A new placeholder after the existing ones."""
         first = next(iter(self._graph.nodes), None)
         if self._last is not None:
             point = self._graph.inserting_after(self._last)

@@ -1,7 +1,7 @@
-"""`.item()` and `.tolist()` while tracing: numbers of the graph.
+"""`.item()` and `.tolist()` return symbolic scalars while tracing.
 
 state["step"].item()     known before the step runs: computed from single-element state. A branch on it is a guard
-loss.item()              known when the graph ran. It may be returned, kept, printed and computed with; where it
+loss.item()              known after the graph ran. It may be returned, stored, printed and computed with; where it
                          reaches a tensor it is a node of the graph; a branch on it is refused
 """
 
@@ -31,7 +31,7 @@ _CONVERSIONS = {"__float__": "float", "__int__": "int", "__index__": "int"}
 
 
 class ItemHost(Protocol):
-    """What items ask of the capture."""
+    """What `Items` needs from the capture."""
 
     phase: str
     api: str
@@ -42,7 +42,7 @@ class ItemHost(Protocol):
 
 
 class ScalarMaker(ScalarHost, Protocol):
-    """What items ask of the numbers of the trace."""
+    """What `Items` needs from the scalars of the trace."""
 
     def is_pinned(self, path: str) -> bool: ...
 
@@ -50,7 +50,7 @@ class ScalarMaker(ScalarHost, Protocol):
 
 
 class Items:
-    """The numbers that the step took out of tensors."""
+    """The scalars that the step read from tensors."""
 
     def __init__(self, host: ItemHost, scalars: ScalarMaker) -> None:
         self._host = host
@@ -62,8 +62,8 @@ class Items:
         self._flat: dict[fx.Node, fx.Node] = {}
         self._tried = 0
         self.sources: dict[int, fx.Node] = {}
-        """The tensors of items that were not known and reach the graph, or for which a trace with plain numbers gave a
-        trial value, by the number of the item."""
+        """Tensors of items that were unknown and reach the graph, or for which a trace with plain scalars gave a trial
+        value, by the index of the item."""
 
     def item(self, tensor: Tensor, node: fx.Node) -> Any:
         """`.item()` of a tensor, whose contents a node holds."""
@@ -97,7 +97,7 @@ class Items:
         return scalar.as_python()
 
     def tolist(self, tensor: Tensor, node: fx.Node) -> Any:
-        """`.tolist()`: a number for each element."""
+        """`.tolist()`: one scalar per element."""
         if tensor.dtype.is_complex or tensor.numel() > _MOST_ELEMENTS:
             raise _value_leaves("tolist", tensor)
         if tensor.dim() == 0:
@@ -108,7 +108,7 @@ class Items:
         return found if tensor.numel() else _empty(list(tensor.shape))
 
     def _deferred(self, tensor: Tensor, node: fx.Node, index: int | None) -> Any:
-        """A number that is known when the graph ran; a trial value in a trace with plain numbers."""
+        """A scalar that is known after the graph ran; a trial value in a trace with plain scalars."""
         taken = self._taken.get((node, index))
         if taken is None:
             trial = self._trial(tensor.dtype)
@@ -126,7 +126,7 @@ class Items:
         return taken.as_python() if isinstance(taken, ScalarNode) else taken
 
     def _trial(self, dtype: torch.dtype) -> Number:
-        """The next value that a number has where traces are compared: different ones, in the order of the step."""
+        """The next trial value, in the order of the step: values that differ from each other."""
         self._tried += 1
         if dtype is torch.bool:
             return self._tried % 2 == 0
@@ -139,7 +139,7 @@ class Items:
         return f"{name} at {where}" if where is not None and self._host.phase != "optimizer" else name
 
     def emit(self, leaf: ItemLeaf, trial: Number) -> fx.Node:
-        """The node of a number that reaches a tensor."""
+        """The node for a scalar that reaches a tensor."""
         recorder, node = self._host.recorder, leaf.node
         self.sources[leaf.number] = node
         if leaf.index is not None:
@@ -171,7 +171,7 @@ def _empty(shape: list[int]) -> list[Any]:
 
 
 def _value_leaves(api: str, tensor: Tensor) -> WholestepError:
-    """The value of a tensor is asked for; `api`: by which name."""
+    """The error where code needs the value of a tensor; `api`: the name of the call."""
     where = user_location()
     shape = tuple(tensor.shape)
     if api in _BRANCHES:
@@ -184,6 +184,6 @@ def _value_leaves(api: str, tensor: Tensor) -> WholestepError:
     return ItemError(
         f"{name.get(api, '.item()')} takes the value of a tensor of shape {shape} out of the graph.",
         fix="return the tensor from the step and read its value outside; or take it with .item(), if it is only "
-        "returned, kept or printed.",
+        "returned, stored or printed.",
         location=where,
     )

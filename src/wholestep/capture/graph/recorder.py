@@ -1,4 +1,4 @@
-"""Records every operator that the user's step runs into one functional FX graph, in the same trace.
+"""Record every operator that the user's step runs in one functional FX graph, in a single trace.
 
 The step runs on fake tensors; autograd is real. This dispatch mode sees each operator below autograd, runs it on the
 fakes (writes included, so that version counters and errors are eager's), and records what it means for values:
@@ -8,15 +8,13 @@ fakes (writes included, so that version counters and errors are eager's), and re
     v = x[0]; v.zero_()        v = select(x, 0, 0); v1 = zero(v); x1 = select_scatter(x, v1, 0, 0)
     h.detach()                 nothing: the same value
 
-Why one mode instead of make_fx with functionalization: two more Python layers per
-operator cost 1.6 to 1.9 times a bare make_fx; this costs less than one.
+One mode and not make_fx with functionalization: its two Python layers per operator cost 1.6 to 1.9 times a bare
+make_fx; this mode costs less than one.
 
-Nodes of the graph under construction, each with its value's metadata and where it comes from.
+`Nodes` creates the nodes, each with the metadata of its value and its origin. A backward node is mapped to its forward
+line by autograd's sequence numbers: the backward of autograd node n gets the line of the operator that made node n.
 
-A backward node is traced back to the forward line by autograd's sequence numbers: the operator that made autograd node
-number n is the one whose line the backward of n gets.
-
-Arguments of operators: what the fake operator takes, and what stands for it in the graph.
+`Operands` converts arguments: to what the fake operator takes, and to what represents them in the graph.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ _OTHER_NAMES = {"momentum": "exponential_average_factor"}
 
 
 class Host(Protocol):
-    """What the recorder asks of the capture that owns it."""
+    """What the recorder needs from the capture that owns it."""
 
     phase: str
     module_path: str
@@ -120,7 +118,7 @@ class Recorder(DispatchMode):
         super().__init__()
         self.host = host
         self.named_scalars: dict[str, ScalarNode] = {}
-        """Numbers that the next operator takes by name as plain floats (see `patches`)."""
+        """Scalars that the next operator takes by name as plain floats (see `patches`)."""
         self.used_scalars: set[int] = set()
         """Which of `named_scalars` some operator took."""
         self.random_devices: dict[str, None] = {}
@@ -139,10 +137,8 @@ class Recorder(DispatchMode):
             aten.alias.default: self._same_value,
         }
 
-    # What the capture asks of its recorder.
-
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record an operator on nodes; `val` is computed from theirs."""
+        """Record an operator on nodes; its `val` is computed from theirs."""
         return self.values.emit(op, *args, **kwargs)
 
     def emit_function(self, target: Callable[..., Any], args: tuple[Any, ...], val: Any) -> fx.Node:
@@ -152,8 +148,6 @@ class Recorder(DispatchMode):
     def node_of(self, fake: Tensor) -> fx.Node:
         """The node that holds the current contents of a fake tensor."""
         return self.values.node_of(fake)
-
-    # Dispatch.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,7 +170,7 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             raise UnsupportedError(
-                f"{func} communicates behind the graph's back.",
+                f"{func} communicates outside of the graph.",
                 fix="use torch.distributed._functional_collectives in the step (all_reduce, all_gather_tensor, ...), "
                 "whose results are values; or communicate outside of the step.",
                 location=user_location(),
@@ -238,7 +232,7 @@ class Recorder(DispatchMode):
         return bool(flag) and bound_argument(func, facts.writes[0], args, kwargs) is not None
 
     def register_outputs(self, node: fx.Node, out: Any) -> None:
-        """The tensors of a result are what the node, or its elements, hold."""
+        """Register the tensors of a result as the values of the node, or of its elements."""
         if isinstance(out, Tensor):
             if out.layout is not torch.strided:
                 raise SparseError(
@@ -252,8 +246,6 @@ class Recorder(DispatchMode):
             for i, item in enumerate(out):
                 if isinstance(item, Tensor | list | tuple):
                     self.register_outputs(self.nodes.create(operator.getitem, (node, i), {}, item), item)
-
-    # Views.
 
     def _record_view(
         self,
@@ -287,7 +279,7 @@ class Recorder(DispatchMode):
         return out
 
     def _inplace_view(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
-        """`x.unsqueeze_(0)`: the tensor becomes a view of what it was."""
+        """`x.unsqueeze_(0)`: the tensor becomes a view of its former value."""
         fake = fake_args[0]
         if func is aten.detach_.default:
             return func(*fake_args, **fake_kwargs)
@@ -312,17 +304,15 @@ class Recorder(DispatchMode):
         if func is aten.resize_.default and list(fake_args[1]) == list(fake.shape):
             return fake
         if self.values.value(fake).node.op != "placeholder":
-            # A tensor of the step's own (cuDNN's look for packed weights): from now on known by its new memory.
+            # A tensor that the step made (cuDNN tests for packed weights): looked up by its new storage from now on.
             out = func(*fake_args, **fake_kwargs)
             self.values.forget(fake)
             return out
         raise ParameterDataError(
-            f"{func} gives a tensor other memory inside the step.",
+            f"{func} replaces the storage of a tensor inside the step.",
             fix="create a new tensor instead of resizing or re-setting an existing one.",
             location=user_location(),
         )
-
-    # Single operators with a meaning of their own.
 
     def _item(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -331,7 +321,7 @@ class Recorder(DispatchMode):
         return self.host.item(tensor, self.node_of(tensor))
 
     def _lift_fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.tensor(...)` in the step: its data is a constant of the program."""
+        """`torch.tensor(...)` in the step: its data is a constant of the graph."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -343,14 +333,14 @@ class Recorder(DispatchMode):
         return out
 
     def _packed_weights(self, weights: list[Tensor], nodes: list[fx.Node]) -> tuple[Tensor, fx.Node]:
-        """The chunk of all weights that cuDNN takes, found at replay."""
+        """The one buffer of all weights that cuDNN takes, found at replay."""
         chunk = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
         node = self.nodes.create(packed_weights, (nodes,), {}, chunk)
         self.values.register(chunk, node)
         return chunk, node
 
     def note_random(self, out: Any, fake_args: list[Any]) -> None:
-        """An operator drew random numbers: the signature says on which device."""
+        """Record for the signature on which device an operator drew random numbers."""
         for tensor in tensors_in([out, fake_args]):
             self.random_devices[str(tensor.device)] = None
             return
@@ -369,7 +359,7 @@ class Recorder(DispatchMode):
 
 
 class Place(Protocol):
-    """Where the step is while it is traced."""
+    """Where in the step the trace currently is."""
 
     phase: str
     module_path: str
@@ -389,7 +379,7 @@ class Nodes:
     def create(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any, in_place: OpOverload | None = None
     ) -> fx.Node:
-        """A call of `target` whose result looks like `val`; `in_place` is the operator that eager ran here."""
+        """A call of `target` whose result has the metadata of `val`; `in_place`: the operator that eager ran here."""
         node = self.graph.create_node("call_function", target, args, kwargs)
         node.meta["val"] = val
         node.meta[KEY] = self._meta(in_place)
@@ -400,7 +390,7 @@ class Nodes:
         return next(iter(reversed(self.graph.nodes)), None)
 
     def since(self, before: fx.Node | None) -> list[fx.Node]:
-        """The nodes made after that one, in order."""
+        """The nodes created after `before`, in order."""
         made: list[fx.Node] = []
         for node in reversed(self.graph.nodes):
             if node is before:
@@ -433,7 +423,7 @@ _VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 
 
 class OperandHost(Protocol):
-    """What arguments ask of the capture."""
+    """What `Operands` needs from the capture."""
 
     def lift(self, tensor: Tensor) -> Tensor: ...
 
@@ -443,13 +433,13 @@ class OperandHost(Protocol):
 
 
 class Operands:
-    """Turns arguments into fakes and nodes."""
+    """Converts arguments to fakes and to nodes."""
 
     def __init__(self, values: Values, host: OperandHost) -> None:
         self._values = values
         self._host = host
         self.has_scalars = False
-        """Set where a number of the graph was among the arguments; whoever looks at it resets it."""
+        """True after a symbolic scalar was among the arguments; the reader resets it."""
 
     def convert_all(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         """Positional arguments as fakes and as nodes."""
@@ -470,7 +460,7 @@ class Operands:
     def _convert(self, arg: Any) -> tuple[Any, Any]:
         if isinstance(arg, FakeTensor):
             return arg, self._values.node_of(arg)
-        if arg is None or type(arg) in _VALUES:  # by type: a number of the graph says that it is an int
+        if arg is None or type(arg) in _VALUES:  # by type: a symbolic scalar is an instance of int
             return arg, arg
         if isinstance(arg, list | tuple):
             fakes, nodes = self.convert_all(tuple(arg))

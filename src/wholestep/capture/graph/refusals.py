@@ -1,4 +1,4 @@
-"""Operators and hooks that a graph cannot replay like eager, as errors that say what to do instead.
+"""Errors for operators and hooks that a replay could not repeat as eager runs them, with what to do instead.
 
 Hooks run while a step is traced and never again, so their Python side is lost: they are refused by default.
 `hooks="trace"` captures what they compute instead. Hooks that torch itself installs to compute weights
@@ -29,7 +29,7 @@ _BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})
 
 
 def refuse_branching_backward(func: Any, args: tuple[Any, ...]) -> None:
-    """`prod` and `cumprod`: their backward looks at the data, and takes another way for fake tensors."""
+    """`prod` and `cumprod`: their backward branches on the data, and takes another branch for fake tensors."""
     if func.overloadpacket in _BRANCHES_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad:
         raise UnsupportedError(
             f"the backward of {func} looks for zeros in its input and branches on them.",
@@ -39,7 +39,7 @@ def refuse_branching_backward(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def higher_order(func: Any) -> UnsupportedError:
-    """An operator that takes functions."""
+    """The error for an operator that takes functions."""
     return UnsupportedError(
         f"the higher-order operator {func} is not captured.",
         fix="call the plain implementation instead (for flex_attention: scaled_dot_product_attention).",
@@ -48,7 +48,7 @@ def higher_order(func: Any) -> UnsupportedError:
 
 
 def opaque_view(does: str, tensor: Tensor) -> AliasError:
-    """Only the kernel of the operator knows which elements of its input the view shows."""
+    """The error for a view of which only the kernel of the operator knows the elements."""
     return AliasError(
         f"the step {does} a tensor of shape {tuple(tensor.shape)} that a custom operator returned, and that shares "
         "memory with an input of the operator.",
@@ -89,7 +89,7 @@ def refuse_shifted_overlap(func: Any, written: list[Tensor], args: list[Any]) ->
 
 
 def _extents_meet(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense views of one memory share elements; strided ones that interleave count as apart."""
+    """Whether two dense views of one storage share elements; strided views that interleave count as disjoint."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
     first, second = int(a.storage_offset()), int(b.storage_offset())
@@ -107,7 +107,7 @@ _FIXED_FORMS = {
 
 
 def data_shape(func: Any) -> DataShapeError:
-    """An operator whose result has as many elements as its data says."""
+    """The error for an operator whose result size depends on data."""
     name = func.name().rpartition(":")[2]
     advice = (fix for start, fix in _FIXED_FORMS.items() if name.lstrip("_").startswith(start.lstrip("_")))
     otherwise = (
@@ -153,7 +153,7 @@ def refuse_hooks(world: World, parameters: list[Tracked], ours: frozenset[int] =
 
 
 def trace_parameter_hooks(parameters: list[Tracked]) -> None:
-    """Give the fakes the hooks of the parameters they stand for."""
+    """Copy the hooks of parameters to their fakes."""
     for tracked in parameters:
         after = post_accumulate_hooks(tracked.real)
         for hook in tensor_hooks(tracked.real):
@@ -165,7 +165,7 @@ def trace_parameter_hooks(parameters: list[Tracked]) -> None:
 
 
 def _is_pure(hook: Any) -> bool:
-    """Hooks known to do tensor arithmetic only."""
+    """Whether a hook is known to do tensor arithmetic only."""
     library = (getattr(hook, "__module__", "") or "").startswith("transformers.")
     return isinstance(hook, _PURE) or (library and hook.__name__ == "make_inputs_require_grads")
 

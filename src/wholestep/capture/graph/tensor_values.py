@@ -1,16 +1,16 @@
-"""Which node holds the contents of a fake tensor now: views, writes through them, and reads after.
+"""Which node holds the current contents of a fake tensor: views, writes through views, and reads after writes.
 
-A tensor is a *view chain* over a *base*; the base has a version that each write advances. Reading a view whose base has
-moved on replays the chain; writing to a view scatters the new value back along it.
+A tensor is a *view chain* over a *base*; each write advances the version of the base. Reading a view of an older
+version replays the chain; writing to a view scatters the new value back along it.
 
     v = x[0]; v.zero_(); x.sum()      v = select(x, 0, 0); v1 = zero(v); x1 = select_scatter(x, v1, 0, 0); sum(x1)
 
-Writing through a view: how a new value of a view becomes a new value of what it is a view of.
+`invert_view` computes the new value of a parent from the new value of its view, the second node here:
 
     v = select(x, 0, 2); v.add_(1)        v1 = add(v, 1); x1 = select_scatter(x, v1, 0, 2)
 
-`invert_view` emits the second half. Views that only rearrange are undone (transpose by transpose); views that pick a
-part are scattered; everything else goes through an index map, which is slower and always right.
+Views that only permute elements are inverted (transpose by transpose), views that select elements are scattered, and
+all others go through an index map, which is slower and always correct.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from wholestep.torch_private.fake_tensors import FakeTensorMode, storage_key
 aten = torch.ops.aten
 
 OPAQUE = "a view that a custom operator made"
-"""In the place of a view's operator: it is not known how the view is seen from what it is a view of."""
+"""Takes the place of a view's operator where it is unknown which elements of its input the view shows."""
 
 SAME_VALUE = frozenset({aten.detach.default, aten.alias.default})
-"""Views that change nothing: they get no node."""
+"""Views that return their input unchanged: no node is recorded."""
 
 
 class Base:
-    """The memory behind one or more tensors: the node that holds its contents now."""
+    """The memory behind one or more tensors, and the node that holds its current contents."""
 
     __slots__ = ("is_input", "version")
 
@@ -51,7 +51,7 @@ class Base:
 
 
 class Value:
-    """One fake tensor: the node that holds its contents, and how it is seen from what it is a view of."""
+    """One fake tensor: the node that holds its contents, and the operator that makes it from its parent."""
 
     __slots__ = ("args", "base", "fake", "index", "kwargs", "node", "op", "parent", "version")
 
@@ -90,22 +90,22 @@ class Values:
         self._by_storage: dict[int, Value] = {}
 
     def register_input(self, fake: Tensor, node: fx.Node) -> None:
-        """A fake tensor that is a placeholder of the graph."""
+        """Register a fake tensor that is a placeholder of the graph."""
         node.meta["val"] = fake
         self.register(fake, node).base.is_input = True
 
     def release(self) -> list[tuple[weakref.ref[Tensor], fx.Node]]:
-        """Forget all tensors; returns references that keep none of them alive, with their nodes."""
+        """Drop all tensors. Returns weak references to them, with their nodes."""
         known = [(weakref.ref(value.fake), value.node) for value in self._values.values()]
         self._values, self._by_storage = {}, {}
         return known
 
     def is_written(self, fake: Tensor) -> bool:
-        """Whether the step wrote to the memory of an input."""
+        """Whether the step wrote to memory of an input that this tensor shares."""
         return self._values[id(fake)].base.version > 0
 
     def as_it_is(self, fake: Tensor) -> fx.Node:
-        """A node that keeps the present contents of a tensor, whatever is written later to the memory of an input."""
+        """A node with the present contents of a tensor, which later writes to the memory of an input do not change."""
         value = self.value(fake)
         node = self.read(value)
         is_own = node.op == "call_function" and not shared_inputs(node) and not value.base.is_input
@@ -116,7 +116,7 @@ class Values:
         return self.read(self.value(fake))
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record an operator on nodes; `val` is computed from theirs."""
+        """Record an operator on nodes; its `val` is computed from theirs."""
         if op == GETITEM:
             return self._nodes.create(operator.getitem, args, {}, args[0].meta["val"][args[1]])
         fakes = fx.map_arg(args, lambda n: n.meta["val"])
@@ -131,12 +131,12 @@ class Values:
         return self._nodes.create(op, nodes, {k: self._shape_arg(v) for k, v in kwargs.items()}, out)
 
     def register_result(self, fake: Tensor, node: fx.Node) -> None:
-        """A fake tensor whose contents are the value of a node."""
+        """Register a fake tensor as the result of a node."""
         node.meta["val"] = fake
         self.register(fake, node)
 
     def write(self, fake: Tensor, new: fx.Node) -> None:
-        """From now on the fake tensor, and all that shares its memory, holds the value of `new`."""
+        """Set the contents of a fake tensor, and of all that share its memory, to the value of `new`."""
         value = self.value(fake)
         value.base.version += 1
         child, node = value, new
@@ -169,7 +169,7 @@ class Values:
         return found
 
     def _adopt(self, fake: Tensor) -> Value:
-        """A tensor that C++ made without telling us: find it by its memory."""
+        """Register a tensor that C++ made below the dispatcher: find it by its storage."""
         base = self._by_storage.get(storage_key(fake))
         if base is None:
             raise UnsupportedError(
@@ -209,7 +209,7 @@ class Values:
         return value.node
 
     def _read_before_write(self, value: Value) -> fx.Node:
-        """The node of a parent as it was just before the write that is being propagated."""
+        """The node of a parent just before the write that is being propagated."""
         value.base.version -= 1
         try:
             return self.read(value)
@@ -217,19 +217,19 @@ class Values:
             value.base.version += 1
 
     def add_view(self, fake: Tensor, value: Value) -> None:
-        """A fake tensor that is a view of another."""
+        """Register a fake tensor as a view of another."""
         self._values[id(fake)] = value
 
     def knows(self, fake: Tensor) -> bool:
-        """Whether this very tensor has a value."""
+        """Whether this tensor object has a value."""
         return id(fake) in self._values
 
     def forget(self, fake: Tensor) -> None:
-        """A tensor that got other memory is looked up by that memory from now on."""
+        """Drop the entry of a tensor whose storage was replaced: from now on it is looked up by its new storage."""
         del self._values[id(fake)]
 
     def turn_into_view(self, fake: Tensor, was: Tensor, make: Callable[[Value], Value]) -> None:
-        """An in-place view operator: `fake` becomes a view of what it was, which lives on as `was`."""
+        """An in-place view operator: `fake` becomes a view of its former value, which stays registered as `was`."""
         value = self.value(fake)
         before = Value(was, self.read(value), value.base, value.parent, value.op, value.args, value.kwargs, value.index)
         self._values[id(was)] = before
@@ -240,7 +240,7 @@ class Values:
         self._values[id(fake)] = make(before)
 
     def fix_moving_views(self, fake: Tensor, why: str) -> None:
-        """Fix the numbers by which a view, or what it is a view of, was taken."""
+        """Specialise the symbolic scalars in the arguments of a view and of the views that it was taken from."""
         value: Value | None = self.value(fake)
         while value is not None:
             for arg in value.args:
@@ -259,7 +259,7 @@ class Values:
 
 
 def _as_argument(arg: Any) -> Any:
-    """A number of the graph as the node that stands for it."""
+    """A symbolic scalar as the node that computes it."""
     return arg.fx_arg() if isinstance(arg, ScalarNode) else arg
 
 
@@ -338,7 +338,7 @@ def invert_view(
 def _scatter_by_index(
     emit: Emit, parent: fx.Node, parent_value: Tensor, op: Any, args: tuple[Any, ...], index: int | None, new: fx.Node
 ) -> fx.Node:
-    """Number the elements of the parent, look through the view which of them it shows, put the new values there."""
+    """Number the elements of the parent, take the view of these numbers, and put the new values at those positions."""
     shape = list(parent_value.shape)
     flat = emit(aten.arange.default, parent_value.numel(), device=parent_value.device)
     numbered = emit(aten.view.default, flat, shape)

@@ -1,4 +1,4 @@
-"""Operators that write to their arguments: run on the fakes, recorded as new values of what they wrote.
+"""Operators that write to their arguments: run on the fakes, recorded in functional form.
 
     eager                      recorded
     x.add_(y)                  x1 = add(x, y)                  later reads of x read x1
@@ -6,9 +6,9 @@
     an operator without        z1 = call_on_copies(op, ..)     it runs on copies of what it writes
     a functional variant
 
-What the functional form gives in another dtype, shape or layout is copied into the form of what it is written to.
+`Writes` converts a functional result of another dtype, shape or strides to those of the tensor that is written.
 
-The end of the graph: `copy_` into every input whose memory the step wrote.
+`add_write_backs` ends the graph with a `copy_` into every input whose memory the step wrote.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 class Writes:
-    """Records the operators that write, for a recorder."""
+    """Records operators that write, for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -56,7 +56,7 @@ class Writes:
         node_args: list[Any],
         node_kwargs: dict[str, Any],
     ) -> Any:
-        """Run an operator that writes on the fakes, and record its functional form."""
+        """Run an operator that writes on the fakes and record its functional form."""
         if func is aten.copy_.default and self._steals(fake_args[0], fake_args[1]):
             out = func(*fake_args, **fake_kwargs)
             self._values.write(fake_args[0], node_args[1])
@@ -68,13 +68,13 @@ class Writes:
         )
         for target in flat:
             refuse_overlap(func, target)
-            if records:  # autograd finds the place of the view again by its offset in memory
+            if records:  # autograd recreates the view from its storage offset
                 self._values.fix_moving_views(target, "a write through a view that autograd records")
         refuse_shifted_overlap(func, flat, fake_args)
         functional = facts.functional
         exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
         if facts.is_random and not exact:
-            functional = None  # random numbers are drawn in memory order: keep the memory
+            functional = None  # a random operator fills memory in order: keep the layout
         for name in facts.out_names if functional is not None else ():
             fake_kwargs.pop(name)
             node_kwargs.pop(name)
@@ -109,15 +109,15 @@ class Writes:
         return out
 
     def overlap(self, func: Any, facts: OperatorFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
-        """Whether two tensors that an operator writes are views of one."""
+        """Whether two of the tensors that an operator writes share a base."""
         targets = [bound_argument(func, position, fake_args, fake_kwargs) for position in facts.writes]
         flat = list(tensors_in(targets))
         return len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat)
 
     def one_by_one(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """A list operator that writes to the same memory twice: each element sees what the one before it wrote.
+        """A foreach operator that writes twice to the same memory: each element sees the writes before it.
 
-        Takes the arguments as the step gave them: numbers of the graph stay numbers of the graph.
+        Takes the arguments as the step passed them, with symbolic scalars.
         """
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
         count = max(len(a) for a in lists)
@@ -134,8 +134,8 @@ class Writes:
         return None
 
     def _steals(self, target: Tensor, source: Tensor) -> bool:
-        """Autograd copies a gradient into `.grad` where something else still refers to it. Here that something is this
-        recorder, which keeps every tensor alive; eager would take the gradient itself."""
+        """Autograd stores a gradient itself in `.grad` if nothing else refers to it, and a copy otherwise. In eager
+        nothing would refer to this one; here the recorder does."""
         if not is_accumulating_gradient():
             return False
         made = self._values.value(target).node.target
@@ -143,7 +143,7 @@ class Writes:
         return made is aten.new_empty_strided.default and same
 
     def _pieces(self, node: fx.Node, vals: Any) -> Iterator[fx.Node]:
-        """A node for each tensor of a nested result."""
+        """One node per tensor of a nested result."""
         if isinstance(vals, Tensor):
             yield node
         else:
@@ -164,7 +164,7 @@ class Writes:
         fresh: list[Any],
         targets: list[Any],
     ) -> fx.Node:
-        """An operator without a functional variant runs on copies of what it writes."""
+        """Record an operator without a functional variant as a call on copies of what it writes."""
         positional = list(node_args)
         rest = dict(node_kwargs)
         while len(positional) <= max(facts.writes) and facts.names[len(positional)] not in facts.keyword_only:
@@ -181,7 +181,7 @@ class Writes:
         return node
 
     def _fitted(self, target: Tensor, new: fx.Node) -> fx.Node:
-        """A result of another dtype, shape or layout than what it is written to is copied into its form."""
+        """Convert a result to the dtype, shape and strides of the tensor that it is written to."""
         val = new.meta["val"]
         if val.dtype == target.dtype and val.shape == target.shape and val.stride() == target.stride():
             return new
@@ -213,7 +213,7 @@ def _functional_vals(fresh: list[Tensor], targets: list[Any]) -> Any:
 
 
 def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
-    """Whether the functional result surely has the dtype and strides of what it replaces."""
+    """Whether the functional result is certain to have the dtype and strides of what it replaces."""
     dtypes = {t.dtype for t in tensors_in([fake_args, list(fake_kwargs.values())])}
     if len(dtypes) > 1:
         return False
@@ -221,7 +221,7 @@ def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[
 
 
 def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
-    """Add the copies to the graph; the inputs with the values that they take."""
+    """Add the final copies to the graph. Returns each input with the value that is copied into it."""
     found: list[tuple[fx.Node, fx.Node]] = []
     written: list[Tracked] = []
     for node in [n for n in capture.graph.nodes if n.op == "placeholder"]:
@@ -243,7 +243,7 @@ def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _refuse_shared_memory(tracked: Iterable[Tracked], written: list[Tracked]) -> None:
-    """Two inputs over the same memory, one of them written: the graph would not see the other change."""
+    """Refuse two inputs over the same memory of which one is written: the graph would not see the other change."""
     by_storage: dict[int, list[Tracked]] = {}
     for item in tracked:
         if local_of(item.real).numel():
@@ -263,7 +263,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte in the storage, and the one after the last."""
+    """The first byte in the storage, and the byte after the last one."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return start, start + length * tensor.element_size()

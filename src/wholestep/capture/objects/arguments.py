@@ -1,4 +1,4 @@
-"""Arguments of a step: what their leaves are called, and which of their dimensions may vary."""
+"""Arguments of a step: the paths of their leaves, and which of their dimensions are dynamic."""
 
 from __future__ import annotations
 

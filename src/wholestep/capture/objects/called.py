@@ -1,8 +1,8 @@
 """Optimizers, schedulers, gradient scalers and modules that a step calls although `discover` did not find them.
 
-While a step is traced every call of these is noticed, however the step got hold of the object. The trace works on fakes
-only for objects that are known before it begins, so a call of an unknown one ends the trace, everything is put back,
-and the step is traced again with that object known:
+Every call of such an object is detected while a step is traced, by whatever path the step reached it. Only objects that
+are known before the trace are replaced by fakes. So a call of an unknown one ends the trace, all replacements are
+undone, and the step is traced again with that object known:
 
     trace 1    wrapper.step() -> inner.step()    inner is unknown: FoundByCall
     trace 2    inner is known, by the chain wrapper.inner; each link of the chain becomes a guard
@@ -38,21 +38,21 @@ _NEW_RATES = ("get_lr", "_get_closed_form_lr", "_reduce_lr")
 
 
 class EarlierTraces:
-    """What earlier traces of a step found out, for its next ones."""
+    """What earlier traces of a step found out, for the next ones."""
 
     def __init__(self, options: Options) -> None:
         self._all = options.parallel is not None
-        """With a plan everything that can be reached counts: models are placed before the first trace."""
+        """Under a plan all reachable objects count as called: models are placed before the first trace."""
         self._called: list[weakref.ref[Any]] = []
         self.conversions: list[tuple[dict[str, Any], str]] = []
-        """Global namespaces and the name by which a function there makes a number of a tensor: `float` or `int`."""
+        """Global namespaces, with the name by which code there converts a tensor to a number: `float` or `int`."""
 
     def calls(self, target: Any) -> bool:
         """Whether the step is known to call an object."""
         return self._all or any(reference() is target for reference in self._called)
 
     def add_call(self, target: Any) -> None:
-        """An object that ended a trace. It is known to the next one, which cannot end at the same object."""
+        """Add an object whose call ended a trace: the next trace knows it and cannot end there again."""
         assert not self.calls(target), f"{target} is known to be called and was not found"
         self._called = [r for r in self._called if r() is not None]
         self._called.append(weakref.ref(target))
@@ -62,10 +62,10 @@ class TraceAgain(BaseException):
     """Ends a trace that found out what the next one must know. Not an error; `trace_step` traces again."""
 
     refusal: WholestepError | None = None
-    """What the step is refused with if the next trace fails for another reason."""
+    """The error to raise if the next trace fails for another reason."""
 
     def teach(self, earlier: EarlierTraces) -> Callable[[], None]:
-        """Note what was found out; gives what takes the note back."""
+        """Record what was found out. Returns the function that takes it back."""
         raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ class FoundByCall(TraceAgain):
 
 
 class CallHost(Protocol):
-    """What noticing calls asks of the capture."""
+    """What the detection of calls needs from the capture."""
 
     world: World
     met: Any
@@ -95,8 +95,8 @@ class CallHost(Protocol):
     def end_step(self, optimizer: Optimizer) -> None: ...
 
 
-def notice_calls(host: CallHost, patch: Patch, stack: ExitStack, *, is_here: Callable[[], bool]) -> None:
-    """Notice calls of unknown objects until the stack unwinds. `is_here`: whether the thread is the one that traces."""
+def detect_calls(host: CallHost, patch: Patch, stack: ExitStack, *, is_here: Callable[[], bool]) -> None:
+    """Detect calls of unknown objects until the stack unwinds. `is_here`: whether this thread traces."""
 
     def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_here():
@@ -134,8 +134,8 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(found)
 
 
-def notice_module(host: CallHost, module: nn.Module) -> None:
-    """A module is called: one that is unknown must be found, or have no tensors of the user's."""
+def detect_module_call(host: CallHost, module: nn.Module) -> None:
+    """Check a module that is called: an unknown one must be found, or have no tensors of the user's."""
     host.called.add(id(module))
     if module not in host.world.modules and id(module) in host.world.behind:
         _found(host, module)
@@ -144,7 +144,7 @@ def notice_module(host: CallHost, module: nn.Module) -> None:
 def _step_scheduler(host: CallHost, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     replaced = vars(scheduler).get("step")
     if scheduler in host.world.schedulers and replaced is not None:
-        return replaced(*args, **kwargs)  # `step` was asked for past the object: `LRScheduler.step(scheduler)`
+        return replaced(*args, **kwargs)  # `step` was looked up on the class: `LRScheduler.step(scheduler)`
     if not getattr(scheduler, "_is_initial", False):
         _notice(host, scheduler)
     return original(scheduler, *args, **kwargs)
@@ -196,7 +196,7 @@ def _is_fake(value: Any) -> bool:
     return isinstance(local_of(value), FakeTensor)
 
 
-class Behind:
+class UnknownOptimizers:
     """The param groups of optimizers that are not known: a trace that changes them does so for real."""
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Whose code something is: the user's, also through the standard library and NumPy, or that of a library."""
+"""Whether code is the user's (also where the standard library or NumPy called it) or that of a library."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def called_by_user() -> bool:
     """Whether the nearest frame outside of the standard library and NumPy is user code.
 
     `torch.load` counts as a call of its caller. Other frames of torch, and those of libraries that show progress, read
-    clocks and files on their own account: that reaches no value of the step.
+    clocks and files for themselves: that reaches no value of the step.
     """
     return _caller(2) is not None
 
 
 def caller_location() -> Location | None:
-    """The line of user code that asks."""
+    """The line of user code that made the call."""
     return location_of(_caller(2), with_text=True)
 
 
@@ -82,14 +82,14 @@ def _kind(code: CodeType) -> str:
 
 _STANDARD_MODULES = frozenset(sys.stdlib_module_names) - {"__main__"}
 _INTEGRATIONS = "wholestep.integrations."
-"""Our classes here are those of a framework that a user trains with: what they hold is part of the step."""
+"""Classes of ours that stand for a user's framework: what they hold is part of the step."""
 _LIBRARIES = frozenset({"torch", "wholestep", "numpy", "transformers", "rich"})
 _TOOLS = frozenset({"pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis", "IPython", "ipykernel", "debugpy"})
-"""What runs the user's program: reached through loggers, threads and standard output, and no part of a step."""
+"""Programs that run the user's: reached through loggers, threads and standard output, and not part of a step."""
 
 
 def is_foreign(member: Any) -> bool:
-    """Whether a function, class or module belongs to Python or to a library that is not looked into."""
+    """Whether a function, class or module belongs to Python or to a library that the search does not enter."""
     name = member.__name__ if isinstance(member, ModuleType) else getattr(member, "__module__", None)
     root = name.split(".")[0] if isinstance(name, str) else ""
     if root == "wholestep" and isinstance(name, str) and name.startswith(_INTEGRATIONS):

@@ -45,7 +45,7 @@ _NESTS = (list, tuple, dict, set, frozenset, deque)
 
 @dataclass
 class World:
-    """Everything a step can reach that may hold state."""
+    """All objects that a step can reach and that may hold state."""
 
     modules: dict[nn.Module, str] = field(default_factory=dict)
     """Every module (sub-modules too) with its path."""
@@ -64,19 +64,19 @@ class World:
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
     """What closures and globals that the step's code names are bound to: path, slot, value."""
     asks_for_ids: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Global namespaces of user code that names `id`, by identity."""
+    """Global namespaces of user code that calls `id`, by identity."""
     asks_for_types: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Global namespaces of user code that names `type`, by identity."""
+    """Global namespaces of user code that calls `type`, by identity."""
     random_objects: list[tuple[Any, str]] = field(default_factory=list)
     """Generators of Python and numpy (`random.Random`, `numpy.random.Generator`) that the step can reach."""
     sources: OtherSources = field(default_factory=OtherSources)
-    """Classes, Python modules, thread locals and what else values are read from."""
+    """Classes, Python modules, thread locals and other places that values are read from."""
     find: Callable[[Any, str, Slot | None], None] = field(default=lambda value, path, slot: None)
-    """Walks through something that the step reached by a way that discovery did not see."""
+    """Follows a value that the step reached by a path that discovery did not see."""
     wrappers: list[tuple[Optimizer, str]] = field(default_factory=list)
     """Optimizers that take param groups or state from another one (`AcceleratedOptimizer`); also among the holders."""
     frontier: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `reachable` goes on
+    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `reachable` continues
     from them."""
     chains: list[Chain] = field(default_factory=list)
     """How objects that were found by being called are reached from the frontier."""
@@ -84,7 +84,7 @@ class World:
     """Objects behind the frontier that the step is not known to call, by identity."""
 
     links: dict[int, ObjectLink] = field(default_factory=dict)
-    """How the walk came to an object from the one that holds it, by identity of the object."""
+    """The link by which the walk reached an object, by identity of the object."""
 
     def links_to(self, called: set[int]) -> list[ObjectLink]:
         """The links by which objects that the step calls are reached from its arguments and variables."""
@@ -101,7 +101,7 @@ class World:
         return list(found.values())
 
     def forget_search(self) -> None:
-        """Let go of what only the search needed: a graph keeps no batch."""
+        """Drop what only the search needed: a graph must not keep a batch alive."""
         for found in (self.links, self.frontier, self.behind):
             found.clear()
         self.chains.clear()
@@ -151,7 +151,7 @@ class _Walk:
 
     def visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         if value.__class__ is not type(value):
-            self._impostor(value, path, depth)
+            self._proxy(value, path, depth)
             return
         if isinstance(value, _PLAIN) or value is None:
             return
@@ -167,7 +167,7 @@ class _Walk:
         if depth > _MAX_DEPTH:
             self.world.frontier[id(value)] = (value, path)
             if isinstance(value, TARGETS) or not (self._within and isinstance(self._within[-1], _NESTS)):
-                return  # what lies in containers is followed however deep: the step may read it without a trace
+                return  # containers are followed to any depth: the step may read them without a trace
         if isinstance(value, CONTAINERS):
             self.world.containers.append((value, path))
         self._seen.add(id(value))
@@ -176,12 +176,12 @@ class _Walk:
         self._visit(value, path, depth, slot)
         self._within.pop()
 
-    def _impostor(self, value: Any, path: str, depth: int) -> None:
-        """An object that gives itself out as one of another class: a weak proxy, a mock, a proxy."""
+    def _proxy(self, value: Any, path: str, depth: int) -> None:
+        """Visit an object that reports another class as its own: a weak proxy, a mock, a proxy."""
         if isinstance(value, weakref.ProxyTypes):
             try:
                 self.visit(value.__init__.__self__, path, depth, None)
-            except ReferenceError:  # what it stood for is gone
+            except ReferenceError:  # its referent is gone
                 return
         elif id(value) not in self._seen and not is_foreign(type(value)):
             self._seen.add(id(value))
@@ -271,7 +271,7 @@ class _Walk:
             self.visit(wrapped, path, depth, None)
 
     def _methods(self, cls: type, depth: int) -> None:
-        """The code of a user's class reads closures and globals as well."""
+        """Visit what the code of a user class's methods reads: closures and globals."""
         if id(cls) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(cls))
@@ -309,7 +309,7 @@ class _Walk:
                 slot = replace(slot, path=name)
             try:
                 value = slot.get()
-            except ValueError:  # a cell that is not filled yet
+            except ValueError:  # an empty cell
                 continue
             if isinstance(value, ModuleType | type):
                 self.world.frontier[id(value)] = (value, name)
@@ -327,7 +327,7 @@ class _Walk:
             where = f"{path}.{name}" if name else path
             self.world.modules.setdefault(module, where)
             if type(module).__name__ == "DistributedDataParallel" and is_foreign(type(module)):
-                continue  # what it keeps for itself is its reducer's
+                continue  # its own attributes belong to its reducer
             self._sources.class_(type(module), max(depth, _MAX_DEPTH - 2))
             for key, value in list(vars(module).items()):
                 if key in MODULE_INTERNALS or isinstance(value, _PLAIN) or value is None:
@@ -358,7 +358,7 @@ class _Walk:
 
 
 def owns(optimizer: Optimizer, name: str) -> bool:
-    """Whether an optimizer keeps its param groups or its state itself; some are a property that asks another one."""
+    """Whether an optimizer stores its param groups or its state itself; some read those of another one."""
     return name in vars(optimizer) and not isinstance(inspect.getattr_static(type(optimizer), name, None), property)
 
 
@@ -385,7 +385,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def is_random_object(value: Any) -> bool:
-    """A generator of Python's or numpy's."""
+    """Whether an object is a random generator of Python or NumPy."""
     if isinstance(value, random.Random):
         return True
     return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")

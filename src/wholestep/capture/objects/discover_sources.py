@@ -1,12 +1,12 @@
-"""Find places outside of instances that Python reads values from: classes, Python modules, context variables, ...
+"""Find other places that Python reads values from: classes, Python modules, context variables, ...
 
-Part of `discover`: the walk hands over what is no module, optimizer, tensor or container.
+Part of `discover`: the walk passes on whatever is not a module, optimizer, tensor or container.
 
     class Config: scale = 2.0         a class reached by name, as the type of an object, or as a metaclass
     import config                     a Python module of the user's
     ContextVar, threading.local       their value in the calling context and thread
     __slots__                         attributes without a dict
-    iter(..), count(), a generator    reading has an effect: a stand-in refuses it while tracing
+    iter(..), count(), a generator    reading has an effect: a stand-in raises while tracing
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScale
 """Classes, Python modules and `__slots__` may hold more of these than the step uses."""
 
 REPLACED = CLOCKS | UNREPEATABLE
-"""Functions that give another value each time, by identity."""
+"""Functions that return another value each time, by identity."""
 
 Visit = Callable[[Any, str, int, Slot | None], None]
 
 
 @dataclass
 class OtherSources:
-    """What was found."""
+    """The places that were found."""
 
     classes: dict[type, str] = field(default_factory=dict)
     """Classes of the user's with the path of their attributes."""
@@ -60,7 +60,7 @@ class OtherSources:
     arrays: list[tuple[Any, str]] = field(default_factory=list)
     """NumPy arrays and the like."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
-    """The same where there is no slot."""
+    """The same, where no slot holds them."""
 
 
 class SourceWalk:
@@ -75,7 +75,7 @@ class SourceWalk:
         self._walk_methods = walk_methods
 
     def stands_in(self, value: Any, path: str, slot: Slot | None) -> bool:
-        """Whether a stand-in must lie in the place of a value while the step is traced."""
+        """Whether a value must be replaced by a stand-in while the step is traced."""
         if id(value) not in REPLACED and not is_consumed(value) and not is_large(value):
             return False
         if slot is None:
@@ -85,7 +85,7 @@ class SourceWalk:
         return True
 
     def look_at(self, value: Any, path: str, depth: int) -> bool:
-        """Whether a value is one of these places; what it holds is then found, too."""
+        """Whether a value is one of these places; if so, what it holds is visited too."""
         if isinstance(value, type):
             self.class_(value, depth)
         elif isinstance(value, ModuleType):
@@ -121,14 +121,14 @@ class SourceWalk:
             self._visit(value, slot.path, depth + 1, slot)
 
     def function(self, fn: FunctionType, path: str, depth: int) -> None:
-        """Attributes that a function has been given, and its defaults."""
+        """Visit the attributes and default arguments of a function."""
         self._sources.functions.append((fn, path, frozenset(vars(fn))))
         for name in vars(fn):
             if name != "__wrapped__":
                 self._place(MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(fn), name), depth)
 
     def members(self, value: Any, path: str, depth: int) -> bool:
-        """Attributes in `__slots__`; whether there are any."""
+        """Visit attributes in `__slots__`. Returns whether there are any."""
         found = False
         for base in type(value).__mro__:
             own = "__slots__" in vars(base) and not is_foreign(base)  # members of classes written in C may be read-only
@@ -140,7 +140,7 @@ class SourceWalk:
         return found
 
     def class_(self, cls: type, depth: int) -> None:
-        """Values in the dicts of a class, of its bases and of its metaclass; and the code of its methods."""
+        """Visit values in the dicts of a class, of its bases and of its metaclass; and the code of its methods."""
         if issubclass(cls, Enum) or cls in self._sources.classes:
             return
         for base in (*cls.__mro__, *type(cls).__mro__):
@@ -166,7 +166,7 @@ class SourceWalk:
         return path
 
     def module_attributes(self, fn: FunctionType, code: CodeType, depth: int) -> None:
-        """What a function may read of the modules that it names: tensors there must be found at once."""
+        """Visit what a function may read of the modules that it names: tensors there must be found before the trace."""
         for name in code.co_names:
             module = fn.__globals__.get(name)
             if isinstance(module, ModuleType) and not is_foreign(module):

@@ -44,7 +44,7 @@ from wholestep.ir.user_objects.slots import ABSENT
 _MOST_OBJECTS = 5_000
 _CACHED = type(functools.lru_cache(lambda: None))
 _LONGEST = 1_000
-"""Of longer containers only the first elements are looked at."""
+"""Of longer containers only the first elements are searched."""
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 _CLOSED = frozenset({"torch", "wholestep", "numpy", "logging", "rich", "transformers", "triton", "pytest", "_pytest"})
 _NEVER = (*PLAIN, Tensor, CodeType, FrameType, BuiltinFunctionType, property, GetSetDescriptorType)
@@ -61,7 +61,7 @@ class Chain:
     """Path of the object where the chain begins."""
 
     def holders(self) -> Iterator[tuple[Any, str]]:
-        """The objects on the way, with their paths."""
+        """The objects on the way from the origin to the target, with their paths."""
         path = self.origin
         for link in self.links:
             yield link.parent, path
@@ -88,7 +88,7 @@ def search(roots: Iterable[tuple[Any, str]], wanted: tuple[type, ...], known: Ca
             found[id(value)] = Chain(value, path, links, origins[id(links[0].parent if links else value)])
         for link in links_of(value, path):
             if id(link.child) not in came_from and not isinstance(link.child, _NEVER):
-                came_from[id(link.child)] = link  # the link keeps the child, so that its id stays its own
+                came_from[id(link.child)] = link  # the link keeps the child alive: its id is not reused
                 queue.append((link.child, link.path))
     return list(found.values())
 
@@ -103,7 +103,7 @@ def _links_to(value: Any, came_from: dict[int, ObjectLink | None]) -> tuple[Obje
 
 
 def links_of(value: Any, path: str) -> Iterator[ObjectLink]:
-    """What an object leads to."""
+    """The objects that an object refers to."""
     for name, read in _named(value):
         try:
             child = read()
@@ -143,7 +143,7 @@ def _named(value: Any) -> _Named:
         for name in value.gi_frame.f_locals if value.gi_frame is not None else ():
             yield f".{name}", functools.partial(_local, value, name)
     elif isinstance(value, ModuleType | type):
-        # What the methods of a class refer to is the business of `discover`.
+        # `discover` follows what the methods of a class refer to.
         skipped = () if isinstance(value, ModuleType) else (FunctionType, classmethod, staticmethod)
         if not _is_foreign(value):
             for name, member in list(vars(value).items()):
@@ -178,7 +178,7 @@ def _of_function(function: FunctionType) -> _Named:
 
 
 def has_own_dict(value: Any) -> bool:
-    """Whether an object keeps attributes in a dict; a proxy would hand out that of another object."""
+    """Whether an object keeps attributes in a dict; a proxy would return that of another object."""
     return type(value).__dictoffset__ != 0
 
 

@@ -1,13 +1,12 @@
-"""The user's state, swapped for fakes while a step is traced, and put back whatever happens.
+"""The user's state, replaced by fakes while a step is traced, and restored whatever happens.
 
-Every tensor that the step can change is replaced where the user's code will look for it: in the modules, in the
-optimizers' groups and state, in `param.grad`, in the scalers, in closures. Numbers in param groups and in optimizer
-state become scalars of the graph. `restore` runs the undo list backwards; nothing of the user's is written meanwhile.
+Every tensor that the step can change is replaced where user code reads it: in modules, in the groups and the state of
+optimizers, in `param.grad`, in scalers, in closures. Numbers in param groups and in optimizer state become symbolic
+scalars. `restore` runs the undo list backwards; until then nothing of the user's is written.
 
-What the user's code can tell fakes by: keys of dicts, members of sets, `id(p)`, `type(x)`.
-
-The step sees fakes. A dict or set that has the real tensors as keys would not have them, without an error where the
-code asks `p in frozen` or `id(p) in skipped`. So while a step is traced
+User code can tell fakes from real tensors by keys of dicts, members of sets, `id(p)` and `type(x)`: a dict that has the
+real tensors as keys does not have the fakes, and `p in frozen` or `id(p) in skipped` would be false without an error.
+So while a step is traced
 
     {p: ..}, {p}        hold the fakes, in the same order
     id(p)               in the user's functions is that of the real tensor
@@ -60,12 +59,12 @@ from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, mar
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_TENSORS
 
 MakeScalar = Callable[[Slot, Any], Any]
-"""Turns a number in a slot into the SymFloat or SymInt that the step will see."""
+"""Makes a number in a slot the SymFloat or SymInt that the step sees."""
 
 
 @dataclass(eq=False)
 class Tracked:
-    """One tensor of the user's and the fake that stands for it."""
+    """One tensor of the user's and its fake."""
 
     real: Tensor
     fake: Tensor
@@ -73,14 +72,14 @@ class Tracked:
 
     @property
     def input(self) -> Tensor:
-        """The fake that is the graph's input: what this rank has of a DTensor."""
+        """The fake that is the graph's input: the local shard of a DTensor."""
         found: Tensor = local_of(self.fake)
         return found
 
 
 @dataclass(eq=False)
 class GroupShape:
-    """What a param group looked like: its parameters, the numbers that became inputs, and everything else."""
+    """A param group at capture: its parameters, the numbers that became inputs, and all other values."""
 
     params: list[Tensor]
     options: frozenset[str]
@@ -128,8 +127,6 @@ class StateTable:
         self._lifts = lifts
         self._undo: list[Callable[[], None]] = []
         self.attributes = TensorAttributes(world, lifts, lift_number)
-
-    # Building.
 
     def build(self) -> None:
         """Make a fake for every tensor of modules, optimizers and scalers."""
@@ -181,7 +178,7 @@ class StateTable:
         return tracked
 
     def track_input(self, real: Tensor, slot: Slot, fake: Tensor | None = None) -> Tracked:
-        """A batch leaf or a captured tensor becomes an input."""
+        """Make a batch leaf or a captured tensor an input."""
         if fake is None:
             return self._track(real, slot)
         if real.requires_grad and real.is_leaf:
@@ -204,7 +201,7 @@ class StateTable:
             )
         if is_transformed(real):
             raise UnsupportedError(
-                f"{path} belongs to a transform of torch.func that is around the call.",
+                f"{path} belongs to a torch.func transform that surrounds the call.",
                 fix="call the step outside of it; torch.vmap, grad and jvp inside of a step are captured.",
             )
         if real.is_nested or real.layout is not torch.strided:
@@ -220,10 +217,8 @@ class StateTable:
                 fix="compute it inside of the step, or detach() it.",
             )
 
-    # Swapping.
-
     def swap_in(self) -> None:
-        """Put the fakes where the user's code looks."""
+        """Put the fakes in the places that user code reads."""
         self._undo.append(self.attributes.follow_real(self.tracked))
         for slot, tracked in self.module_slots:
             self._swap(slot, tracked.fake)
@@ -259,7 +254,7 @@ class StateTable:
                     self._swap(where, self._make_scalar(where, number))
 
     def real_of(self, value: Any) -> Any:
-        """The user's tensor that a fake stands for; anything else is itself."""
+        """The user's tensor for a fake; any other value itself."""
         tracked = self.by_fake.get(id(value))
         return tracked.real if tracked is not None and value is tracked.fake else value
 
@@ -268,10 +263,10 @@ class StateTable:
         real = self.real_of(value)
         if real is value and isinstance(value, FakeTensor):
             return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
-        return type(real) if scalar_of(value) is None else value.__class__  # numbers of the graph say what they are
+        return type(real) if scalar_of(value) is None else value.__class__  # symbolic scalars report int or float
 
     def remove_hooks(self, hooks: list[tuple[dict[Any, Any], Any]]) -> None:
-        """Take entries out of registries of hooks; `restore` puts the registries back as they were."""
+        """Remove entries from registries of hooks; `restore` puts the registries back."""
         for registry, key in hooks:
             before = dict(registry)
             del registry[key]
@@ -283,17 +278,17 @@ class StateTable:
             self._undo.append(undo)
 
     def restore(self) -> None:
-        """Everything back to where it was."""
+        """Undo all replacements."""
         while self._undo:
             self._undo.pop()()
 
     def release(self, kind: type[Slot]) -> None:
-        """Forget the tensors of one kind of slot."""
+        """Drop the tensors of one kind of slot."""
         self.tracked = {key: t for key, t in self.tracked.items() if not isinstance(t.slot, kind)}
         self.by_fake = {}
 
     def release_fakes(self) -> None:
-        """Let go of what only the trace needed."""
+        """Drop what only the trace needed."""
         self.by_fake, self.fake_groups, self.fake_state_before = {}, {}, {}
         self._group_fakes, self._state_fakes, self._list_fakes = {}, {}, {}
 
@@ -333,7 +328,7 @@ class StateTable:
         self._undo.append(undo)
 
     def _swap_wrapper(self, wrapper: Optimizer, path: str) -> None:
-        """An optimizer that has no state of its own may still keep the list of groups of the one that it wraps."""
+        """An optimizer without state of its own may still hold the list of groups of the one that it wraps."""
         if not owns(wrapper, "param_groups"):
             return
         groups = self._list_fakes.get(id(wrapper.param_groups))
@@ -419,7 +414,7 @@ class StateTable:
 
     @staticmethod
     def _fake_owner(owner: Any, tracked: Tracked | None) -> Any:
-        # `id(p)` in the optimizer's code is that of the real tensor (`capture.identity`).
+        # `id(p)` in the optimizer's code is that of the real tensor (`swap_id`).
         return owner if tracked is None or type(owner) is int else tracked.fake
 
     def _fake_value(self, value: Any, slot: Slot) -> Any:
@@ -443,7 +438,7 @@ class StateTable:
 
 
 _FLOAT_LIKE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "lr_decay"})
-"""Hyper-parameters that are numbers even where the user wrote an int."""
+"""Hyper-parameters that are floats even where the user wrote an int."""
 
 
 def _is_number(value: Any) -> bool:
@@ -459,7 +454,7 @@ Undo = Callable[[], None]
 
 
 def swap_keys(container: Any, stand_in: Callable[[Tensor], Tensor]) -> Undo | None:
-    """Put fakes in the place of the tensors among the keys of a dict or set; what puts them back, if any changed."""
+    """Replace the tensors among the keys of a dict or set by fakes. Returns the undo function if any key changed."""
     if not isinstance(container, dict | set) or not any(isinstance(key, Tensor) for key in container):
         return None
     before = copy_of(container)
@@ -474,7 +469,7 @@ def swap_keys(container: Any, stand_in: Callable[[Tensor], Tensor]) -> Undo | No
 
 
 def swap_id(namespaces: list[dict[str, Any]], real: Callable[[Any], Any]) -> Undo:
-    """Let `id` in the global namespaces of the user's functions be that of the real tensor; what takes it out."""
+    """Make `id` in the global namespaces of user functions that of the real tensor. Returns the undo function."""
 
     def identity(value: Any, /) -> int:
         return builtins.id(real(value))
@@ -490,7 +485,7 @@ def swap_id(namespaces: list[dict[str, Any]], real: Callable[[Any], Any]) -> Und
 
 
 def swap_type(namespaces: list[dict[str, Any]], kind_of: Callable[[Any], type]) -> Undo:
-    """Let `type(x)` in the global namespaces of the user's functions be what it is in eager; what takes it out.
+    """Make `type(x)` in the global namespaces of user functions what it is in eager. Returns the undo function.
 
     The stand-in is a class, so that `isinstance(x, type)`, `type(name, bases, dict)` and `class M(type)` work.
     """

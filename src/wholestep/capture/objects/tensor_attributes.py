@@ -1,7 +1,7 @@
 """Python attributes on tensors (`p.no_decay = True`, `p.main_grad`): on fakes while tracing, on tensors after a run.
 
-A fake gets the attributes of the tensor that it stands for before the step is traced. What the step reads is under a
-guard; a tensor among them is an input where it is used; what the step sets is set on the user's tensor after each run.
+A fake gets the attributes of its tensor before the step is traced. What the step reads is guarded; a tensor among the
+attributes is an input where it is used; what the step sets is set on the user's tensor after each run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SETTABLE = (int, float, bool, str, type(None))
 _OTHERS = (InputKind.OPTIMIZER_STATE, InputKind.GRADIENT, InputKind.SCALER_STATE, InputKind.HYPER_PARAMETER)
-"""Tensors that optimizers and scalers keep for themselves."""
+"""Attributes that optimizers and scalers set on tensors for their own use."""
 
 
 @dataclass(eq=False)
@@ -38,9 +38,9 @@ class OwnAttributes:
     real: Tensor
     before: dict[str, Any]
     internal: frozenset[str]
-    """What torch keeps on the fake."""
+    """What torch itself set on the fake."""
     set_by_step: set[str] = field(default_factory=set)
-    """Attributes whose value the step sets or that are inputs: only their kind is under a guard."""
+    """Attributes that the step sets or that are inputs: only their kind is guarded."""
 
 
 class TensorAttributes:
@@ -53,11 +53,11 @@ class TensorAttributes:
         self._lifts = lifts
         self._lift_number = lift_number
         self._followed: list[tuple[Tensor, OwnAttributes]] = []
-        """What user code holds (a fake, or the tensor itself) and what it had."""
+        """What user code holds (a fake, or the tensor itself) and its attributes before the step."""
         self._held_real: set[int] = set()
 
     def copy(self, tracked: Tracked) -> None:
-        """Give a fake the attributes of its tensor."""
+        """Copy the attributes of a tensor to its fake."""
         if tracked.slot.kind in _OTHERS or id(tracked.real) in self._held_real:
             return
         real, on_fake = vars(tracked.real), vars(tracked.fake)
@@ -74,7 +74,7 @@ class TensorAttributes:
             on_fake[key] = value
 
     def follow_real(self, tracked: Container[int]) -> Callable[[], None]:
-        """Note the attributes of tensors that user code holds itself (in closures); returns what restores them."""
+        """Record the attributes of real tensors that user code holds itself (in closures). Returns the undo."""
         held = [
             OwnAttributes(slot, real, dict(vars(real)), frozenset())
             for real, slot in self._world.tensors.values()
@@ -92,7 +92,7 @@ class TensorAttributes:
         return put_back
 
     def bind(self, table: StateTable, bindings: Bindings) -> None:
-        """Set on the user's tensors what the step set on fakes."""
+        """Bind attributes that the step set on fakes, so that a replay sets them on the user's tensors."""
         for held, own in self._followed:
             now = {k: v for k, v in vars(held).items() if k not in own.internal and "_memo" not in k}
             for key in {**own.before, **now}:
@@ -120,7 +120,7 @@ class TensorAttributes:
             own.set_by_step.add(key)
 
     def specs(self) -> list[TensorAttributesSpec]:
-        """What guards assume; lets go of the fakes."""
+        """What guards assume. Drops the fakes."""
         followed, self._followed = self._followed, []
         return [
             TensorAttributesSpec(

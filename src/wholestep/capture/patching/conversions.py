@@ -1,11 +1,11 @@
-"""`float(x)` and `int(x)` in functions of the user's, of a number that is known only when the graph ran.
+"""`float(x)` and `int(x)` in user functions, of a scalar that is known only after the graph ran.
 
-Both are types of C, which must give a plain number at once. So where a trace meets such a call it ends, and the step is
-traced again with a stand-in for the name in the global namespace of the function that called:
+Both are C types, which must return a plain number at once. So a trace that meets such a call ends, and the step is
+traced again with a stand-in for the name in the global namespace of the calling function:
 
-    losses.append(float(loss))        trace 1: NeedsConversion; trace 2: a number of the graph
+    losses.append(float(loss))        trace 1: NeedsConversion; trace 2: a symbolic scalar
 
-The stand-in is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` give what the real one gives.
+The stand-in is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` behave as with the real one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[type, str]] = {"float": (float, "sym_float"), "int": (in
 
 
 class NeedsConversion(TraceAgain):
-    """Ends a trace: a function asks for a plain number by a name that can be replaced."""
+    """Ends a trace: a function converts to a plain number by a name that can be replaced."""
 
     def __init__(self, namespace: Namespace, name: str, refusal: WholestepError) -> None:
         super().__init__(f"{name}() of a number that is not known yet")
@@ -43,7 +43,7 @@ class NeedsConversion(TraceAgain):
 
 
 def swap_conversions(asked: Sequence[tuple[Namespace, str]]) -> Callable[[], None]:
-    """Put stand-ins for `float` and `int` into global namespaces; what takes them out."""
+    """Put stand-ins for `float` and `int` into global namespaces. Returns the undo function."""
     before: list[tuple[Namespace, str, Any]] = []
     by_namespace: dict[int, tuple[Namespace, dict[type, type]]] = {}
     for namespace, name in asked:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
-from wholestep.capture.scalars.python_scalars import graph_number
+from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
 from wholestep.ir.meta import user_location
@@ -56,11 +56,11 @@ _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OF_THE_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__reduce_ex__})
-"""Asked of a real tensor, these are answered by the real tensor."""
+"""Attributes of a real tensor that the real tensor itself returns."""
 
 
 class InterceptHost(Protocol):
-    """What the mode tells the capture."""
+    """What the mode needs from the capture."""
 
     api: str
 
@@ -74,7 +74,7 @@ class InterceptHost(Protocol):
 
 
 class FunctionMode(TorchFunctionMode):
-    """Refuses calls that take values out of the graph, and tells the capture by which name a value is asked for."""
+    """Refuses calls that take values out of the graph, and records for the capture which call asks for a value."""
 
     def __init__(self, host: InterceptHost) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class FunctionMode(TorchFunctionMode):
         if func is Tensor.data_ptr and _is_traced(args[0]) and _asked_by_user(sys._getframe(1)):
             return self._host.address_of(args[0])
         if func is Tensor.item:
-            return graph_number(func(*args, **(kwargs or {})))
+            return symbolic_scalar(func(*args, **(kwargs or {})))
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)
@@ -141,7 +141,7 @@ class FunctionMode(TorchFunctionMode):
             self._host.api = before
 
     def _traced(self, value: Any) -> Any:
-        """A parameter that some object hid from `discover` is the fake that stands for it, with the fake's gradient."""
+        """A parameter that some object hid from `discover` is replaced by its fake, with the fake's gradient."""
         if isinstance(value, Tensor) and not _is_traced(value) and value.requires_grad and value.is_leaf:
             return self._host.stand_in(value)
         if type(value) in (list, tuple) and any(isinstance(item, Tensor) and not _is_traced(item) for item in value):
@@ -150,7 +150,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the nearest frame that is not ours (modes call each other) is not torch's."""
+    """Whether the nearest frame outside of ours (modes call each other) is outside of torch too."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("wholestep."):
         frame = frame.f_back
     return frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.")
@@ -165,7 +165,7 @@ _NAMES = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "r
 
 
 def ctc_loss(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `F.ctc_loss` or `torch.ctc_loss` gives."""
+    """The result of `F.ctc_loss` or `torch.ctc_loss`."""
     given = dict(zip(_NAMES, args, strict=False)) | kwargs
     none, mean, default = ("none", "mean", "mean") if function is F.ctc_loss else (0, 1, 0)
     lengths = given.get("target_lengths")
@@ -185,7 +185,7 @@ _NEAR = 12
 
 
 def deep_copy(func: Any, tensor: Tensor, memo: dict[Any, Any]) -> Any:
-    """What `Tensor.__deepcopy__` gives, as operators of the graph."""
+    """The result of `Tensor.__deepcopy__`, as operators of the graph."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     is_parameter = isinstance(tensor, nn.Parameter)
@@ -227,7 +227,7 @@ def _refuse_shared_memory(tensor: Tensor, memo: dict[Any, Any]) -> None:
 
 
 def reduce_traced(tensor: Tensor) -> tuple[Any, ...]:
-    """What `Tensor.__reduce_ex__` gives to `copy.copy`; whoever else asks wants to write the tensor to a file."""
+    """The result of `Tensor.__reduce_ex__` for `copy.copy`; any other caller is refused."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_NEAR):
         if frame is None:

@@ -1,10 +1,10 @@
-"""Ctrl-C while a step is traced is raised where it can be: between operators.
+"""Ctrl-C while a step is traced is delayed until it can be raised: between operators.
 
 Python runs signal handlers between any two bytecodes, also in Python that C++ calls. A KeyboardInterrupt that is raised
-in some of those callbacks ends the process (`error_already_set`), and one in the middle of putting the user's objects
-back leaves fakes in them. So the first SIGINT is remembered, and handed to the handler that was there before at the
-next safe point: before an operator is recorded, before a module is called, or after everything is put back. A second
-one is handed on at once, in case the step never gets to an operator; not while objects are swapped or put back.
+in some of those callbacks ends the process (`error_already_set`), and one while the user's objects are restored leaves
+fakes in them. So the first SIGINT is recorded and passed to the previous handler at the next safe point: before an
+operator is recorded, before a module is called, or after everything is restored. A second one is passed on at once, in
+case the step never reaches an operator; but not while objects are replaced or restored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Interrupts:
-    """SIGINT for the time of one trace on the main thread. Other threads get none, and change nothing."""
+    """Handles SIGINT during one trace on the main thread. Other threads get none, and change nothing."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -39,16 +39,16 @@ class Interrupts:
         self._waiting = True
 
     def check(self) -> None:
-        """A safe point."""
+        """A safe point: pass on a SIGINT that arrived."""
         if self._waiting and not self._shielded:
             self._hand_on(None)
 
     def allow(self) -> None:
-        """From now on the user's code runs."""
+        """User code runs from now on."""
         self._shielded = False
 
     def shield(self) -> None:
-        """From now on objects are put back: nothing is handed on before the end."""
+        """Objects are restored from now on: nothing is passed on before the end."""
         self._shielded = True
 
     def _hand_on(self, frame: FrameType | None) -> None:

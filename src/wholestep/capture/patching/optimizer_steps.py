@@ -1,4 +1,4 @@
-"""`step()` of optimizers, schedulers and gradient scalers while tracing: recorded, put off until after the graph, or
+"""`step()` of optimizers, schedulers and gradient scalers while tracing: recorded, deferred until after the graph, or
 refused.
 
 `GradScaler.step` without its branch: the optimizer runs, and every tensor it changed is chosen between old and new.
@@ -25,7 +25,7 @@ from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.discover import World
 from wholestep.capture.results.accounting import Account, StepCall
 from wholestep.capture.scalars.symbolic_scalars import LastRateSlot, scalar_of
-from wholestep.capture.scalars.traced_numbers import TracedNumbers
+from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import HostCall
 from wholestep.ir.meta import user_location
@@ -38,7 +38,7 @@ from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_U
 
 
 class StepHost(Protocol):
-    """What the replaced methods ask of the capture."""
+    """What the replaced methods need from the capture."""
 
     phase: str
     world: World
@@ -50,13 +50,13 @@ class StepHost(Protocol):
     step_lines: dict[Optimizer, Location | None]
     running_step: Optimizer | None
     """The optimizer whose replaced `step` is running."""
-    scalars: TracedNumbers
+    scalars: TracedScalars
 
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None: ...
 
 
 def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
-    """Nodes of the step belong to the optimizer; a closure is refused."""
+    """Attribute the nodes of the step to the optimizer; refuse a closure."""
     original = optimizer.step
 
     def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class BoundSteps:
         host.phase = "optimizer"
 
     def end(self, optimizer: Optimizer) -> None:
-        """It ran."""
+        """It has run."""
         if self._running and self._running[-1][0].optimizer is optimizer:
             call, self._host.phase = self._running.pop()
             self._host.account.end_step(call)
@@ -124,7 +124,7 @@ def _refuse_step(host: StepHost, closure: Any) -> None:
 
 
 def replace_scaler_steps(host: StepHost, scaler: Any) -> None:
-    """The scaler selects instead of branching, and unscales what this rank has."""
+    """Make the scaler select instead of branch, and unscale local shards."""
     vars(scaler)[SCALER_STEP] = functools.partial(select_instead_of_branch, host)
     vars(scaler)[SCALER_UNSCALE] = functools.partial(_unscale, host, getattr(scaler, SCALER_UNSCALE))
 
@@ -136,7 +136,7 @@ def _unscale(host: StepHost, original: Callable[..., Any], optimizer: Optimizer,
 
 
 def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
-    """The scheduler's Python runs after the graph; what it will make of the learning rates is not known before."""
+    """Defer the scheduler until after the graph; the learning rates that it will set are not known before."""
 
     def step(*args: Any, **kwargs: Any) -> None:
         if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
@@ -171,7 +171,7 @@ SCHEDULER_COUNTS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "be
 
 
 def _hide_hyper_parameters(host: StepHost, call: HostCall) -> None:
-    """From here on the learning rates of this optimizer are what the scheduler will make of them."""
+    """From here on the learning rates of this optimizer are those that the scheduler will set."""
     optimizer = call.scheduler.optimizer
     path = host.world.optimizers.get(optimizer, type(optimizer).__name__)
     for g, group in enumerate(optimizer.param_groups):
@@ -186,7 +186,7 @@ aten = torch.ops.aten
 
 
 class AmpHost(Protocol):
-    """What the patch asks of the capture."""
+    """What the patch needs from the capture."""
 
     recorder: Recorder
 

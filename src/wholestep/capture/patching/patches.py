@@ -1,22 +1,22 @@
-"""What is replaced in torch while one step is traced, and put back after.
+"""The functions that are replaced in torch and Python while one step is traced.
 
 | replaced | by | because |
 |---|---|---|
-| `nn.Module.__call__` | the same, noting the module's path | nodes say which module made them |
-| `torch._fused_*_` | the same with numbers by name | its parser would turn a learning rate into a constant |
+| `nn.Module.__call__` | the same, recording the module's path | nodes say which module made them |
+| `torch._fused_*_` | the same with scalars by name | its parser would turn a learning rate into a constant |
 | `torch.batch_norm` | likewise for momentum | cumulative averages change it each step |
-| `math.sqrt` and friends | the same for graph numbers | `float(x)` would turn a number into a constant |
+| `math.sqrt` and friends | the same for symbolic scalars | `float(x)` would turn a number into a constant |
 | `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
 | lists of foreach types | also FakeTensor | the trace takes the path eager takes |
 | DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
-| `nn.Module.__getattr__` | the same, gathering sharded parameters | inside of a forward they are whole |
-| DTensor's cut of a whole into chunks | a node that finds its rank when it runs | graphs of ranks are the same |
-| `FakeTensor.tolist` | a number of the graph for each element | torch's takes the tensor apart |
-| the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is that of the whole |
-| `gc.collect` | nothing | what the trace made is known by its age (`leftovers`) |
+| `nn.Module.__getattr__` | the same, gathering sharded parameters | a forward uses them unsharded |
+| DTensor's split of a tensor into chunks | a node that reads its rank at run time | all ranks have the same graph |
+| `FakeTensor.tolist` | a symbolic scalar per element | torch's unbinds the tensor |
+| the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is over all shards |
+| `gc.collect` | nothing | `leftovers` tells objects of the trace by their GC generation |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
-| optimizers, schedulers, scalers | the same, noticing unknown ones (`called`) | they are found by being called |
-| functions of `torch.jit.script` | the Python functions as written | TorchScript makes tensors below all modes |
+| optimizers, schedulers, scalers | the same, detecting unknown ones (`called`) | some are found only when called |
+| functions of `torch.jit.script` | the Python functions as written | TorchScript bypasses all dispatch modes |
 
 The replacements act only on the thread that traces; other threads get the originals.
 """
@@ -38,7 +38,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.objects.called import CallHost, notice_calls, notice_module
+from wholestep.capture.objects.called import CallHost, detect_calls, detect_module_call
 from wholestep.capture.patching.interrupts import Interrupts
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
@@ -73,7 +73,7 @@ _MATH = {
 
 
 class PatchHost(CallHost, Protocol):
-    """What the patches ask of the capture."""
+    """What the patches need from the capture."""
 
     module_path: str
     recorder: Recorder
@@ -106,7 +106,7 @@ def patched(host: PatchHost) -> Iterator[None]:
             stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
         patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))
-        notice_calls(host, patch, stack, is_here=lambda: threading.get_ident() == thread)
+        detect_calls(host, patch, stack, is_here=lambda: threading.get_ident() == thread)
         if host.session is not None:
             _patch_parallel(host.session, patch)
         for name in FUSED_OPTIMIZER_FUNCTIONS:
@@ -172,7 +172,7 @@ def _set_attribute(original: Any, module: nn.Module, name: str, value: Any) -> N
 
 
 def _as_written(original: Any, scripted: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the Python function of a TorchScript function: TorchScript makes tensors of its own, below all modes."""
+    """Run the Python function of a TorchScript function: TorchScript bypasses all dispatch modes."""
     return (python_function_of(scripted) or partial(original, scripted))(*args, **kwargs)
 
 
@@ -213,12 +213,12 @@ def _not_recorded(host: PatchHost, original: Any, *args: Any) -> Any:
 
 def _call_module(host: PatchHost, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     host.interrupts.check()
-    notice_module(host, module)
+    detect_module_call(host, module)
     before = host.module_path
     host.module_path = host.path_of_module(module)
     if isinstance(module, nn.RNNBase) and module.dropout and module.training and next(module.parameters()).is_cuda:
         raise UnsupportedError(
-            f"{host.module_path} drops out between its layers, with random numbers that cuDNN keeps to itself.",
+            f"{host.module_path} has dropout between its layers, whose random state cuDNN keeps to itself.",
             fix="use dropout=0 in the RNN and nn.Dropout between single-layer RNNs.",
             location=user_location(),
         )
@@ -242,7 +242,7 @@ def _patch_parallel(session: Session, patch: Callable[..., None]) -> None:
 def _with_named_scalars(
     host: PatchHost, original: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call with the values of graph numbers; the recorder puts the numbers themselves into the node, by name."""
+    """Call with the values of symbolic scalars; the recorder puts the scalars themselves into the node, by name."""
     scalars: dict[str, ScalarNode] = {}
     plain: list[Any] = []
     for i, arg in enumerate(args):
@@ -281,7 +281,7 @@ def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensor_of_numbers(host: PatchHost, original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.tensor(lr)`, `torch.tensor([lr, 1.0])`: a tensor of graph numbers instead of a constant."""
+    """`torch.tensor(lr)`, `torch.tensor([lr, 1.0])`: a tensor of symbolic scalars instead of a constant."""
     kinds = _kinds_of_numbers(data)
     if not kinds or args or set(kwargs) - {"dtype", "device", "requires_grad"}:
         return original(data, *args, **kwargs)
@@ -295,7 +295,7 @@ def _tensor_of_numbers(host: PatchHost, original: Any, data: Any, *args: Any, **
 
 
 def _kinds_of_numbers(data: Any) -> set[type]:
-    """The types of nested lists of numbers, one of which at least is a graph number; else nothing."""
+    """The types in nested lists of numbers of which at least one is symbolic; else nothing."""
     kinds: set[type] = set()
     symbolic = False
     stack = [data]
@@ -326,7 +326,7 @@ def _as_arguments(data: Any) -> Any:
 
 
 def _causal_mask_is_traced(original: Any, tensor: Any = None) -> bool:
-    """Hugging Face skips a look at the mask for fakes, and then computes other bits than eager. Let it look."""
+    """Hugging Face skips a test of the mask for fakes, and then computes other bits than eager. Let it run the test."""
     return False
 
 

@@ -1,18 +1,15 @@
 """Which attributes the step reads, of plain objects, of classes and of Python modules, while it is traced.
 
-    object    its class gets a `__getattribute__` that notes the name          self.scale, cfg.lr
+    object    its class gets a `__getattribute__` that records the name          self.scale, cfg.lr
               (and a `__setattr__`: what is set first is not read)
-    class     each value in its dict is replaced by a descriptor that notes it Config.scale, self.scale
-    module    its `__class__` becomes a subclass of ModuleType that notes it   config.scale
+    class     each value in its dict is replaced by a descriptor recording it Config.scale, self.scale
+    module    its `__class__` becomes a subclass of ModuleType recording it   config.scale
 
-A replay does not run this Python: what was read becomes a guard. What a read gives and discovery has not seen yet is
-handed to `found`, so that values deep in a tree of objects are followed as far as the step goes.
+A replay does not run this Python: what was read becomes a guard. The result of a read that discovery has not seen is
+passed to `found`, so that values deep in a tree of objects are followed as far as the step reads them.
 
-Python attributes around a step: what it read, what it changed, and putting them back.
-
-A replay does not run the user's Python. So what the step *reads* from plain attributes becomes a guard, and what it
-*changes* is repeated after each replay where that is possible (a number, a tensor) and refused where it is not
-(appending to a list).
+`Attributes` is a snapshot of plain attributes: what the step *changes* is repeated after each replay where that is
+possible (a number, a tensor) and refused where it is not (appending to a list).
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot
 _HEAP_TYPE = 1 << 9
 
 Found = Callable[[Any, str, Slot | None], Any]
-"""Takes a value that a read gave, its path and the slot that holds it; gives what the step gets instead."""
+"""Takes the result of a read, its path and the slot that holds it; returns what the step gets instead."""
 
 
 class ReadTracker:
@@ -56,14 +53,14 @@ class ReadTracker:
         """Plain values that came from a property or from `__getattr__`."""
         self.attributes = own_dict(obj)
         self.before = dict(self.attributes)
-        """Attributes there were when the step began."""
+        """Attributes that existed when the step began."""
         self.written: set[str] = set()
-        """Attributes that the step has set: reading one of them gives what the step made."""
+        """Attributes that the step has set: reading one of them returns what the step made."""
         self.sees_reads = True
 
 
 class AttributeReads:
-    """All trackers of one capture. Other threads are not noted."""
+    """All trackers of one capture. Reads of other threads are not recorded."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -77,10 +74,8 @@ class AttributeReads:
         self._recorders: list[_ClassValue] = []
         self._places: dict[type, frozenset[str]] = {}
 
-    # Objects.
-
     def track(self, obj: Any, path: str) -> ReadTracker:
-        """Note reads of an object's attributes from now on."""
+        """Record reads of an object's attributes from now on."""
         tracker = ReadTracker(obj, path)
         tracker.written = self._written.setdefault(id(tracker.attributes), tracker.written)
         cls = type(obj)
@@ -92,12 +87,12 @@ class AttributeReads:
         return tracker
 
     def note_all(self, tracker: ReadTracker) -> None:
-        """Count everything that an object has as read."""
+        """Count all attributes of an object as read."""
         for name, value in tracker.before.items():
             self._note(tracker, name, value)
 
     def _hook(self, cls: type) -> bool:
-        """Give a class written in Python a `__getattribute__` and a `__setattr__` that note the name."""
+        """Give a class written in Python a `__getattribute__` and a `__setattr__` that record the name."""
         if not cls.__flags__ & _HEAP_TYPE:
             return False
         trackers: dict[int, ReadTracker] = {}
@@ -168,22 +163,20 @@ class AttributeReads:
         """Whether a name is a value in the dict of a class, which has a guard of its own."""
         return any(name in self._places.get(base, ()) for base in cls.__mro__)
 
-    # Classes.
-
     def record_class(self, cls: type, names: frozenset[str], path: str, read: dict[str, None]) -> None:
-        """Replace values in the dict of a class by descriptors that note when they are read."""
+        """Replace values in the dict of a class by descriptors that record when they are read."""
         for name in names:
             recorder = _ClassValue(self, vars(cls)[name], f"{path}.{name}", read, name, cls)
             try:
                 type.__setattr__(cls, name, recorder)
-            except TypeError:  # classes made in C (ctypes.Structure) do not let theirs be replaced: no place to follow
+            except TypeError:  # a class made in C (ctypes.Structure) refuses it: not followed
                 read.update(dict.fromkeys(names))
                 return
             self._recorders.append(recorder)
         self._places[cls] = names
 
     def found_in_class(self, recorder: _ClassValue) -> Any:
-        """Note that a value of a class is read; gives what the step gets."""
+        """Record that a value of a class is read. Returns what the step gets."""
         value = recorder.value
         if threading.get_ident() == self._thread:
             recorder.read[recorder.name] = None
@@ -192,10 +185,8 @@ class AttributeReads:
                 return self._found(value, recorder.path, slot)
         return value
 
-    # Python modules.
-
     def record_module(self, module: ModuleType, path: str, read: dict[str, None]) -> None:
-        """Note reads of a module's attributes from now on."""
+        """Record reads of a module's attributes from now on."""
         kind = type(module)
         if module in self._modules or not issubclass(kind, ModuleType):
             return
@@ -220,7 +211,7 @@ class AttributeReads:
         self._modules[module] = (kind, read)
 
     def stop(self) -> None:
-        """Put the classes and modules back; what was read stays known."""
+        """Restore the classes and modules; the records stay."""
         while self._own:
             cls, before = self._own.popitem()
             for name, hook in before.items():
@@ -237,7 +228,7 @@ class AttributeReads:
 
 
 class _ClassValue:
-    """Stands for a value in the dict of a class: gives it to whoever reads it, and notes that."""
+    """Descriptor in the place of a value in the dict of a class: returns the value and records the read."""
 
     def __init__(
         self, reads: AttributeReads, value: Any, path: str, read: dict[str, None], name: str, owner: type
@@ -258,7 +249,7 @@ class _ClassValue:
 
 
 def class_values(cls: type) -> Iterator[tuple[str, Any]]:
-    """What a class holds that is neither a method, a descriptor nor Python's own."""
+    """The values in the dict of a class that are neither methods, descriptors nor Python's own."""
     members: MappingProxyType[str, Any] = vars(cls)
     for name, value in list(members.items()):
         if not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__"):
@@ -324,7 +315,7 @@ def holds_tensor(value: Any) -> bool:
 
 
 def same_value(before: Any, after: Any) -> bool:
-    """The same plain value, or containers of tensors-free equal contents (a cache that was filled again)."""
+    """Whether two values are the same plain value, or equal containers without tensors (a cache filled again)."""
     if same_plain(after, before):
         return True
     if type(before) is not type(after) or not isinstance(before, (*CONTAINERS, tuple)):

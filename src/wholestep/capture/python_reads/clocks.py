@@ -1,7 +1,7 @@
 """Clocks: a step may read one to time itself and to write logs, and nothing else.
 
-While a step is traced, `time.time()` and its kin give user code a number that remembers the line it came from.
-Arithmetic with it gives such numbers again; printing and formatting work. Where it would reach the graph or outlive
+While a step is traced, `time.time()` and the like return a number to user code that records the line it came from.
+Arithmetic with it returns such numbers again; printing and formatting work. Where it would reach the graph or outlive
 the call it is refused, because a replay reads no clock:
 
     t0 = time.perf_counter()
@@ -12,8 +12,8 @@ the call it is refused, because a replay reads no clock:
     self.last = time.time()                          refused: state
     return loss, time.time() - t0                    refused: the result
 
-Python lets such a number slip: as an index, in `1e9 / time.time_ns()`, as text that is parsed again. So a step that
-read a clock is traced a second time in which every reading is later, and what it records must be the same.
+Some uses lose that mark: an index, `1e9 / time.time_ns()`, text that is parsed again. So a step that read a clock is
+traced a second time in which every reading is later, and must record the same program.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _READS = (
     "gmtime",
 )
 _TEXTS = ("ctime", "asctime", "strftime")
-"""Functions of `time` that read the clock if they get no time."""
+"""Functions of `time` that read the clock if they are called without a time."""
 _PATCHED = [name for name in (*_READS, *_TEXTS) if hasattr(time, name)]
 _LATER_NS = 90_091_037_000_003
 """By how much readings of a second trace are later: no small number divides it, and every field of a date changes."""
@@ -61,7 +61,7 @@ _MATH = [name for name in dir(math) if callable(getattr(math, name)) and not nam
 
 @dataclass(frozen=True)
 class ClockReading:
-    """What a clock gave user code, and the line that asked."""
+    """The value that a clock returned to user code, and the line that read it."""
 
     value: Any
     line: Location | None
@@ -100,7 +100,7 @@ class ClockNumber:
 
 
 def clock_number(value: Any, origin: Location | None) -> Any:
-    """A number as one that came from a clock; other values as they are."""
+    """A number marked as read from a clock; other values unchanged."""
     if type(value) is float:
         made: Any = ClockFloat(value)
     elif type(value) is int:
@@ -188,7 +188,7 @@ _FIELDS = frozenset({"year", "month", "day", "hour", "minute", "second", "micros
 
 
 class ClockDatetime(ClockNumber, RealDatetime, metaclass=_LikeReal):
-    """Lies in the place of `datetime.datetime`; its instances are times that were read from the clock."""
+    """Takes the place of `datetime.datetime`; its instances are times that were read from the clock."""
 
     _real = RealDatetime
 
@@ -241,7 +241,7 @@ def _through(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CLOCKS = frozenset({id(getattr(time, name)) for name in _PATCHED} | {id(RealDatetime), id(RealDate)})
-"""Clocks that user code may hold on to (`from time import time`), by identity."""
+"""Clocks that user code may hold by a name of its own (`from time import time`), by identity."""
 
 
 class Clocks:
@@ -254,12 +254,12 @@ class Clocks:
             id(getattr(time, name)): (self._text if name in _TEXTS else self._reading)(getattr(time, name))
             for name in _PATCHED
         }
-        """What lies in the place of each clock while tracing, by identity of the clock."""
+        """The stand-in of each clock while tracing, by identity of the clock."""
         self.readers[id(RealDatetime)] = self._datetime()
         self.readers[id(RealDate)] = self._date()
 
     def _note(self, value: Any) -> Any:
-        """What user code gets where it reads a clock: the time, or that of the earlier trace."""
+        """The value that user code gets where it reads a clock: the time, or the reading of the earlier trace."""
         at = len(self.readings)
         self.readings.append(ClockReading(value, caller_location()))
         if self._again is None or at >= len(self._again[0]):
@@ -268,7 +268,7 @@ class Clocks:
         return before[at].later(at + 1) if at in later else before[at].value
 
     def _reading(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A clock that gives user code numbers which remember where they came from."""
+        """A clock that returns marked numbers to user code."""
 
         @functools.wraps(real)
         def read(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ class Clocks:
         return read
 
     def _text(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that makes text of the time it is given, or of now."""
+        """A function that formats the time it is given, or the current time."""
         least = 1 if real.__name__ == "strftime" else 0
 
         @functools.wraps(real)

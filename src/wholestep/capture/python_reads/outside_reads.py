@@ -1,6 +1,6 @@
 """What user code reads from outside of the process while a step is traced: environment variables and files.
 
-Reading them again is free of effects, so they are guards: the value of a variable, the size and time of a file. What
+Reading them again has no effects, so they are guarded: the value of a variable, the size and time of a file. What
 cannot be read twice (random bytes of the system, other processes, the keyboard) and what is written is refused.
 """
 
@@ -24,14 +24,14 @@ from wholestep.errors import RandomStateError, SideEffectError
 
 _SMALL = 1 << 20
 _SETTLED = 2.0
-"""Seconds after which a file that was written has another time than before."""
+"""Seconds after which a file that is written again is certain to have another time."""
 _CHANGING = ("/proc/", "/sys/", "/dev/")
 UNREPEATABLE = frozenset({id(os.urandom), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open)})
-"""Functions that user code may hold on to, by identity."""
+"""Functions that user code may hold by a name of its own, by identity."""
 
 
 class FileState:
-    """A file as the step read it, or that there was none."""
+    """A file as the step read it, or the fact that there was none."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -40,8 +40,8 @@ class FileState:
         self._settled = False
 
     def is_same(self) -> bool:
-        """Whether the file is as it was. A file that was written just before is compared by its contents, too: its
-        time may not tell."""
+        """Whether the file is unchanged. One that was written just before is compared by its contents, too: its time
+        may not tell."""
         now = _stat_of(self.path)
         if now != self._stat:
             return False
@@ -73,7 +73,7 @@ _REAL_STAT, _REAL_OPEN = os.stat, builtins.open
 
 
 class OutsideReads:
-    """What one capture read."""
+    """The reads of one capture."""
 
     def __init__(self) -> None:
         self.environment: dict[str, str | None] = {}
@@ -86,11 +86,11 @@ class OutsideReads:
             id(uuid.uuid4): lambda *a, **k: self._random(uuid.uuid4, "uuid.uuid4", *a, **k),
             id(builtins.open): lambda *a, **k: self._open(_REAL_OPEN, *a, **k),
         }
-        """What lies in the place of such functions, by their identity."""
+        """Stand-ins for such functions, by their identity."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what is read in the block."""
+        """Record reads in the block."""
         with ExitStack() as stack:
 
             def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
 """Process-wide state around a trace: random generators and settings.
 
-A trace must not advance generators, and what it draws must be something the graph can repeat. Settings that the step
+A trace must not advance generators, and the graph must be able to repeat its random numbers. Settings that the step
 itself switches are resolved by tracing, or refused:
 
     with torch.backends.mkldnn.flags(enabled=False):     kernels read such a setting when they run: a replay would
@@ -37,7 +37,7 @@ def default_generators() -> dict[int, tuple[torch.Generator, str]]:
 
 
 class RandomState:
-    """Generators as they were; a trace must not move them."""
+    """The state of all random generators before a trace, which must not advance them."""
 
     def __init__(self, world: World) -> None:
         self._generators = [g for g, _ in world.generators.values()]
@@ -83,9 +83,9 @@ class RandomState:
 
 
 def _object_state(obj: Any) -> tuple[Any, Any]:
-    """Something to compare, and something to put back."""
+    """A value to compare, and a value to restore."""
     if isinstance(obj, random.SystemRandom):
-        return None, None  # draws from the system: refused where it does, nothing to put back
+        return None, None  # SystemRandom: refused where it is used, no state to restore
     if isinstance(obj, random.Random):
         return obj.getstate(), obj.getstate()
     return repr(obj.bit_generator.state), copy.deepcopy(obj.bit_generator.state)
@@ -147,5 +147,5 @@ class ProcessSettings:
                 ).seen_by(Effect(lambda capture, get=mode.get: get(), same_mode))  # type: ignore[misc]
 
     def restore(self) -> None:
-        """Set back what the step, or an exception in it, left changed."""
+        """Restore what the step, or an exception in it, left changed."""
         set_modes(self._before, self._old_precision)

@@ -4,8 +4,8 @@
     ids = itertools.count()           the same number at each replay
     lines = open(path)                one line at capture
 
-While a step is traced a stand-in lies in the place of such an object. It raises before anything is taken, so the first
-element is still there. Where none can be put (inside of a tuple, in a default of a function), the position of the
+While a step is traced a stand-in takes the place of such an object. It raises before anything is taken, so the first
+element is still there. Where it cannot be placed (inside of a tuple, in a default of a function), the position of the
 iterator is compared before and after.
 """
 
@@ -42,8 +42,8 @@ _HEAP_TYPE = 1 << 9
 
 
 def is_consumed(value: Any) -> bool:
-    """Whether reading a value takes something away. An iterator written as a class of the user's is followed instead:
-    its position is in its attributes."""
+    """Whether reading a value consumes something. An iterator written as a class of the user's is followed instead: its
+    position is in its attributes."""
     kind = type(value)
     if issubclass(kind, _QUEUES) or issubclass(kind, AsyncGenerator):
         return True
@@ -62,7 +62,7 @@ def _is_readable(file: Any) -> bool:
 
 
 class StandIn:
-    """Lies in the place of an object that reading would consume."""
+    """Takes the place of an object that reading would consume."""
 
     def __init__(self, real: Any, path: str) -> None:
         self._wholestep_real = real
@@ -100,7 +100,7 @@ class StandIn:
 
 
 class LargeArray(numpy.ndarray):
-    """Stands for an array that is too large to be compared at each call."""
+    """Takes the place of an array that is too large to be compared at each call."""
 
     _wholestep_path = ""
 
@@ -124,22 +124,22 @@ def large_array(real: Any, path: str) -> Any:
 
 
 def real_of(value: Any) -> Any:
-    """What a stand-in stands for; any other value itself."""
+    """The object that a stand-in replaces; any other value itself."""
     return value._wholestep_real if isinstance(value, StandIn) else value
 
 
 class StandIns:
-    """What lies in the place of something else while one step is traced."""
+    """The stand-ins of one trace."""
 
     def __init__(self, replacements: dict[int, Any]) -> None:
         self._replacements = replacements
-        """Of functions that give another value each time (a clock), by their identity."""
+        """Stand-ins for functions that return another value each time (a clock), by their identity."""
         self._made: dict[int, Any] = {}
         self._swapped: list[tuple[Slot, Any, Any]] = []
         self._fixed: list[tuple[str, Any, Any]] = []
 
     def of(self, real: Any, path: str) -> Any:
-        """What stands for an object; the object itself where nothing does."""
+        """The stand-in for an object; the object itself if it needs none."""
         if id(real) in self._replacements:
             return self._replacements[id(real)]
         if is_large(real):
@@ -149,7 +149,7 @@ class StandIns:
         return self._made.setdefault(id(real), StandIn(real, path))
 
     def put(self, slot: Slot, real: Any) -> Any:
-        """Put the stand-in of an object into the slot that holds it, and give it back."""
+        """Put the stand-in of an object into the slot that holds it, and return it."""
         stand_in = self.of(real, slot.path)
         try:
             slot.set(stand_in)
@@ -160,7 +160,7 @@ class StandIns:
         return stand_in
 
     def watch(self, real: Any, path: str) -> None:
-        """Where no stand-in can be put, at least see whether an element is taken."""
+        """Where no stand-in can be put, record the position, which shows whether an element was taken."""
         if is_consumed(real):
             self._fixed.append((path, real, _position(real)))
 
@@ -171,7 +171,7 @@ class StandIns:
                 slot.set(real)
 
     def refuse_moved(self) -> None:
-        """Raise where an element was taken of an iterator without a stand-in."""
+        """Raise if an element was taken of an iterator without a stand-in."""
         for path, real, before in self._fixed:
             if _position(real) != before:
                 raise SideEffectError(
@@ -182,7 +182,7 @@ class StandIns:
 
 
 def _position(iterator: Any) -> Any:
-    """Something that differs when an element was taken."""
+    """A value that differs after an element was taken."""
     if isinstance(iterator, GeneratorType):
         return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
     if isinstance(iterator, io.IOBase):

@@ -1,7 +1,7 @@
 """Follow the places that Python reads values from while one step is traced.
 
-Before the step: numbers that became scalar inputs are put into their places, and reads are noted from then on. After
-it: places that the step read or set join the variables of the step, which have guards and are set again by a replay.
+Before the step, numbers that became scalar inputs are put into their places, and reads are recorded from then on. After
+it, places that the step read or set are added to its variables, which are guarded and which a replay sets again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 _FOUND_AT_FIRST = (Tensor, nn.Module, Optimizer, LRScheduler)
-"""What is exchanged before the step runs and cannot be found later."""
+"""Places whose contents are replaced before the step runs, and cannot be found later."""
 
 
 class ValueSources:
@@ -54,7 +54,7 @@ class ValueSources:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Note reads in the block, then add what was read or set to the variables of the step."""
+        """Record reads in the block, then add what was read or set to the variables of the step."""
         self._counts = (len(self._world.holders), len(self._world.containers), len(self._world.variables))
         self._active = True
         try:
@@ -94,10 +94,8 @@ class ValueSources:
         while places:
             self.stand_ins.put(*places.pop())
 
-    # What the step finds on its way.
-
     def found(self, value: Any, path: str, slot: Slot | None = None) -> Any:
-        """A read gave something: if discovery did not see it, follow it from now on. Gives what the step gets."""
+        """Follow the result of a read if discovery did not see it. Returns what the step gets."""
         if not self._active or isinstance(value, _FOUND_AT_FIRST):
             return value
         if slot is not None and self.stand_ins.of(value, path) is not value:
@@ -123,8 +121,6 @@ class ValueSources:
             self._lift(place, held, name)
         self._follow_classes()
         self._follow_modules()
-
-    # Classes and modules.
 
     def _follow_classes(self) -> None:
         for cls, path in list(self._world.sources.classes.items()):
@@ -152,8 +148,6 @@ class ValueSources:
     def _lift(self, slot: Slot, value: Any, path: str) -> None:
         if self._capture.numbers.lifts(path) and type(value) in (int, float):
             slot.set(self._capture.scalars.lift(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
-
-    # After the step.
 
     def _add_variables(self) -> None:
         known = {(id(slot.mapping), slot.key) for _, slot, _ in self._world.variables if isinstance(slot, MappingSlot)}

@@ -1,1 +1,1 @@
-"""After the trace: what the step returned and changed, compared with what the graph does."""
+"""After the trace: what the step returned and changed, compared with the effects of the graph."""

@@ -1,6 +1,6 @@
-"""Before a graph is accepted, what tracing saw is compared with what the graph does.
+"""Before a graph is accepted, what the trace observed is compared with what the graph does.
 
-| seen while tracing | must be in the graph |
+| observed while tracing | must be in the graph |
 |---|---|
 | `optimizer.step()` with gradients | a write to its parameters |
 | a write to a tensor of the step's state (the version counter of its fake) | a write-back |
@@ -8,7 +8,7 @@
 | `backward()` that leads to parameters | a change of their gradients |
 
 and nothing of the user's may have been written for real: version counters and gradients of the real tensors are as they
-were. A difference means that a replay would not do what eager does. It is an error, whatever the reason is.
+were. A difference means that a replay would not do what eager does, so it is an error, whatever the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepCall:
 
 
 class Account:
-    """What one trace saw."""
+    """What one trace observed."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -64,10 +64,8 @@ class Account:
         self._real: list[tuple[Tracked, int | None, Tensor | None]] = []
         self._fakes: dict[int, int] = {}
 
-    # While tracing.
-
     def begin(self) -> None:
-        """The step is about to be traced: the state is as it was."""
+        """Record the state before the step is traced."""
         for tracked in self._capture.table.tracked.values():
             self._real.append((tracked, version_of(local_of(tracked.real)), tracked.real.grad))
             self._fakes[id(tracked)] = version_of(tracked.input)
@@ -115,7 +113,7 @@ class Account:
             self._refuse_lost_gradients(functions, location, is_recorded=is_recorded)
 
     def _refuse_lost_gradients(self, functions: list[Any], location: Location | None, *, is_recorded: bool) -> None:
-        """No gradient changed. That is well where the leaves are the step's own, or hooks took the gradients."""
+        """No gradient changed: legal if the leaves are the step's own, or if hooks took the gradients; else refuse."""
         for leaf in gradient_leaves(functions):
             if not is_recorded or not isinstance(local_of(leaf), FakeTensor):
                 raise LostError(
@@ -132,8 +130,6 @@ class Account:
         version: int = self._capture.recorder.values.value(local_of(tensor)).base.version
         return version
 
-    # Before the graph is accepted.
-
     def check(self, graph: fx.Graph) -> None:
         """Raise LostError where something that tracing saw is not in the graph."""
         copies = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
@@ -146,7 +142,7 @@ class Account:
         self._check_real()
 
     def _check_step(self, call: StepCall) -> None:
-        """Optimizers of torch write to each parameter with a gradient. Others may only count."""
+        """Optimizers of torch write to each parameter with a gradient. Others may only count calls."""
         missing = call.unwritten
         own = type(call.optimizer).step.__module__.startswith("torch.")
         if missing and (own or (len(missing) == len(call.parameters) and call.is_idle)):
@@ -184,11 +180,11 @@ class Account:
                 what = "the gradient of " if tracked.real.grad is not grad else ""
                 raise LostError(
                     f"while the step was captured {what}{tracked.slot.path} was written for real, not in the graph.",
-                    fix="report this, with the step: something calls operators past the dispatcher's modes.",
+                    fix="report this, with the step: something calls operators that bypass the dispatch modes.",
                 )
 
     def restore(self) -> None:
-        """Put back gradients that autograd left on real tensors."""
+        """Restore gradients that autograd left on real tensors."""
         for tracked, _, grad in self._real:
             if tracked.real.grad is not grad:
                 tracked.real.grad = grad
@@ -201,7 +197,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _numbers(optimizer: Optimizer) -> list[Any]:
-    """What a `step` that only counts changes."""
+    """The plain values that a `step` which only counts calls changes."""
     places = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
     found: list[Any] = [len(optimizer.state)]
     for place in places:

@@ -38,15 +38,15 @@ class Bindings:
         self._kept: dict[int, tuple[Tensor, int | None]] = {}
         """Tensors that are state after the step, by identity, with their outputs."""
         self.late_leaves: set[HostLeaf] = set()
-        """Numbers that host calls leave and something takes."""
+        """Scalars that host calls set and something else takes."""
         self._read_after: dict[Any, int] = {}
         self._read_before: list[Slot] = []
         self.sources = DeferredSources(self._read_after, self._read_before)
-        """Where the leaves of deferred numbers are read."""
+        """Where the leaves of deferred scalars are read."""
         self._containers = {id(container): path for container, path in capture.world.containers}
 
     def output(self, kind: OutputKind, path: str, node: Any) -> int:
-        """The number of the output that holds a node."""
+        """The index of the output that holds a node."""
         key = (kind, node)
         if kind is not OutputKind.RESULT and key in self._output_index:
             return self._output_index[key]
@@ -86,7 +86,7 @@ class Bindings:
                 self.changes.append(Change(kind, slot, output=index, unless=unless))
             else:
                 self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
-        elif _is_constant(new := _without_graph_numbers(new)):
+        elif _is_constant(new := _without_symbolic_scalars(new)):
             self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
         else:
             raise SideEffectError(
@@ -95,11 +95,11 @@ class Bindings:
             ).seen_by(value_effect(slot.get))
 
     def skipped(self, flag: fx.Node | None) -> int | None:
-        """The number of the output that says whether a change is left out."""
+        """The index of the output that says whether a change is skipped."""
         return self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
 
     def deferred(self, scalar: ScalarNode) -> DeferredNumber:
-        """A number that is known only after the graph ran; the graph returns what it is computed from."""
+        """A scalar that is known only after the graph ran; the graph returns the values that it is computed from."""
         number = scalar.deferred()
         for leaf in number.leaves:
             if isinstance(leaf, ItemLeaf):
@@ -114,7 +114,7 @@ class Bindings:
         return number
 
     def items(self) -> dict[int, fx.Node]:
-        """The tensors of items whose value is read after the run, by the number of the item."""
+        """The tensors of items whose value is read after the run, by the index of the item."""
         return {leaf.number: leaf.node for leaf in self._read_after if isinstance(leaf, ItemLeaf) and leaf.number}
 
     def logged(self, node: fx.Node) -> int:
@@ -125,7 +125,7 @@ class Bindings:
         return self.output(OutputKind.LOGGED, f"logged[{number}]", node)
 
     def outputs_of(self, number: DeferredNumber) -> list[int]:
-        """The outputs of the graph that a number is computed from."""
+        """The outputs of the graph that a scalar is computed from."""
         return sorted({self._read_after[leaf] for leaf in number.leaves if leaf in self._read_after})
 
     def refuse_shared(self, path: str) -> None:
@@ -137,7 +137,7 @@ class Bindings:
             )
 
     def own_container(self, container: Any, path: str) -> None:
-        """Refuse a list or dict that is in two places: a replay would make two of it."""
+        """Refuse a list or dict that is in two places: a replay would make two lists or dicts."""
         other = self._containers.setdefault(id(container), path)
         if other != path:
             raise UnsupportedError(
@@ -153,7 +153,7 @@ class Bindings:
         return index
 
     def _refuse_unrepeatable(self, slot: Slot, new: Tensor) -> None:
-        """A replay leaves tensors without the flag that the step gave them."""
+        """Refuse a tensor that requires grad: a replay would leave one without the flag."""
         made_here = isinstance(new, FakeTensor) and id(new) not in self._capture.table.by_fake
         if made_here and new.requires_grad and new.is_leaf:
             raise SideEffectError(
@@ -162,15 +162,15 @@ class Bindings:
             ).seen_by(value_effect(slot.get))
 
     def _own_memory(self, node: fx.Node) -> fx.Node:
-        """State that outlives the step shares memory with no input and with no other state."""
+        """The node, or a copy: state that outlives the step shares memory with no input and with no other state."""
         if node.op != "placeholder" and node not in self._bound_nodes:
             self._bound_nodes.add(node)
             return node
         return self._recorder.emit(torch.ops.aten.clone.default, node)
 
 
-def _without_graph_numbers(value: Any) -> Any:
-    """A tuple or list of numbers as plain ones, under guards; anything else as it is."""
+def _without_symbolic_scalars(value: Any) -> Any:
+    """A tuple or list with its symbolic scalars specialised; anything else unchanged."""
     if type(value) not in (tuple, list) or all(scalar_of(item) is None for item in value):
         return value
     scalars = [(item, scalar_of(item)) for item in value]
@@ -179,7 +179,7 @@ def _without_graph_numbers(value: Any) -> Any:
 
 
 def _is_subclass(value: Any) -> bool:
-    """A tensor with a dispatch of its own."""
+    """Whether a value is a tensor with its own dispatch."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return False
     return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ChangedPython:
-    """Finds and binds the changes; the rest is for guards."""
+    """Finds and binds the changes; records the rest for guards."""
 
     def __init__(self, capture: Capture, bindings: Bindings) -> None:
         self._capture = capture
@@ -90,7 +90,7 @@ class ChangedPython:
             self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
 
     def _is_assumed(self, before: Any, where: str) -> bool:
-        """Whether the graph assumes the value that a place held, which the step read and sets to another each time.
+        """Whether the graph assumes the former value of a place that the step read and sets to another value each time.
 
         A number becomes an input at once; one that cannot, or a bool or text, stays a constant under a guard.
         """
@@ -125,7 +125,7 @@ class ChangedPython:
     # Variables and containers.
 
     def _variables(self) -> None:
-        """Closure variables and globals that the step bound anew."""
+        """Closure variables and globals that the step rebound."""
         seen: set[tuple[int, Any]] = set()
         for name, slot, before in self._capture.world.variables:
             after = slot.get()
@@ -155,7 +155,7 @@ class ChangedPython:
                 raise _not_repeated(path).seen_by(contents_effect(container))
 
     def _only_swapped(self, before: Any, now: Any) -> bool:
-        """Whether a container differs only by fakes in the place of the tensors they stand for."""
+        """Whether a container differs only by fakes in the place of their tensors."""
         if len(before) != len(now):
             return False
         if isinstance(before, set):

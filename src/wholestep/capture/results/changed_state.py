@@ -1,9 +1,7 @@
 """What the step left in gradients, optimizers and gradient scalers: bound after the graph ran, or refused.
 
-What the step changed in containers of an optimizer: bound leaf by leaf, or built anew.
-
-Where only leaves differ, each of these is set in place. Where the structure differs (a deque that grew, a list that was
-created) a replay builds new containers and sets all their leaves.
+Containers of an optimizer: where only leaves differ, each of these is set in place. Where the structure differs (a
+deque that grew, a list that was created) a replay builds new containers and sets all their leaves.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
-    """Find what tensors and numbers the step set where training keeps its state."""
+    """Bind the tensors and numbers that the step set in gradients, optimizers and gradient scalers."""
     _gradients(capture.table, bindings)
     seen: set[int] = set()
     """Of state and groups that a wrapper shares with the optimizer inside of it, by identity."""
@@ -71,7 +69,7 @@ def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
 
 
 def refuse_changed_requires_grad(table: StateTable) -> None:
-    """A replay would not repeat that a parameter is frozen or thawed."""
+    """A replay would not repeat that a parameter is frozen or unfrozen."""
     for tracked in table.parameters:
         if tracked.fake.requires_grad != tracked.real.requires_grad:
             raise SideEffectError(
@@ -148,7 +146,7 @@ def _optimizer_state(capture: Capture, bindings: Bindings, optimizer: Optimizer,
 
 
 def _bind(bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None) -> None:
-    """Bind what a slot holds now, where that is not what it held before. Containers are compared leaf by leaf."""
+    """Bind what a slot holds now, if it is not what it held before. Containers are compared leaf by leaf."""
     if isinstance(new, NESTS):
         bind_nest(bindings, slot, old, new, flag=flag)
     elif old is not new and not _equal_plain(old, new):
@@ -204,7 +202,7 @@ def bind_nest(bindings: Bindings, slot: Slot, old: Any, new: Any, *, flag: fx.No
 
 
 def _with_plain_keys(value: Any) -> Any:
-    """Dicts whose keys are numbers of the graph get plain ones, under guards."""
+    """Specialise symbolic scalars among the keys of dicts."""
     if isinstance(value, dict):
         result = copy.copy(value)
         result.clear()

@@ -1,7 +1,7 @@
 """After the trace: what the step returned, wrote, created, rebound and removed, as a frozen record.
 
-Leaves of the result become outputs of the graph, or stay the objects they are; the signature says in the user's terms
-what every input, output and change is.
+Leaves of the result become outputs of the graph, or stay the objects they are; the signature describes in the user's
+terms what every input, output and change is.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _items_taken(capture: Capture, bindings: Bindings, used: set[fx.Node]) -> di
 
 
 def _finish(graph: fx.Graph, outputs: list[Any]) -> None:
-    """Give the graph its outputs; what they do not need goes, and so do inputs that nothing reads."""
+    """Set the outputs of the graph, and remove nodes and inputs that these do not need."""
     made = list(graph.nodes)
     graph.output(tuple(outputs))
     graph.eliminate_dead_code(is_needed)
@@ -276,7 +276,7 @@ def _spec_of(node: Any) -> TensorSpec | None:
 
 
 def returned_leaves(capture: Capture, bindings: Bindings, result: Flat) -> list[tuple[str, Any]]:
-    """How the runtime gets each leaf of the result: see `Captured.result_leaves`."""
+    """How the runtime gets each leaf of the result: see `CapturedStep.result_leaves`."""
     return [_leaf(capture, bindings, leaf, path) for leaf, path in zip(result.leaves, result.paths, strict=True)]
 
 
@@ -346,7 +346,7 @@ def _hides_tensor(value: Any) -> bool:
 
 
 class _Found:
-    """A leaf of the result on its way into the description."""
+    """A leaf of the result while the description is built."""
 
     def __init__(self, found: tuple[str, Any]) -> None:
         self.found = found

@@ -1,9 +1,9 @@
 """Values that outlive a call: globals of modules, class attributes, closures and default arguments of functions.
 
 Most of what user code caches while it is traced lands in one of these or in what `discover` found. They are copied
-before the trace (shallowly: one copy per module, class and container), so that an entry with a fake tensor is put back
-to exactly what was there. Installed packages are left out, because there are thousands of classes in them: what a step
-keeps there is found by `leftovers`.
+before the trace (shallowly: one copy per module, class and container), so that an entry with a fake tensor is restored
+to exactly what was there. Installed packages are left out, because they have thousands of classes: what a step stores
+there is found by `leftovers`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TracedIn = Callable[[Any], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Leftover:
-    """A place where a traced value was found after the trace; it is gone from there."""
+    """A place where a traced value was found after the trace, and removed."""
 
     where: str
     tensors: tuple[int, ...]
@@ -76,16 +76,16 @@ class _Entries:
 
 
 class GlobalState:
-    """What the modules of the user and of other packages hold, as it was.
+    """The contents of the modules of the user and of other packages before a trace.
 
     Made for every trace: a program of some hundred modules has thousands of functions, nearly all of them without
-    attributes, defaults and closure, so those take a short way.
+    attributes, defaults and closure, so those take a short path.
     """
 
     def __init__(self) -> None:
         self._entries: list[_Entries] = []
         self._bare: list[tuple[FunctionType, str]] = []
-        """Functions that had no attributes, and whose they are."""
+        """Functions that had no attributes, with the names of their owners."""
         self._containers: list[tuple[Any, Any, str]] = []
         self._cells: list[tuple[Any, Any, str]] = []
         self._seen: set[int] = set()
@@ -101,7 +101,7 @@ class GlobalState:
                 NOT_THE_USERS.add(name)
 
     def _look(self, entries: _Entries, module: str, depth: int) -> None:
-        """Note what an object has, and what that holds."""
+        """Record what an object has, and what that holds."""
         self._entries.append(entries)
         for key, value in entries.before.items():
             kind = type(value)
@@ -166,7 +166,7 @@ class GlobalState:
     def put_back(self, traced_in: TracedIn, context: contextvars.Context | None = None) -> list[Leftover]:
         """Undo what put a traced value into one of the places, and only that.
 
-        `context` is the one that the step ran in, which goes with all that it set there.
+        `context` is the one that the step ran in; what the step set there is discarded with it.
         """
         found: list[Leftover] = []
         got_some = [_Entries(fn, f"{owner}.{fn.__name__}", {}) for fn, owner in self._bare if vars(fn)]
@@ -204,7 +204,7 @@ _HOLD_NOTHING = frozenset(
         *(ModuleType, BuiltinFunctionType, WrapperDescriptorType, MethodDescriptorType, GenericAlias, UnionType),
     }
 )
-"""Types of which nothing more needs to be asked; those of most values of most modules."""
+"""Types of most values in most modules: they hold no traced value."""
 
 
 def _is_holder(value: Any) -> bool:
@@ -237,7 +237,7 @@ NOT_THE_USERS: set[str] = set()
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(name: str, file: str) -> bool:
-    """A module that was not installed: it is no part of Python and of no package."""
+    """Whether a module is neither a part of Python nor installed."""
     if name == "__main__":
         return True
     root = name.partition(".")[0]
@@ -257,7 +257,7 @@ class _Key:
 
 
 def _added(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
-    """Items that are other objects than before, with how to write their place."""
+    """Items that are other objects than before, each with the text for its place."""
     if isinstance(container, dict):
         if len(container) == len(before) and all(map(is_, container.values(), before.values())):
             return

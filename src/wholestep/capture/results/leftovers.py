@@ -1,16 +1,16 @@
-"""No fake tensor of a trace survives it outside of our records.
+"""No fake tensor of a trace may survive it outside of our records.
 
 User code that runs while it is traced may keep what it computes: in a cache of its class, of a module, of
 `functools.lru_cache`. A replay would not fill that cache, and eager would find a tensor without data in it for the rest
 of the process. After each trace:
 
-    captured     the reference count of each fake is compared with our records (nodes of the graph, inputs). One that
-                 has more is held by something else: look for it
-    failed       the exception holds frames, and those hold fakes: look for holders in any case
-    look for     objects made in the trace are in Python's youngest generation, because the collector is paused. An
-                 older list, dict, object, cell or cache that refers to a young one with a fake in it is the holder
-    found        `lru_cache`s are emptied, and all is well. From anything else the entry is taken out, and the step is
-                 refused with the name of the holder
+    captured     the reference count of each fake is compared with our records (nodes of the graph, inputs). A higher
+                 one means that something else holds the fake: search for the holder
+    failed       the exception holds frames, and those hold fakes: search in any case
+    search       objects made in the trace are in Python's youngest generation, because the collector is paused. An
+                 older list, dict, object, cell or cache that refers to a young object with a fake in it is the holder
+    found        entries of `lru_cache`s are removed without an error. From any other holder the entry is removed too,
+                 and the step is refused with the name of the holder
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MOST = 10_000
 
 
 class Leftovers:
-    """Made before a trace; tells after it what the trace left behind, and takes that away."""
+    """Created before a trace; finds and removes what the trace left behind."""
 
     def __init__(self) -> None:
         gc.collect(0)  # what is young afterwards was made by the trace
@@ -61,7 +61,7 @@ class Leftovers:
         self._made: set[int] | None = None
 
     def clean_up(self, mode: FakeTensorMode) -> None:
-        """After a trace that failed: take away what it left, without a word beside the error that is on its way."""
+        """After a trace that failed: remove what it left, without an error beside the one that is raised."""
         traced = _Traced(mode)
         self._globals.put_back(traced.identities)
         self._clear_users_caches(traced)
@@ -70,11 +70,11 @@ class Leftovers:
             _take_out(holder, child)
 
     def refuse(self, capture: Capture, step_graph: StepGraph, fakes: Fakes, context: Context) -> None:
-        """After a trace: take away what is left, and refuse the step if that was more than `lru_cache` entries."""
+        """After a trace: remove what is left, and refuse the step if that was more than `lru_cache` entries."""
         traced = _Traced(capture.fake_mode)
         lines = {id(fake()): node_meta(node).location for fake, node in fakes}
         found = self._globals.put_back(traced.identities, context)
-        _let_go_of_weakly_held(capture, step_graph, fakes)
+        _release_weakly_held(capture, step_graph, fakes)
         records = _records(capture, step_graph)
 
         def some_survive() -> bool:
@@ -149,8 +149,8 @@ class Leftovers:
 def _within(holder: Any, child: Any, traced: _Traced) -> Iterator[tuple[Any, Any]]:
     """The edge itself, or those in a dict that it leads to.
 
-    The collector does not know a dict of plain values, such as an empty one. It gets to know it, as if it were young,
-    with the first tensor in it.
+    The collector does not track a dict of plain values, such as an empty one. With the first tensor in it the collector
+    begins to track it, as a young object.
     """
     if type(child) not in (dict, defaultdict, OrderedDict):
         yield holder, child
@@ -163,7 +163,7 @@ def _within(holder: Any, child: Any, traced: _Traced) -> Iterator[tuple[Any, Any
 
 
 class _Traced:
-    """Knows the values of one trace."""
+    """Recognises the values of one trace."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -171,7 +171,7 @@ class _Traced:
         """Objects without a traced value in them, and how deep they were: large ones are met often."""
 
     def is_one(self, value: Any) -> bool:
-        """A fake tensor of the trace, or a number of its graph."""
+        """Whether a value is a fake tensor of the trace, or one of its symbolic scalars."""
         if type(value) is FakeTensor:
             return value.fake_mode is self._mode
         return issubclass(type(value), _SYMBOLS) and scalar_of(value) is not None
@@ -250,13 +250,10 @@ def _contents(cell: Any) -> tuple[Any, ...]:
         return ()
 
 
-# Reference counts.
+def _release_weakly_held(capture: Capture, step_graph: StepGraph, fakes: Fakes) -> None:
+    """Replace fakes in our records by aliases where something else holds weak references to them.
 
-
-def _let_go_of_weakly_held(capture: Capture, step_graph: StepGraph, fakes: Fakes) -> None:
-    """Put aliases into our records in the place of fakes that somebody else has weak references to.
-
-    A weak cache then forgets them, as it would forget the tensors of an eager call.
+    A weak cache then drops them, as it would drop the tensors of an eager call.
     """
     aliases: dict[int, Tensor] = {}
     for reference, _ in fakes:
@@ -310,9 +307,6 @@ def _some_survive(fakes: Fakes, records: Counter[int]) -> bool:
     return False
 
 
-# Holders.
-
-
 def _collections() -> list[int]:
     return [generation["collections"] for generation in gc.get_stats()]
 
@@ -349,7 +343,7 @@ _IMMUTABLE = frozenset(
 
 
 def _may_hold(kind: type) -> bool:
-    """Whether objects of a type may be given references to something newer by user code."""
+    """Whether user code may store a reference to a newer object in objects of a type."""
     return kind not in _IMMUTABLE and not _is_ours(kind) and not issubclass(kind, Tensor)
 
 
@@ -461,7 +455,7 @@ def _refusal(found: list[Leftover], lines: dict[int, Location | None]) -> SideEf
     return SideEffectError(
         f"the step keeps a tensor or number that it computed in {places[0]}{more}, which a replay would not repeat.",
         fix="compute it before the step (then the step only reads it), keep it as a buffer or attribute of a module "
-        "that the step is given, or return it from the step. The entry was taken out again.",
+        "that the step is given, or return it from the step. The entry was removed.",
         location=_made_at(found, lines),
     )
 

@@ -1,1 +1,1 @@
-"""Python ints and floats that are inputs of the graph."""
+"""Python ints and floats that are scalar inputs of the graph, or computed from those."""

@@ -1,16 +1,16 @@
-"""The int and float that user code sees where a number is an input of the graph.
+"""The int and float that user code sees for a symbolic scalar.
 
-`GraphInt` and `GraphFloat` behave as `int` and `float` in every Python operation. Arithmetic is remembered (`k * 2 + 1`
-becomes nodes of the graph); a comparison gives a plain bool under a guard; everything else that needs the value itself
-(an index, `range`, a dictionary key, text, bits of it) fixes the number to its present value, under a guard:
+`GraphInt` and `GraphFloat` behave as `int` and `float` in every Python operation. Arithmetic is recorded (`k * 2 + 1`
+becomes nodes of the graph); a comparison returns a plain bool under a guard; everything that needs the value itself
+(an index, `range`, a dictionary key, text, bits of it) specialises the scalar to its current value, under a guard:
 
-    k + 1, k // 2, -k, k ** 2, k & 1       a number of the graph
+    k + 1, k // 2, -k, k ** 2, k & 1       a symbolic scalar
     k > 3, k in (2, 3)                     bool, guard on the comparison
     [..][k], {..}[k], range(k), f"{k}"     the plain value, guard on k
 
 They are subclasses of torch's SymInt and SymFloat, which torch's argument parser accepts, and answer
-`isinstance(k, int)` as a plain number does. `type(k) is int` is the one question that they answer otherwise: the trace
-that uses them is compared with one of plain numbers (`capture.number_policy`).
+`isinstance(k, int)` as a plain number does. `type(k) is int` is the one test that tells them apart: the trace that
+uses them is compared with one of plain numbers (`scalar_policy`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def wrap(node: ScalarNode) -> Any:
-    """The number for a node; a constant of the program is a plain number."""
+    """The Python object for a node; a constant of the program is a plain number."""
     if node.is_fixed:
         return node.hint
     kind: Any = {int: GraphInt, bool: GraphBool}.get(node.kind, GraphFloat)
@@ -158,7 +158,7 @@ _BITS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 def _methods(kind: type) -> dict[str, Any]:
-    """The methods of a graph number that stands for a number of that type."""
+    """The methods of a symbolic scalar of a type."""
     found: dict[str, Any] = {}
     for name, (method, python) in (_ARITHMETIC | (_BITS if kind is int else {})).items():
         found[f"__{name}__"] = _binary(method, python, reflected=False)
@@ -196,7 +196,7 @@ def _methods(kind: type) -> dict[str, Any]:
 
 
 def _bool_methods() -> dict[str, Any]:
-    """The methods of a graph number that stands for a bool."""
+    """The methods of a symbolic bool."""
     found: dict[str, Any] = {}
     for name, method in (("and", "and"), ("or", "or"), ("xor", "bitwise_xor")):
         python = getattr(operator, f"{name}_" if name != "xor" else name)
@@ -224,19 +224,19 @@ def _bool_methods() -> dict[str, Any]:
 
 
 # `type()` and not a class statement: `__class__` in a class body would be the name of the enclosing class's cell.
-GraphInt: Any = type("GraphInt", (torch.SymInt,), {"__doc__": "An int of the graph.", **_methods(int)})
-GraphFloat: Any = type("GraphFloat", (torch.SymFloat,), {"__doc__": "A float of the graph.", **_methods(float)})
-GraphBool: Any = type("GraphBool", (torch.SymBool,), {"__doc__": "A bool of the graph.", **_bool_methods()})
+GraphInt: Any = type("GraphInt", (torch.SymInt,), {"__doc__": "A symbolic int.", **_methods(int)})
+GraphFloat: Any = type("GraphFloat", (torch.SymFloat,), {"__doc__": "A symbolic float.", **_methods(float)})
+GraphBool: Any = type("GraphBool", (torch.SymBool,), {"__doc__": "A symbolic bool.", **_bool_methods()})
 
 
-def graph_number(value: Any) -> Any:
-    """What user code sees of a number that came back through torch, which wraps nodes in types of its own."""
+def symbolic_scalar(value: Any) -> Any:
+    """The scalar that user code sees, for one that came back through torch, which wraps nodes in types of its own."""
     node = value.node if isinstance(value, _SYMBOLIC) else None
     return wrap(node) if isinstance(node, ScalarNode) else value
 
 
 def plain_keys(tree: Any) -> Any:
-    """A result whose dictionaries have plain numbers for keys: hashing fixed them already."""
+    """A result whose dictionaries have plain keys: hashing specialised them already."""
     if type(tree) is dict:
         made = {_plain_value(k) if isinstance(k, _SYMBOLIC) else k: plain_keys(v) for k, v in tree.items()}
         same = all(a is b for a, b in zip((*made, *made.values()), (*tree, *tree.values()), strict=True))

@@ -1,13 +1,13 @@
-"""Numbers of the graph as arguments of operators: which stay numbers, and which fix the shape of a result.
+"""Symbolic scalars as arguments of operators: which stay symbolic, and which fix the shape of a result.
 
-The trace runs on tensors of known shape, so a number that a shape depends on is fixed to its value, under a guard. What
-only moves a window of fixed size, or is a value of elements, stays a number:
+The trace runs on tensors of known shape, so a scalar that a shape depends on is specialised to its value, under a
+guard. A scalar that only moves a window of fixed size, or is a value of elements, stays symbolic:
 
-    x * k, x.add_(y, alpha=k)        stays
-    x[k], x[k:k + 3]                 stays; guards: k is in range, the slice has 3 elements
-    topk(x, k), x.view(k, -1)        fixed: guard k == 4
+    x * k, x.add_(y, alpha=k)        symbolic
+    x[k], x[k:k + 3]                 symbolic; guards: k is in range, the slice has 3 elements
+    topk(x, k), x.view(k, -1)        specialised: guard k == 4
 
-`x[k]` is taken apart here (`moving_view`): torch's own indexing asks for the plain value of an index.
+`x[k]` is decomposed here (`moving_view`): torch's own indexing reads the plain value of an index.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MOVES: dict[Any, tuple[str, ...]] = {
     aten.randint_like.default: ("high",),
     aten.randint_like.low_dtype: ("low", "high"),
 }
-"""Arguments that are whole numbers and of which the shape of the result does not depend, but for a slice's length."""
+"""Integer arguments that do not determine the shape of the result, except by the length of a slice."""
 
 _SHAPED_BY_SCALARS = frozenset({aten.arange, aten.range, aten.linspace, aten.logspace})
-"""Operators whose `Scalar` arguments say how many elements there are."""
+"""Operators whose `Scalar` arguments determine how many elements there are."""
 
 
 @cache
 def _whole_numbers(op: OpOverload) -> frozenset[str]:
-    """Names of the arguments that may decide the shape of the result."""
+    """Names of the arguments that may determine the shape of the result."""
     moves = _MOVES.get(op, ())
     every = op.overloadpacket in _SHAPED_BY_SCALARS
     return frozenset(
@@ -69,8 +69,8 @@ def fix_metadata(
     fakes: tuple[list[Any], dict[str, Any]],
     nodes: tuple[list[Any], dict[str, Any]],
 ) -> list[Any]:
-    """Fix the numbers that decide shapes, in the arguments of a node. Returns the positional arguments by which a view
-    can be taken again: fakes, and the numbers that stay."""
+    """Specialise the scalars that determine shapes, in the arguments of a node. Returns the positional arguments from
+    which a view can be recreated: fakes, and the scalars that stay symbolic."""
     whole = _whole_numbers(op) if op.namespace == "aten" else frozenset(facts.names)
     again = list(fakes[0])
     for i, arg in enumerate(given[0]):
@@ -89,7 +89,7 @@ def fix_metadata(
 
 
 def _fixed(op: Any, arg: Any, fake: Any, node: Any) -> Any:
-    """An argument with the values of its numbers."""
+    """An argument with the values of its scalars."""
     if isinstance(arg, list | tuple):
         return [_fixed(op, a, f, n) for a, f, n in zip(arg, fake, node, strict=True)]
     scalar = scalar_of(arg)
@@ -103,7 +103,7 @@ def _guard_index(args: tuple[Any, ...]) -> None:
 
 
 def _guard_slice(args: tuple[Any, ...], nodes: list[Any], again: list[Any]) -> None:
-    """The bounds of a slice that moves: its length is a guard."""
+    """A slice with symbolic bounds: its length is a guard."""
     tensor: Tensor = args[0]
     size: Any = tensor.shape[args[1] if len(args) > 1 else 0]
     bounds = [scalar_of(a) for a in args[2:4]]
@@ -126,9 +126,9 @@ def _is_bound(value: Any) -> bool:
 
 
 def moving_view(tensor: Tensor, index: Any) -> Tensor | None:
-    """`tensor[index]` where a number of the graph is an index in it; None where torch's own indexing will do.
+    """`tensor[index]` if the index contains a symbolic scalar; None if torch's own indexing will do.
 
-    Takes whole numbers and slices, as one or as a tuple: for those indexing is a view, one dimension after the other.
+    Takes integers and slices, one or a tuple: for those indexing is a view, one dimension after the other.
     """
     items = index if isinstance(index, tuple) else (index,)
     if all(scalar_of(item) is None for item in items):

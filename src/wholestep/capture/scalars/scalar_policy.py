@@ -1,14 +1,14 @@
-"""Which Python numbers of a step are inputs of its graph, and the proof that this did not change what the step does.
+"""Which Python numbers of a step are inputs of its graph, and the check that this does not change what the step does.
 
-A number is a constant under a guard at first. One that changed between two calls is *lifted*: the next capture sees it
-as a `GraphInt` or `GraphFloat`, an input. Numbers that training always changes (learning rates, betas, counts in
-optimizer state) are inputs from the start. A number that cannot be one stays *pinned*: a constant under a guard for
-each value, with the right result.
+A number is at first a constant under a guard. One that changed between two calls is *lifted*: the next capture makes it
+a symbolic scalar (`GraphInt` or `GraphFloat`), an input. Numbers that training always changes (learning rates, betas,
+counts in optimizer state) are inputs from the start. A number that cannot be an input stays *pinned*: a constant under
+a guard, captured once per value.
 
-User code can tell a graph number from a plain one (`type(k) is int`, extensions in C). So a trace with lifted numbers
-is accepted only if a trace of the same call with plain numbers recorded the same program: the same operators on the
-same tensors, with the same values where a graph number stands. Otherwise the numbers that make the difference are
-pinned.
+User code can tell a symbolic scalar from a plain number (`type(k) is int`, extensions in C). So a trace with lifted
+numbers is accepted only if a trace of the same call with plain numbers recorded the same program: the same operators
+on the same tensors, with the same values in the place of symbolic scalars. Otherwise the numbers that cause the
+difference are pinned.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ScalarPolicy:
     pinned: frozenset[str] = frozenset()
     """Numbers that user code needs as plain ones."""
     plain: bool = False
-    """All numbers are plain and nothing is guarded: only for a trace that another is compared with."""
+    """All numbers are plain and nothing is guarded: only for a trace that another one is compared with."""
     clocks: tuple[tuple[ClockReading, ...], frozenset[int]] | None = None
-    """What clocks gave in an earlier trace, and which readings are later now: only for such a trace."""
+    """The clock readings of an earlier trace, and which of them are later now: only for such a trace."""
 
     def lifts(self, path: str) -> bool:
         """Whether a number that is a constant at first is an input now."""
@@ -68,7 +68,7 @@ class ScalarPolicy:
 
 
 class MustBeInputs(BaseException):
-    """Ends a trace: numbers that are constants so far must be inputs, because the step changes them each time."""
+    """Ends a trace: numbers that were constants must be inputs, because the step changes them in each call."""
 
     def __init__(self, paths: frozenset[str]) -> None:
         super().__init__(", ".join(sorted(paths)))
@@ -76,13 +76,13 @@ class MustBeInputs(BaseException):
 
 
 Trace = Callable[[ScalarPolicy, set[str]], CapturedStep]
-"""One capture under a policy; adds the paths of the numbers that were given to user code as graph numbers."""
+"""One capture under a policy; adds the paths of the numbers that user code got as symbolic scalars."""
 
 _MOST_TRIES = 8
 
 
 def trace_with_scalars(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep, ScalarPolicy]:
-    """A capture whose graph numbers behaved as plain ones, and the policy that it was made with."""
+    """A capture in which symbolic scalars behaved as plain numbers, and the policy that it was made with."""
     captured, accepted = _with_accepted_numbers(trace, policy)
     if captured.clock_readings:
         _refuse_clocks(trace, accepted, captured)
@@ -90,7 +90,7 @@ def trace_with_scalars(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep
 
 
 def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -> None:
-    """Raise where a trace in which clocks are later records another program: one reading that makes a difference."""
+    """Raise if a trace with later clocks records another program, naming one reading that causes the difference."""
     readings: tuple[ClockReading, ...] = captured.clock_readings
     difference = _with_later_clocks(trace, policy, captured, frozenset(range(len(readings))))
     if difference is None:
@@ -115,7 +115,7 @@ def _with_later_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedSte
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the step prints and logs in a trace that is only compared is not shown."""
+    """Hide what the step prints and logs in a trace that is only compared."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -146,7 +146,7 @@ def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[Captured
 
 
 def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]) -> tuple[CapturedStep, ScalarPolicy]:
-    """Pin the numbers that make the difference: first all that were lifted, then all; each that can be is an input."""
+    """Pin the numbers that cause a difference: first all that were lifted, then all; those that can be stay inputs."""
     difference: str | None = None
     where: Location | None = None
     for pinned in (seen & policy.lifted, seen):
@@ -189,7 +189,7 @@ def _attempt(trace: Trace, policy: ScalarPolicy, seen: set[str]) -> tuple[Captur
 
 
 def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
-    """Where two captures of one call differ, numbers compared by their value at that call; None if nowhere."""
+    """The first difference between two captures of one call, scalars compared by their value then; None without one."""
     programs = _programs(one, other)
     for first, second in zip(programs[0].calls, programs[1].calls, strict=False):
         if first[0] != second[0]:
@@ -222,7 +222,7 @@ def _changed_state(one: _Program, other: _Program) -> str | None:
 
 
 def _programs(one: CapturedStep, other: CapturedStep) -> tuple[_Program, _Program]:
-    """Both without what only the value of an item needs that one of them does not return."""
+    """Both programs, without nodes that only serve items which one of them does not return."""
     common = one.items_taken.keys() & other.items_taken.keys()
     return _Program(one, common), _Program(other, common)
 
@@ -231,12 +231,12 @@ class _Program:
     """What a capture does, in a form in which captures can be compared."""
 
     def __init__(self, captured: CapturedStep, items: Set[int]) -> None:
-        """`items`: the numbers of the items that count."""
+        """`items`: the indices of the items that count."""
         self._inputs = {node: slot.path for node, slot in captured.guards.placeholder_slots.items()}
         needed = _needed(captured, items) if captured.items_taken.keys() - items else None
         self._places: dict[fx.Node, int] = {}
         self.calls: list[tuple[Any, str]] = []
-        """Each operator that is no arithmetic on Python numbers, and its name for people."""
+        """Each operator that is not scalar arithmetic, and its name for messages."""
         self.lines: list[Location | None] = []
         """The user's line of each."""
         outputs: Any = ()
@@ -273,7 +273,7 @@ class _Program:
         return ("removed",) if change.kind is ChangeKind.REMOVED else self._form(change.constant)
 
     def unchanged(self, path: str) -> Any:
-        """What a place holds that this capture does not change; None where that is no plain value."""
+        """The value of a place that this capture does not change; None if it is not a plain value."""
         slot = self._slots.get(path)
         value = None if slot is None else slot.get()
         return self._form(value) if isinstance(value, int | float | str) else None
@@ -314,7 +314,7 @@ class _Program:
 
 
 def _needed(captured: CapturedStep, items: Set[int]) -> set[fx.Node]:
-    """The nodes that are needed if only some of the items are."""
+    """The nodes that are needed if only some of the items are read."""
     graph, outputs = captured.step_graph.gm.graph, captured.step_graph.signature.outputs
     results: Any = graph.output_node().args[0]
     kept = [value for value, spec in zip(results, outputs, strict=True) if spec.kind is not OutputKind.LOGGED]
@@ -324,7 +324,7 @@ def _needed(captured: CapturedStep, items: Set[int]) -> set[fx.Node]:
 
 
 def _as_dtype(numbers: Any, dtype: torch.dtype) -> Any:
-    """The numbers that a tensor of a dtype holds, where they are known."""
+    """The numbers that a tensor of a dtype holds, if they are known."""
     if isinstance(numbers, list | tuple):
         return [_as_dtype(item, dtype) for item in numbers]
     value = numbers.meta.get("val") if isinstance(numbers, fx.Node) else numbers

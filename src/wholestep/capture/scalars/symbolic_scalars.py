@@ -1,18 +1,18 @@
-"""Python numbers that stay inputs: learning rates, betas, step counts, and numbers that changed between two calls.
+"""Symbolic scalars: learning rates, betas, step counts, and numbers that changed between two calls.
 
-A `ScalarNode` remembers how a number was computed. What user code sees is a `GraphInt` or `GraphFloat` around it
-(`capture.graph_numbers`); each operation computes its value as Python would and remembers how. Where a tensor operator
-takes the number, the remembered operations become nodes of the graph:
+A `ScalarNode` records how a scalar was computed. User code sees a `GraphInt` or `GraphFloat` around it
+(`python_scalars`); each operation computes its value as Python would and is recorded. Where a tensor operator takes the
+scalar, the recorded operations become nodes of the graph:
 
     lr, beta                      placeholders
     p.add_(m, alpha=-lr / (1 - beta))   ->   neg(lr); sub(1, beta); truediv(..); add(p, m, alpha=..)
 
-Why not torch's symbolic shapes: those normalise expressions (`a*b*c` may be reassociated), which changes the last bit
-of a float, and cost 100 us an operation. Branching on a number adds a guard.
+torch's symbolic shapes do not serve here: they normalise expressions (`a*b*c` may be reassociated), which changes the
+last bit of a float, and cost 100 us an operation. A branch on a symbolic scalar adds a guard.
 
-A number whose value is known only when the graph runs (`loss.item()`) or after it (a learning rate that
-`scheduler.step()` computes) is an expression like the others and cannot be branched on. Where it is returned, kept or
-printed, the runtime evaluates the expression after the run (`ir.deferred`).
+A scalar whose value is known only when the graph runs (`loss.item()`) or after it (a learning rate that
+`scheduler.step()` computes) is an expression like the others, and a branch on it is refused. Where it is returned,
+stored or printed, the runtime evaluates the expression after the run (`ir.deferred`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wholestep.ir.user_objects.slots import ABSENT, Slot
 
 
 class ScalarHost(Protocol):
-    """What a scalar needs from the capture it lives in."""
+    """What a scalar needs from its capture."""
 
     def emit_scalar(self, target: Callable[..., Any], args: tuple[Any, ...], value: Number) -> fx.Node: ...
 
@@ -55,7 +55,7 @@ class ScalarHost(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScalarGuard:
-    """The graph is right only while `expression` has the value `expected`."""
+    """The graph is correct only while `expression` has the value `expected`."""
 
     expression: ScalarNode
     expected: Number
@@ -69,11 +69,11 @@ class ScalarGuard:
 
     @property
     def pins_leaf(self) -> bool:
-        """Whether it allows one value only of a number that is an input."""
+        """Whether it allows a single value of a scalar input."""
         return self.expression.leaf is not None and self.expression.kind is not bool
 
     def holds(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> bool:
-        """Whether it still does, with the current value of each leaf."""
+        """Whether it holds for the current values of the leaves."""
         value = self.expression.evaluate(leaf_value, memo)
         if value == self.expected:
             return value != 0 or not isinstance(value, float) or _sign(value) == _sign(self.expected)
@@ -94,7 +94,7 @@ def _sign(value: Number) -> float:
 
 
 def slice_length(start: int, end: int, size: int) -> int:
-    """How many elements `x[start:end]` has in a dimension of that size."""
+    """The number of elements of `x[start:end]` in a dimension of that size."""
     return len(range(*slice(start, end).indices(size)))
 
 
@@ -173,7 +173,7 @@ _SYMBOL |= {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 
 
 class ScalarNode:
-    """One number: a leaf (an input or an `.item()`), a constant, or an operation on others.
+    """One scalar: a leaf (an input or an `.item()`), a constant, or an operation on others.
 
     The method names are those that torch calls on the node of a SymInt, SymFloat or SymBool.
     """
@@ -199,16 +199,14 @@ class ScalarNode:
         self.args = args
         self.leaf = leaf
         self.trial: Number = getattr(leaf, "trial", 0) if hint is None else hint
-        """The value; one that is not known yet has here the one that it has in a trace with plain numbers."""
+        """The value; for a scalar that is not known yet, the value that it has in a trace with plain numbers."""
         self._fx: fx.Node | None = None
         if host is not None:
             host.note_scalar(self)
 
     def release(self) -> None:
-        """Let go of the capture: torch's C++ may keep this node (in views), where the collector does not see it."""
+        """Drop the capture: torch's C++ may keep this node alive (in views), where the collector does not see it."""
         self._host = self._fx = None
-
-    # What the graph and the guards ask for.
 
     @property
     def is_fixed(self) -> bool:
@@ -216,7 +214,7 @@ class ScalarNode:
         return self.leaf is None and not self.method
 
     def fx_arg(self) -> fx.Node | Number:
-        """What stands for this number in the arguments of a node."""
+        """The node or constant for this scalar among the arguments of a node."""
         if self.is_fixed:
             assert self.hint is not None
             return self.hint
@@ -229,7 +227,7 @@ class ScalarNode:
         return self._fx
 
     def evaluate(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> Number:
-        """The value with other leaves, computed as Python would."""
+        """The value for other leaves, computed as Python would."""
         stack = [self]  # no recursion: a sum of a thousand items is a thousand deep
         while stack:
             node = stack[-1]
@@ -249,7 +247,7 @@ class ScalarNode:
         return memo[id(self)]
 
     def leaves(self) -> list[Any]:
-        """The distinct leaves this number depends on."""
+        """The distinct leaves that this scalar depends on."""
         found: dict[int, Any] = {}
         seen: set[int] = set()
         stack = [self]
@@ -264,13 +262,13 @@ class ScalarNode:
         return list(found.values())
 
     def as_python(self) -> Any:
-        """The number that user code sees."""
+        """The scalar that user code sees."""
         from wholestep.capture.scalars.python_scalars import wrap
 
         return wrap(self)
 
     def specialise(self, why: str) -> Number:
-        """Fix the number to the value it has now, under a guard."""
+        """Fix the scalar to its current value, under a guard."""
         if self.hint is None:
             raise self._unknown(why)
         if not self.is_fixed and self._host is not None:
@@ -278,7 +276,7 @@ class ScalarNode:
         return self.hint
 
     def _unknown(self, why: str) -> WholestepError:
-        """The value is asked for, and there is none yet."""
+        """The error for code that needs the value before there is one."""
         where = None if self._host is None else self._host.location_here()
         late = next((leaf for leaf in self.leaves() if isinstance(leaf, HostLeaf)), None)
         if late is not None:
@@ -289,32 +287,32 @@ class ScalarNode:
             return ControlFlowError(what, fix=advice, location=where)
         return ItemError(
             what,
-            fix="return the tensor from the step and read its value outside. (A value may be returned, printed, kept "
+            fix="return the tensor from the step and read its value outside. (A value may be returned, printed, stored "
             "and computed with; it is filled in after the run.)",
             location=where,
         )
 
     def before_conversion(self, name: str) -> None:
-        """User code calls `float(x)` or `int(x)`, which must give a plain number."""
+        """User code calls `float(x)` or `int(x)`, which must return a plain number."""
         if self.hint is None and self._host is not None:
             self._host.before_conversion(name)
 
     def note_given(self, value: Any) -> None:
-        """User code gets a number that is not known yet."""
+        """User code gets a scalar that is not known yet."""
         if self._host is not None:
             self._host.note_given(value)
 
     @property
     def is_deferred(self) -> bool:
-        """Whether it depends on a number that is known only when the graph runs, or after it."""
+        """Whether it depends on a scalar that is known only when the graph runs, or after it."""
         return self.hint is None
 
     def deferred(self) -> DeferredNumber:
-        """The number as something that the runtime evaluates."""
+        """The scalar as an expression that the runtime evaluates."""
         return DeferredNumber(self.key, tuple(self.leaves()), self.evaluate, self.trial)
 
     def apply(self, method: str, *others: Any) -> ScalarNode:
-        """The result of an operation on this number."""
+        """The result of an operation on this scalar."""
         args = (self, *(self._adopt(o) for o in others))
         self._guard_errors(method, args)
         if any(a.hint is None for a in args):
@@ -326,7 +324,7 @@ class ScalarNode:
         return ScalarNode(self._host, kind, hint, _render(method, args), method=method, args=args)
 
     def _apply_deferred(self, method: str, args: tuple[ScalarNode, ...]) -> ScalarNode:
-        """The same where a number is not known yet: of the type that it has for the trial values."""
+        """The same for a scalar that is not known yet: of the type that it has for the trial values."""
         trial = _OPERATORS[method](*(a.trial for a in args))
         kind = bool if method in _BOOLEAN else type(trial)
         text = _render(method, args)
@@ -336,8 +334,8 @@ class ScalarNode:
         return made
 
     def _guard_errors(self, method: str, args: tuple[ScalarNode, ...]) -> None:
-        """Where Python raises for some values (division by zero), or gives a number of another kind, which of the two
-        happens is a guard: user code may catch the error."""
+        """Where Python raises for some values (division by zero), or returns a number of another type, a guard fixes
+        which of the two happens: user code may catch the error."""
         if method in _DIVISIONS:
             args[1]._guard_sign("ne", "a division")
         elif method in _POWERS and len(args) == 2:
@@ -352,7 +350,7 @@ class ScalarNode:
             args[1]._guard_sign("ge", "a shift")
 
     def _guard_sign(self, comparison: str, why: str) -> None:
-        # Numbers that are taken out of tensors are left alone: a guard on them would read state before each call.
+        # Scalars read from tensors get no guard: it would read state before each call.
         if self.is_fixed or self.hint is None or self._host is None or not _from_python(self):
             return
         compared = self.apply(comparison, 0)
@@ -368,8 +366,6 @@ class ScalarNode:
         adopted = ScalarNode(self._host, type(value), value, str(other), leaf=SizeLeaf(node))
         adopted._fx = node
         return adopted
-
-    # The protocol of torch's symbolic nodes.
 
     def is_int(self) -> bool:
         return self.kind is int
@@ -476,7 +472,7 @@ class ScalarNode:
 
 
 def _from_python(node: ScalarNode) -> bool:
-    """Whether a number is made of numbers that lie in Python objects only."""
+    """Whether a scalar depends only on numbers that lie in Python objects."""
     return not any(isinstance(leaf, ItemLeaf | SizeLeaf | HostLeaf) for leaf in node.leaves())
 
 
@@ -509,7 +505,7 @@ class LastRateSlot(Slot):
 
 
 def computed_with(leaf: HostLeaf, location: Location | None) -> SideEffectError:
-    """A number that exists only after the graph ran reaches the graph, or decides something."""
+    """The error where a scalar that exists only after the graph ran reaches the graph, or decides something."""
     return SideEffectError(
         f"the step computes with {leaf.path} after a scheduler changed it in the same step.",
         fix="call scheduler.step() at the end of the step, or outside of it.",

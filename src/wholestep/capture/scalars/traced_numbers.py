@@ -1,4 +1,4 @@
-"""The Python numbers of one trace: which become scalars of the graph, and what user code may do with them."""
+"""The Python scalars of one trace: which of them are symbolic, and what user code may do with them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
 
-class TracedNumbers:
-    """Makes the scalars of one capture, and is their host: it turns them into nodes and collects their guards."""
+class TracedScalars:
+    """Makes the symbolic scalars of one capture and is their host: creates their nodes and collects their guards."""
 
     def __init__(self, capture: Capture, policy: ScalarPolicy, seen: set[str]) -> None:
-        """`seen`: takes the paths of the numbers that user code got as scalars of the graph."""
+        """`seen`: receives the paths of the numbers that user code got as symbolic scalars."""
         self._capture = capture
         self._policy = policy
         self._seen = seen
@@ -35,20 +35,18 @@ class TracedNumbers:
         """Numbers that are inputs because they changed between two calls, and their types."""
         self.guards: dict[str, ScalarGuard] = {}
         self.given: list[weakref.ref[Any]] = []
-        """Numbers that user code got and that are not known yet."""
+        """Scalars that user code got and whose values are not known yet."""
         self._scalars: list[ScalarNode] = []
         self._has_deferred = False
 
     def release(self) -> None:
-        """Let go of the capture."""
+        """Drop the capture."""
         for scalar in self._scalars:
             scalar.release()
         self._scalars = []
 
-    # Making them.
-
     def make(self, slot: Slot, value: Number) -> Any:
-        """A number in a slot becomes a scalar of the graph, where the policy does not need it plain."""
+        """Make a number in a slot symbolic, unless the policy pins it."""
         if self._policy.plain:
             return value
         self._seen.add(slot.path)
@@ -60,17 +58,17 @@ class TracedNumbers:
         return scalar.as_python()
 
     def is_pinned(self, path: str) -> bool:
-        """Whether user code needs a number, which it gets now, as a plain one."""
+        """Whether user code needs a number, which it now gets, as a plain one."""
         self._seen.add(path)
         return path in self._policy.pinned
 
     def lift(self, slot: Slot, value: Number) -> Any:
-        """A number that changed between two calls becomes a scalar of the graph."""
+        """Make a number that changed between two calls symbolic."""
         self.lifted.append((slot, type(value)))
         return self.make(slot, value)
 
     def late(self, call: HostCall, path: str, read: Callable[[], Any], slot: Slot | None = None) -> Any:
-        """A number that a call which follows the graph leaves in Python."""
+        """A symbolic scalar for what a call that follows the graph leaves in Python."""
         value = read()
         scalar = scalar_of(value)
         plain: Number = scalar.trial if scalar is not None else value if type(value) in (int, float) else 0.0
@@ -80,10 +78,8 @@ class TracedNumbers:
         call.leaves.append(leaf)
         return ScalarNode(self, type(plain), None, path, leaf=leaf).as_python()
 
-    # What user code does with them.
-
     def note_deferred(self) -> None:
-        """User code gets a number that is known only when the graph ran."""
+        """User code gets a scalar that is known only after the graph ran."""
         if self._capture.phase != "optimizer" or not is_of_torch(self._capture.running_step):
             self._has_deferred = True
 
@@ -91,7 +87,7 @@ class TracedNumbers:
         self.given.append(weakref.ref(value))
 
     def may_tell_apart(self) -> bool:
-        """Whether code that is not torch's got scalars of the graph and may ask for their type."""
+        """Whether code outside of torch got symbolic scalars and may test their type."""
         if self._policy.plain:
             return False
         if self._has_deferred:
@@ -100,20 +96,18 @@ class TracedNumbers:
         return bool(self._seen) and (bool(self.lifted) or own_optimizer)
 
     def before_conversion(self, name: str) -> None:
-        """A function asks for the plain number of one that is not known yet: a stand-in may lie in the place of the
-        name in the next trace."""
+        """A function needs the plain number for a scalar that is not known yet: the next trace may replace the
+        name by which it converts."""
         frame = user_frame(2)
         if frame is None or name not in frame.f_code.co_names or name in frame.f_globals:
             return
         refusal = ItemError(
             f"{name}() takes the value of a tensor out of the graph.",
             fix="return the tensor from the step and read its value outside; or take it with .item(), if it is only "
-            "returned, kept or printed.",
+            "returned, stored or printed.",
             location=location_of(frame, with_text=True),
         )
         raise NeedsConversion(frame.f_globals, name, refusal)
-
-    # Host of the scalars.
 
     def note_scalar(self, node: ScalarNode) -> None:
         self._scalars.append(node)
