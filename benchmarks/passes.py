@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
 from wholestep.ir.effects import is_collective
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.passes.engine.dump import displaced
 
 WORLD = 8

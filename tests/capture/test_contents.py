@@ -16,7 +16,7 @@ from torch import nn
 
 import wholestep as ws
 from capture.followed import assert_follows, assert_refused
-from wholestep.ir.user_objects.containers import ArrayCopy, Contents
+from wholestep.ir.user_objects.plain_contents import ArrayCopy, Contents
 
 
 def large_list() -> Any:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import wholestep as ws
 from cases.parts import train_step
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower import LowerOptions
 from wholestep.lower.compiled_region import RegionCache

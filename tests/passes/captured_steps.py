@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
 from wholestep.ir import StepGraph
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 
 RANKS = 4
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import wholestep as ws
 from wholestep.ir import StepGraph
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 
 ADAMS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {}),

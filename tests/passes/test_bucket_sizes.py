@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import wholestep as ws
 from ir.collectives import Build, comm
 from wholestep.ir.effects import is_collective
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.passes import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.engine.manager import apply_pass, run_passes
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ir.collectives import Build, comm
 from passes.pretend import Pretend, run
 from wholestep.ir.effects import is_collective
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.passes import bucket_reduce_scatter, comm_fusion_with_concat, schedule_comm_wait
 from wholestep.passes.engine.dump import displaced
 from wholestep.passes.engine.manager import apply_pass

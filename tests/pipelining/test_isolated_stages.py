@@ -15,7 +15,7 @@ from pipelining.models import CASES, make, numbers
 from pipelining.test_regions_and_modes import Blocks, OwnBackward
 from pipelining.test_values_and_state import IDS, Tied
 from wholestep.pipelining import Pipe, pipe_split, pipeline
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 
 def tensors(result: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipelining.models import CASES, make
 from wholestep.pipelining import Pipe, pipeline
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 
 def tensors(result: Any) -> list[torch.Tensor]:

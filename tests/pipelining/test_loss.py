@@ -24,7 +24,7 @@ from wholestep.pipelining import (
     stage_backward,
 )
 from wholestep.pipelining.run.microbatch_backward import stage_backward_input, stage_backward_weight
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 
 class WithLoss(LossWrapper):

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from pipelining.models import CASES, bert, gpt2, make, t5
 from ranks import run_ranks
 from wholestep.pipelining import Pipe, clip_grad_norm_, pipeline, schedule
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 MICROBATCHES = 4
 STEPS = 5

@@ -53,21 +53,20 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.ir.captured_step import CapturedStep, HostCall
-from wholestep.ir.early_values import KnownDraws
-from wholestep.ir.graphs import collector_paused
+from wholestep.ir.graph_walks import collector_paused
+from wholestep.ir.item_values import KnownDraws
 from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
-from wholestep.ir.user_objects.plain_values import assign_contents, copy_of, own_dict, same_contents
+from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options
 from wholestep.parallel.place import Placing, placed_by_plan, plan_hooks, sharding_hooks
 from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
 from wholestep.parallel.wrapped import flags_of, plan_of_wrappers
-from wholestep.torch_private.distributed import default_group
-from wholestep.torch_private.dtensor import is_dtensor, local_of
+from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 

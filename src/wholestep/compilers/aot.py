@@ -24,7 +24,7 @@ from wholestep.compilers.run_unchanged import Compiler
 from wholestep.errors import UnsupportedError
 from wholestep.torch_private.aot import aot_function as torchs_aot_function
 from wholestep.torch_private.fake_tensors import storage_key
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.symbolic_shapes import shape_env_of_trace, shape_guards, symbols_by_value
 
 TORCHS = (

@@ -37,8 +37,8 @@ from wholestep.ir.meta import KEY, location_of_node, module_path, node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fake_tensors import storage_key
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload, may_copy, schema_of, shares_storage
-from wholestep.torch_private.pytrees import pytree
 from wholestep.torch_private.symbolic_shapes import symbol_range
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import fx
 from wholestep.compilers.aot import aot
 from wholestep.compilers.run_unchanged import Compiled, boxed
 from wholestep.errors import OptionError
-from wholestep.ir.graphs import copy_graph_module
+from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.remat.fit import partition_within
 from wholestep.torch_private.aot import decompositions_of, inductor_decompositions, min_cut_partition
 from wholestep.torch_private.inductor import compile_inductor

@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 from wholestep.compilers.aot import aot
 from wholestep.compilers.run_unchanged import Compiled, boxed, graph_module
 from wholestep.errors import LowerError
-from wholestep.ir.graphs import copy_graph_module
+from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.aot import jit_remove_mutation, jit_without_autocast
 from wholestep.torch_private.fake_tensors import without_modes

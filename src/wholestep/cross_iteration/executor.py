@@ -23,6 +23,7 @@ from wholestep.cross_iteration.pending import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.effects import is_collective, shared_inputs
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, flush_graph, kept, setup_graph
 from wholestep.ir.iter.moves import (
     DESTINATIONS,
@@ -34,12 +35,11 @@ from wholestep.ir.iter.moves import (
 )
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.signature import InputKind
-from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import MemoryReport, StepGraph
 from wholestep.ir.user_objects.slots import GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.runtime.executor import Executor
 from wholestep.runtime.program import program
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
 
 log = logging.getLogger("wholestep")

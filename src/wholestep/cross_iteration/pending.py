@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.ir.user_objects.slots import Slot
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import no_torch_function, wrapper_tensor
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS, PARAMETER_ACCESS_METHODS
-from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep")
 

@@ -32,7 +32,7 @@ from wholestep.debug.minifier.minify import minify
 from wholestep.debug.minifier.trial import Outcome, copy_of
 from wholestep.debug.step_versions import CapturedCall, Version, captured_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError, WholestepError
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.io.repro import importable
 from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph

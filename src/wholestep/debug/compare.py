@@ -31,9 +31,9 @@ from wholestep.debug.step_versions import Version, two_versions
 from wholestep.debug.value_distance import Gap, eps_of, gap_between
 from wholestep.errors import Location, invalid_value
 from wholestep.ir.effects import is_communication
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.meta import location_of_node, node_meta
 from wholestep.ir.readable import describe_value, format_node
-from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import PretendRanks, nudged
 from wholestep.torch_private.autograd import below_autograd

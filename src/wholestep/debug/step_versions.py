@@ -20,8 +20,7 @@ from wholestep.options import Options
 from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
 from wholestep.passes.engine.manager import run_passes
 from wholestep.step import BoundGraph, ResolvedOptions, Shared, capture_call, compile_step, resolve
-from wholestep.torch_private.fx_graphs import has_plain_codegen
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import has_plain_codegen, pytree
 
 _WORST: tuple[Numerics, ...] = ("exact", "reassociates", "changes")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wholestep.passes.engine.contract import Numerics
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 _ROUNDINGS = 64
 _NOISE = 64

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from wholestep.guards.guard import Call, Guard, PerItemGuard, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs, out_of_range
-from wholestep.ir.deferred import ItemLeaf
-from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_array
-from wholestep.ir.user_objects.plain_values import CONTAINERS, same_plain
+from wholestep.ir.item_values import ItemLeaf
+from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, Contents, is_array, same_plain
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.ir.user_objects.plain_values import PLAIN, same_plain
+from wholestep.ir.user_objects.plain_contents import PLAIN, same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.guard_checks import DictWatch
 

@@ -9,7 +9,7 @@ from typing import Any
 from wholestep.guards.guard import Call, DictVersionGuard, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.plain_contents import same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 

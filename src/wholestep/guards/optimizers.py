@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.call_tree import same_objects
-from wholestep.ir.user_objects.containers import structure_of
-from wholestep.ir.user_objects.plain_values import same_plain, skeleton
+from wholestep.ir.user_objects.plain_contents import same_plain, skeleton, structure_of
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot
 from wholestep.runtime.executor import Gather
 from wholestep.torch_private.modules_and_optimizers import OPTIMIZER_INTERNALS, SCALER_SETTINGS, SCALER_TENSORS

@@ -13,8 +13,16 @@ from typing import Any
 
 from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs
-from wholestep.ir.user_objects.containers import ArrayCopy, Contents, is_large
-from wholestep.ir.user_objects.plain_values import class_code, kind_of, own_dict, same_contents, same_plain
+from wholestep.ir.user_objects.plain_contents import (
+    ArrayCopy,
+    Contents,
+    class_code,
+    is_large,
+    kind_of,
+    own_dict,
+    same_contents,
+    same_plain,
+)
 from wholestep.ir.user_objects.slots import ABSENT, SequenceSlot
 from wholestep.torch_private.guard_checks import DictWatch
 from wholestep.torch_private.modes import MODES, read_modes, same_mode

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.plain_contents import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot
 from wholestep.runtime.executor import Gather, picker
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES

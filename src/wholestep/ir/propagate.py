@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from wholestep.ir.effects import is_data_dependent
 from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import hint_of, is_shape_symbol, kind_of
 from wholestep.ir.io.tensor_file import find_constant
 from wholestep.ir.readable import describe_value

@@ -25,9 +25,8 @@ from wholestep.ir.call_arguments import nodes_in
 from wholestep.ir.collectives import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph, reachable
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 from wholestep.torch_private.operators import OpOverload, bound_argument, schema_of

@@ -20,7 +20,7 @@ from torch.fx.graph import CodeGen
 
 from wholestep.errors import invalid_value
 from wholestep.ir.fingerprint import fingerprint
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.groups import rebind_groups, renamed_groups
 from wholestep.ir.io.serialize import read_step_graph, write_step_graph
 from wholestep.ir.readable import readable

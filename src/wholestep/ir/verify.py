@@ -35,12 +35,11 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graph_functions import call_on_copies, get_rng_state
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue, reachable
 from wholestep.ir.meta import node_meta
 from wholestep.ir.propagate import propagate, propagate_changed
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.signature import Signature, TensorSpec
-from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fake_tensors import has_symbolic_sizes
 from wholestep.torch_private.fx_graphs import NODE_SOURCES, call_targets

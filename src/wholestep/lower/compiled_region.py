@@ -22,7 +22,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 
 from wholestep.errors import LowerError, LowerWarning
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.readable import describe_value
 from wholestep.lower.options import LowerOptions

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from wholestep.errors import CudaGraphError, CudaGraphWarning
 from wholestep.ir.effects import communicates, is_communication
 from wholestep.ir.graph_functions import SIDE_EFFECTS
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import node_meta
 from wholestep.lower.scalar_inputs import pack_scalars
 from wholestep.torch_private.fx_graphs import lazy_graph_module

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import draws, written_inputs
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import is_packed, size_hint
 from wholestep.lower.scalar_inputs import ScalarInput, call
 from wholestep.torch_private.inductor import keeps_order_of_random_ops

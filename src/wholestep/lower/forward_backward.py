@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import draws, shared_inputs
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import reachable
 from wholestep.lower.compiled_region import Compiled
 from wholestep.lower.regions import Region, is_ordered
 from wholestep.lower.retrace import Retraced

@@ -36,9 +36,8 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue, postorder, reachable
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import postorder, reachable
 from wholestep.lower.scalar_inputs import missing_sources, symbol_sources
 from wholestep.lower.supported_nodes import (
     NodePredicate,

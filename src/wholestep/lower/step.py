@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from wholestep.ir.effects import writes
-from wholestep.ir.graphs import copy_graph, epilogue
+from wholestep.ir.graph_walks import copy_graph, epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import InputKind

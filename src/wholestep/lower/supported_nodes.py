@@ -32,7 +32,7 @@ from wholestep.ir.effects import (
     writes_into_out,
 )
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import node_meta
 from wholestep.lower.decompositions import is_foreach, why_not_random
 from wholestep.lower.scalar_inputs import accepts_scalar_inputs

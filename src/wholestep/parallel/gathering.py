@@ -29,7 +29,7 @@ from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.place import GatheredLayout
 from wholestep.parallel.plan import FullyShard
 from wholestep.torch_private.autograd import graph_task
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
 
 
 @dataclass(eq=False)

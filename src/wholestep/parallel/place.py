@@ -27,7 +27,7 @@ from wholestep.errors import PlanError, WrappedError
 from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan, check_device
 from wholestep.parallel.wrapped import groups_of
-from wholestep.torch_private.dtensor import is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 
 if TYPE_CHECKING:

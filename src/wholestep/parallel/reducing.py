@@ -32,7 +32,7 @@ from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.plan import Axis, FullyShard, Plan, axes_of
 from wholestep.parallel.wrapped import Wrappers
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, respec, spec_of
 
 Norm = Callable[..., Tensor]
 

@@ -32,8 +32,8 @@ from wholestep.parallel.place import placement_of
 from wholestep.parallel.plan import FullyShard, Plan, axes_of
 from wholestep.parallel.reducing import Reducer, Whole
 from wholestep.parallel.wrapped import Wrappers
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, respec, spec_of
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, respec, spec_of
+from wholestep.torch_private.fx_graphs import pytree
 
 if TYPE_CHECKING:
     from wholestep.ir.trace_protocol import FoundObjects, TracedState

@@ -38,7 +38,7 @@ from wholestep.torch_private.distributed import (
     ddp_unusual,
     sharded_groups,
 )
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 if TYPE_CHECKING:
     from wholestep.ir.trace_protocol import FoundObjects, TracedState

@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.errors import SplitError
 from wholestep.ir.effects import GraphEffects
-from wholestep.ir.graphs import collector_paused
+from wholestep.ir.graph_walks import collector_paused
 from wholestep.partition.assignment import Assignment, ModuleAttributes, assign
 from wholestep.partition.assignment import Partition as Partition  # where torch's module of this name has it
 from wholestep.partition.autocast_and_grad import GradModeAtEnd, find_regions, plan_leaving

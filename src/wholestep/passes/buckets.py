@@ -19,9 +19,8 @@ from torch import Tensor, fx
 
 from wholestep.ir.collectives import CollectiveBlock, comm_block, is_part
 from wholestep.ir.effects import WriteWindows, sharing_with_outputs
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue, reachable
 from wholestep.ir.groups import group_of
-from wholestep.ir.slices import reachable
 
 aten = torch.ops.aten
 comm = torch.ops._c10d_functional

@@ -22,8 +22,8 @@ from wholestep.ir.collectives import comm_block, is_part
 from wholestep.ir.effects import is_collective
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, op_name
-from wholestep.torch_private.pytrees import pytree
 
 CommOp = str | OpOverload | OpOverloadPacket
 """How collectives are named: by the beginning of the operator's name (`"all_reduce"`, `"allreduce_"`), or by it."""

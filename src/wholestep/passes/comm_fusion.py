@@ -47,9 +47,9 @@ from torch import Tensor, fx
 from wholestep.errors import invalid_value
 from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import WriteWindows, is_communication, may_draw, may_write
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.groups import group_size
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import reachable
 from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.plain_collectives import make_plain

@@ -35,10 +35,9 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue, reachable
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS, ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta, update_node_meta
-from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.torch_private.operators import OpOverload, op_name
 

@@ -43,6 +43,7 @@ from torch import Tensor, fx
 from wholestep.errors import IterMoveError
 from wholestep.ir.collectives import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_wait, may_draw, shared_inputs, writes
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.moves import (
     DESTINATIONS,
@@ -58,7 +59,6 @@ from wholestep.ir.iter.moves import (
     state_of,
 )
 from wholestep.ir.meta import node_meta, update_node_meta
-from wholestep.ir.slices import reachable
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.functionalize_optimizer import apply_removal, functionalized, plan_orphans
 from wholestep.passes.optimizer_blocks import all_blocks

@@ -23,9 +23,9 @@ from torch import fx
 from wholestep.errors import OptionError
 from wholestep.ir.effects import keeps_elements, written_inputs
 from wholestep.ir.functionalize import writes_in_place
+from wholestep.ir.graph_walks import descendants
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
-from wholestep.ir.slices import descendants
 from wholestep.passes.list_lanes import (
     Lanes,
     base_name,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import sharing_with_outputs, writes
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.passes.engine.contract import graph_optimization_pass

@@ -22,8 +22,7 @@ from torch import fx
 
 from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import WriteWindows, is_wait, writes
-from wholestep.ir.graphs import epilogue
-from wholestep.ir.slices import reachable
+from wholestep.ir.graph_walks import epilogue, reachable
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
 from wholestep.passes.engine.contract import graph_optimization_pass
 

@@ -33,8 +33,8 @@ from wholestep.simulate.pipeline import (
     schedule_of,
     simulate,
 )
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.modules_and_optimizers import incompatible_keys
-from wholestep.torch_private.pytrees import pytree
 
 
 def get_submod_name(stage_idx: int) -> str:

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.effects import communicates
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.groups import group_of
 from wholestep.ir.signature import InputKind, Signature
-from wholestep.ir.slices import reachable
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.slots import HyperSlot, Slot
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_SETTINGS

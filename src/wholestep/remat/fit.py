@@ -40,7 +40,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.graphs import collector_paused, copy_graph, tensors_in
+from wholestep.ir.graph_walks import collector_paused, copy_graph, tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
 from wholestep.ir.step_graph import MemoryReport, SavedTensor, StepGraph, shown
 from wholestep.remat.measure import E, Measure, Measured, order_of, set_opaque_sizes

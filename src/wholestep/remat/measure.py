@@ -31,7 +31,7 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes,
 )
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import is_packed, size_hint, tensor_bytes
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.signature import ChangeKind, InputKind

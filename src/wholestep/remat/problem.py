@@ -31,9 +31,8 @@ from wholestep.ir.effects import (
     read_by,
     writes,
 )
-from wholestep.ir.graphs import epilogue, tensors_in
+from wholestep.ir.graph_walks import epilogue, reachable, tensors_in
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import reachable
 from wholestep.remat.options import Policy, Rule, policy_of
 from wholestep.simulate.cost_model import is_counted, work_of
 from wholestep.simulate.machine import machine_of

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from wholestep.errors import NoGraphError
 from wholestep.ir.captured_step import CapturedStep, Change
-from wholestep.ir.deferred import DeferredValues
+from wholestep.ir.item_values import DeferredValues
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import (
@@ -37,7 +37,7 @@ from wholestep.ir.user_objects.slots import (
 )
 from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.torch_private.autograd import below_autograd, error_in_backward
-from wholestep.torch_private.dtensor import dtensor_over, local_of
+from wholestep.torch_private.distributed import dtensor_over, local_of
 from wholestep.torch_private.guard_checks import DictWatch
 from wholestep.torch_private.modules_and_optimizers import mark_stepped
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import size_hint, tensor_bytes
 from wholestep.simulate.machine import Work
 from wholestep.torch_private.operators import OpOverload, op_name, packet_of

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.call_arguments import argument, arguments_by_name
 from wholestep.ir.effects import may_write, stored_in, written_inputs
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import size_hint, tensor_bytes
 from wholestep.simulate.collective_times import GroupSpread, plain_kind
 from wholestep.simulate.cost_model import flops_of, is_counted

@@ -36,7 +36,7 @@ from wholestep.ir.effects import (
     shared_positions,
     stored_in,
 )
-from wholestep.ir.graphs import collector_paused, tensors_in
+from wholestep.ir.graph_walks import collector_paused, tensors_in
 from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.step_graph import StepGraph
 from wholestep.torch_private.fx_graphs import NODE_SOURCES

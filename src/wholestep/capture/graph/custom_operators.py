@@ -25,7 +25,7 @@ from wholestep.capture.graph.tensor_values import OPAQUE, Value
 from wholestep.errors import AliasError
 from wholestep.ir.effects import OperatorFacts, is_view_of_first
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import has_autograd_kernel

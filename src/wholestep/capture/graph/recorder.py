@@ -46,7 +46,7 @@ from wholestep.errors import (
 )
 from wholestep.ir.effects import OperatorFacts, operator_facts, view_variant
 from wholestep.ir.graph_functions import packed_weights
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import KEY, NodeMeta, location_of, user_frame, user_location
 from wholestep.torch_private.autograd import autograd_sequence_number, current_autograd_node, node_sequence_number
 from wholestep.torch_private.fake_tensors import (

@@ -24,10 +24,10 @@ from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_over
 from wholestep.errors import AliasError, OverlapError, UnsupportedError
 from wholestep.ir.effects import OperatorFacts, is_custom_operator
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import NodeMeta, set_node_meta, user_location
 from wholestep.torch_private.autograd import is_accumulating_gradient
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import bound_argument
 

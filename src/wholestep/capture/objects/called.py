@@ -27,7 +27,7 @@ from wholestep.capture.objects.discover import World, owns
 from wholestep.errors import CapturedTensorError, SideEffectError, WholestepError
 from wholestep.ir.meta import user_location
 from wholestep.options import Options
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 
 Patch = Callable[[Any, str, Callable[..., Any]], None]

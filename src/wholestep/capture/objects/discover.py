@@ -32,8 +32,8 @@ from wholestep.capture.objects.reachable import Chain, has_own_dict, search
 from wholestep.errors import WrappedError
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import CONTAINERS, own_dict
-from wholestep.ir.user_objects.plain_values import PLAIN as _PLAIN
+from wholestep.ir.user_objects.plain_contents import CONTAINERS, own_dict
+from wholestep.ir.user_objects.plain_contents import PLAIN as _PLAIN
 from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.torch_private.guard_checks import generator_key
 from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS, OPTIMIZER_INTERNALS

@@ -33,7 +33,7 @@ from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
 from wholestep.capture.python_reads.stand_ins import is_consumed
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.containers import is_array, is_large
+from wholestep.ir.user_objects.plain_contents import is_array, is_large
 from wholestep.ir.user_objects.slots import ClassSlot, ContextVarSlot, MappingSlot, MemberSlot, Slot, ThreadLocalSlot
 
 _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)

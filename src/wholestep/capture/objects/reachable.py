@@ -38,7 +38,7 @@ from torch import Tensor
 
 from wholestep.capture.objects.callers import is_foreign
 from wholestep.ir.captured_step import ObjectLink
-from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.ir.user_objects.slots import ABSENT
 
 _MOST_OBJECTS = 5_000

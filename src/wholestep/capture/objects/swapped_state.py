@@ -31,16 +31,17 @@ from wholestep.capture.objects.tensor_attributes import TensorAttributes
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.containers import (
+from wholestep.ir.user_objects.plain_contents import (
     OwnerSlot,
+    assign_contents,
     copy_nest,
+    copy_of,
     map_leaves,
     mutable_nests,
     nested_slot,
     refuse_sets_of_tensors,
     structure_of,
 )
-from wholestep.ir.user_objects.plain_values import assign_contents, copy_of
 from wholestep.ir.user_objects.slots import (
     FixedSlot,
     GradSlot,
@@ -54,7 +55,7 @@ from wholestep.ir.user_objects.slots import (
     in_users_objects,
 )
 from wholestep.torch_private.autograd import is_transformed
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, mark_parameter, new_fake
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_TENSORS
 

@@ -17,7 +17,7 @@ from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
 from wholestep.ir.captured_step import TensorAttributesSpec
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.plain_contents import same_plain
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot, Slot
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.scalar_operands import moving_view
 from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
 from wholestep.ir.meta import user_location
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
 
 _LEAVES_GRAPH = {

@@ -30,10 +30,10 @@ from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEff
 from wholestep.ir.captured_step import HostCall
 from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import own_dict
+from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.ir.user_objects.slots import HyperSlot
 from wholestep.parallel.session import Session
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_UNSCALE
 
 

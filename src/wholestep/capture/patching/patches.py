@@ -52,7 +52,7 @@ from wholestep.ir.graph_functions import get_rng_state, manual_seed, number_tens
 from wholestep.ir.meta import user_location
 from wholestep.parallel.reducing import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
-from wholestep.torch_private.dtensor import PROPAGATE_SHAPES, sharding_function, sharding_propagator
+from wholestep.torch_private.distributed import PROPAGATE_SHAPES, sharding_function, sharding_propagator
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.modules_and_optimizers import (
     CLIP_MODULE,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_values import (
+from wholestep.ir.user_objects.plain_contents import (
     CONTAINERS,
     PLAIN,
     assign_contents,

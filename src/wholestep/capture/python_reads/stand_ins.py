@@ -27,7 +27,7 @@ from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import CapturedTensorError, SideEffectError
 from wholestep.ir.meta import user_location
-from wholestep.ir.user_objects.containers import is_large
+from wholestep.ir.user_objects.plain_contents import is_large
 from wholestep.ir.user_objects.slots import Slot
 
 _QUEUES = (

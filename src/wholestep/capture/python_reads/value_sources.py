@@ -23,8 +23,7 @@ from wholestep.capture.python_reads.stand_ins import StandIns
 from wholestep.capture.results.effect_line import array_effect
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.containers import ArrayCopy, is_large
-from wholestep.ir.user_objects.plain_values import copy_of, same_plain
+from wholestep.ir.user_objects.plain_contents import ArrayCopy, copy_of, is_large, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot, ThreadLocalSlot
 
 if TYPE_CHECKING:

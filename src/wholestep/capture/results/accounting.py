@@ -28,9 +28,9 @@ from wholestep.errors import Location, LostError
 from wholestep.ir.effects import calls_custom_operator
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.meta import user_location
-from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.torch_private.autograd import gradient_leaves
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, version_of
 from wholestep.torch_private.operators import OpOverload
 

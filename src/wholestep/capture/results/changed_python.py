@@ -17,7 +17,7 @@ from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
 from wholestep.ir.captured_step import Change
 from wholestep.ir.signature import ChangeKind, InputKind
-from wholestep.ir.user_objects.plain_values import kind_of, own_dict, same_contents, same_plain
+from wholestep.ir.user_objects.plain_contents import kind_of, own_dict, same_contents, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from wholestep.capture.results.effect_line import Effect
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
-from wholestep.ir.deferred import HostLeaf
+from wholestep.ir.item_values import HostLeaf
 from wholestep.ir.signature import ChangeKind, InputKind
-from wholestep.ir.user_objects.containers import (
+from wholestep.ir.user_objects.plain_contents import (
     NESTS,
     FreshContainersSlot,
     OwnerSlot,
@@ -29,8 +29,8 @@ from wholestep.ir.user_objects.containers import (
     map_leaves,
     mutable_nests,
     nested_slot,
+    same_plain,
 )
-from wholestep.ir.user_objects.plain_values import same_plain
 from wholestep.ir.user_objects.slots import (
     ABSENT,
     Absent,

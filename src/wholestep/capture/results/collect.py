@@ -33,12 +33,11 @@ from wholestep.ir.captured_step import (
     ParamGroupSpec,
     ScalarCondition,
 )
-from wholestep.ir.deferred import ItemLeaf
-from wholestep.ir.early_values import Recipe
 from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
 from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.io.result_tree import describe, describe_deferred, describe_leaf
+from wholestep.ir.item_values import ItemLeaf, Recipe
 from wholestep.ir.signature import (
     InputKind,
     InputSpec,
@@ -52,7 +51,7 @@ from wholestep.ir.signature import (
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import Flat, flatten
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, LocalSlot, ModuleSlot, Slot, in_users_objects
-from wholestep.torch_private.dtensor import describe_placement, is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import describe_placement, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from wholestep.capture.objects.callers import is_user_code
 from wholestep.errors import Location, WholestepError
 from wholestep.ir.meta import location_of
-from wholestep.ir.user_objects.containers import ArrayCopy
-from wholestep.ir.user_objects.plain_values import CONTAINERS, copy_of, same_contents, same_plain
+from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, copy_of, same_contents, same_plain
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -29,7 +29,7 @@ from types import (
 )
 from typing import Any
 
-from wholestep.ir.user_objects.plain_values import PLAIN, assign_contents, copy_of
+from wholestep.ir.user_objects.plain_contents import PLAIN, assign_contents, copy_of
 from wholestep.ir.user_objects.slots import ABSENT
 
 _LARGE = 20_000

@@ -35,8 +35,8 @@ from wholestep.capture.results.global_state import GlobalState, Leftover, attrib
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import Location, SideEffectError
 from wholestep.ir.meta import node_meta
-from wholestep.ir.user_objects.plain_values import PLAIN
-from wholestep.torch_private.dtensor import local_of
+from wholestep.ir.user_objects.plain_contents import PLAIN
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, held_by_torch
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep, Change
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_functions import number_tensor
+from wholestep.ir.graph_walks import ancestors
 from wholestep.ir.meta import node_meta
 from wholestep.ir.signature import ChangeKind, OutputKind
-from wholestep.ir.slices import ancestors
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
 

@@ -28,7 +28,7 @@ from wholestep.compat.spmd.parallel_mode import DTensorExpandMode, ParallelMode
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import OptionError
 from wholestep.passes import graph_optimization_pass
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 COMPILED_OBJECT_KEY = "_compiled_obj"
 """Under this name a step keeps what was compiled, in its `__dict__`."""

@@ -43,7 +43,7 @@ from wholestep.options import Options
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import nudged
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 
 @dataclass(frozen=True)

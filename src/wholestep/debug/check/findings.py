@@ -29,7 +29,7 @@ from wholestep.debug.check.reachable import Part, reach
 from wholestep.debug.check.snapshot import Roots, can_be_saved, process_values
 from wholestep.debug.value_distance import Gap, gap_between
 from wholestep.ir.tensor_copies import copy_tensor
-from wholestep.ir.user_objects.plain_values import same_plain
+from wholestep.ir.user_objects.plain_contents import same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.passes.engine.contract import Numerics
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_contents import PLAIN
 
 Child = tuple[str, Any]
 Restore = Callable[[], None]

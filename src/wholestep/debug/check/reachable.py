@@ -41,7 +41,7 @@ from wholestep.debug.check.object_contents import (
     is_random_object,
     named_by,
 )
-from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
 

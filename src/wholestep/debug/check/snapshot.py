@@ -26,7 +26,7 @@ from torch import Tensor
 from wholestep.debug.check.object_contents import saved, saved_variable
 from wholestep.debug.check.reachable import Part, Reached, reach
 from wholestep.ir.tensor_copies import extent_of
-from wholestep.ir.user_objects.plain_values import PLAIN
+from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.torch_private.fake_tensors import set_version, storage_key
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 

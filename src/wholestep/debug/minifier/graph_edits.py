@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.effects import is_needed
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.propagate import fill_values
-from wholestep.ir.slices import reachable
 from wholestep.torch_private.fake_tensors import FakeTensorMode
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 

@@ -41,11 +41,10 @@ from wholestep.debug.minifier.trial import (
     same_failure,
 )
 from wholestep.errors import MinifyError, OptionError, invalid_value
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.io.dump import write_repro
 from wholestep.ir.io.repro import importable, source_of
-from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module, pytree
 
 log = logging.getLogger("wholestep.debug")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.debug.minifier.graph_edits import Case, Edit, effects_of, longest_list, results_of
-from wholestep.ir.slices import reachable
+from wholestep.ir.graph_walks import reachable
 
 _ROUNDS = 8
 _MOST_PEELED = 100

@@ -44,9 +44,8 @@ from wholestep.ir.effects.nodes import (
     written_inputs,
 )
 from wholestep.ir.effects.targets import is_arithmetic, is_fence, may_draw, may_write
-from wholestep.ir.graphs import tensors_in
+from wholestep.ir.graph_walks import reachable, tensors_in
 from wholestep.ir.io.node_values import tensor_bytes
-from wholestep.ir.slices import reachable
 from wholestep.torch_private.autograd import MODE_SWITCHES
 from wholestep.torch_private.fake_tensors import storage_of
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload

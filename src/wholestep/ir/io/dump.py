@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import DumpError, GraphFormatError
-from wholestep.ir.graphs import copy_graph_module
+from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.ir.io.arguments import DTYPES, TargetReader
 from wholestep.ir.io.node_values import hint_of, tensor_spec
 from wholestep.ir.io.repro import constants_of, repro_script

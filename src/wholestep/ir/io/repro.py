@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from wholestep.ir.graphs import copy_graph_module
+from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.ir.readable import clean
 from wholestep.ir.tensor_copies import copy_tensor, extent_of, shared
 from wholestep.torch_private.fake_tensors import FakeTensor

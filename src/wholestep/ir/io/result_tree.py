@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from wholestep.errors import GraphFormatError
-from wholestep.torch_private.pytrees import pytree_children
+from wholestep.torch_private.fx_graphs import pytree_children
 
 _SCALARS = (int, float, str, bool, type(None))
 _MAX_DEPTH = 100

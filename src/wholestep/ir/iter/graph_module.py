@@ -35,7 +35,7 @@ from torch.fx.graph import CodeGen, PythonCode
 
 from wholestep.errors import OptionError, PendingError
 from wholestep.ir.effects import writes
-from wholestep.ir.graphs import copy_graph
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.iter.graph import (
     IterGraph,
     cleanup_graph,
@@ -48,7 +48,7 @@ from wholestep.ir.iter.graph import (
 )
 from wholestep.ir.iter.moves import DESTINATIONS, iteration_facts, marked_moves, requested_moves
 from wholestep.ir.meta import node_meta, update_node_meta
-from wholestep.torch_private.dtensor import local_of
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
 from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
 

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from wholestep.errors import IterMoveError
 from wholestep.ir.call_arguments import nodes_in
 from wholestep.ir.effects import alias_roots, shared_inputs, written_inputs
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.meta import node_meta
-from wholestep.ir.slices import reachable
 
 _COPY = torch.ops.aten.copy_.default
 # An alias of the same memory: its users read the state later.

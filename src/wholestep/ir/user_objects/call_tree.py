@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 
 @dataclass(frozen=True)

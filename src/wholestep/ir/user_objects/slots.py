@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.ir.signature import InputKind
-from wholestep.torch_private.dtensor import dtensor_over, is_dtensor, local_of, spec_of
+from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
 
 
 class Absent:

@@ -26,7 +26,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
 from wholestep.ir.effects import is_needed
-from wholestep.ir.graphs import collector_paused
+from wholestep.ir.graph_walks import collector_paused
 from wholestep.ir.iter.graph import IterGraph, single_graph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta

@@ -21,7 +21,7 @@ from torch import fx
 from wholestep.errors import VerifyError
 from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import is_collective, is_wait
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
 from wholestep.ir.signature import Signature

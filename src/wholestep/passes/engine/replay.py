@@ -37,8 +37,8 @@ from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.plain_collectives import arguments_by_position, known_or_noted
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload, op_name
-from wholestep.torch_private.pytrees import pytree
 
 log = logging.getLogger("wholestep.passes")
 

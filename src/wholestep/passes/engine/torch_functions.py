@@ -23,9 +23,8 @@ from torch import Tensor, fx
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS
 from wholestep.ir.propagate import fakes_for
 from wholestep.torch_private.fake_tensors import DispatchMode
-from wholestep.torch_private.fx_graphs import call_targets
+from wholestep.torch_private.fx_graphs import call_targets, pytree
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload
-from wholestep.torch_private.pytrees import pytree
 
 _KNOWN = frozenset(PYTHON_FUNCTIONS.values())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from wholestep.errors import PipelineCallError, PipelineInputError
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

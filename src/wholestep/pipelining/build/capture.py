@@ -32,8 +32,8 @@ from torch import fx
 
 import wholestep
 from wholestep.errors import Location, PipelineCaptureError, PipelineError
-from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.effects import returned_position
+from wholestep.ir.item_values import KnownDraws
 from wholestep.pipelining.build.call_form import Call, CallForm, export_call
 from wholestep.pipelining.build.context_regions import (
     FUNCTION_BEGIN,
@@ -45,9 +45,9 @@ from wholestep.pipelining.build.context_regions import (
     RegionMarks,
     is_function_mark,
 )
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload
 from wholestep.torch_private.pipelining import checks_of_export, quiet_torch, region_operators
-from wholestep.torch_private.pytrees import pytree
 
 
 class ModuleStage(torch.nn.Module):

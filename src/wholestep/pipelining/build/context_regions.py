@@ -31,13 +31,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.pipelining import (
     checkpoints_replaced,
     define_marker,
     define_tensor_marker,
     functions_replaced,
 )
-from wholestep.torch_private.pytrees import pytree
 
 FUNCTION_BEGIN = define_tensor_marker("wholestep::function_begin")
 FUNCTION_END = define_tensor_marker("wholestep::function_end")

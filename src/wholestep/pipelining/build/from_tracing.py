@@ -42,8 +42,8 @@ from wholestep.pipelining.build.model_state import MultiUseParameterConfig
 from wholestep.pipelining.build.split_points import SPLIT, SplitPoint, pipe_split, split_points, stages_by_marks
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.run.schedules import split_args_kwargs_into_chunks
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.pipelining import RecordCalls, torchs_markers
-from wholestep.torch_private.pytrees import pytree
 
 
 class TracedPipe(Pipe):

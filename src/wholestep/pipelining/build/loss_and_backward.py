@@ -30,7 +30,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import PipelineLossError
-from wholestep.torch_private.pytrees import pytree, pytree_children
+from wholestep.torch_private.fx_graphs import pytree, pytree_children
 
 
 def stage_backward(

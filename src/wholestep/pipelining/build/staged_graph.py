@@ -51,7 +51,7 @@ from wholestep.pipelining.build.context_regions import (
     regions_of,
 )
 from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor, new_fake_mode, storage_key
-from wholestep.torch_private.pytrees import pytree
+from wholestep.torch_private.fx_graphs import pytree
 
 NO_STAGE = ("placeholder", "get_attr", "output")
 

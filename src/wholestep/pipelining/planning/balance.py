@@ -26,8 +26,8 @@ from wholestep.pipelining.build.split_points import is_split
 from wholestep.pipelining.build.staged_graph import NO_STAGE, example_bytes, find_differentiable, is_number
 from wholestep.simulate.cost_model import timed, work_of
 from wholestep.simulate.machine import DEFAULT_MACHINE, Machine
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload
-from wholestep.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from wholestep.ir.slices import postorder
+from wholestep.ir.graph_walks import postorder
 from wholestep.torch_private.autograd import ones_at
 
 

@@ -33,6 +33,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from wholestep.errors import OptionError, PipelineInputError, ScheduleError, StageError, invalid_value
 from wholestep.pipelining.run.build_stage import own_stages
 from wholestep.pipelining.run.stage import Stage
+from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.pipelining import (
     WholeValue,
     actions_that_run,
@@ -45,7 +46,6 @@ from wholestep.torch_private.pipelining import (
     stages_and_ranks,
     stages_of,
 )
-from wholestep.torch_private.pytrees import pytree
 
 _OPTIONS = ("losses", "return_outputs", "loss_kwargs")
 """Keyword arguments of `step` that are not passed to the model."""

@@ -1,21 +1,26 @@
-"""Containers in the user's objects: what they held, compared at each call (`Contents`, `ArrayCopy`), and the leaves of
-those in optimizer state, each a slot of its own (`NestedSlot`).
+"""Plain values and containers in the user's objects: compared at each call, copied, set again.
 
-All containers under some roots are laid out flat, each with the objects that it held. Usually nothing changed, and
-that is seen at C speed: lists by the identity of their elements, dicts by their version. Where an object is another
-one, values are compared (`0.0` and `-0.0` differ; an equal list in the place of a list is the same contents).
+A replay does not run the user's Python, so plain values that it read are compared at each call. Same means: eager
+could not tell them apart (`0.0` and `-0.0` differ, `nan` is itself, `1` and `True` and `1.0` differ).
 
-    optimizer.state[w]["GG"] = [a, b]     each leaf is a slot: optimizer.state[w].GG[0], optimizer.state[w].GG[1]
+Containers (`Contents`, `ArrayCopy`) under some roots are laid out flat, each with the objects that it held. Usually
+nothing changed, and that is seen at C speed: lists by the identity of their elements, dicts by their version. Where an
+object is another one, values are compared (an equal list in the place of a list is the same contents).
+
+The leaves of containers in optimizer state are slots of their own:
+
+    optimizer.state[w]["GG"] = [a, b]     optimizer.state[w].GG[0], optimizer.state[w].GG[1]
     optimizer.state["k"] = 3              a value of the whole optimizer: OwnerSlot
     param_groups[0]["buffer"][2][0] = s   NestedSlot(HyperSlot(..., "buffer"), (2, 0))
 
-The step is traced on copies of the containers; `nested_changes` binds what it changed. The structure is a guard.
+The step is traced on copies of the containers; `capture/results` binds what it changed. The structure is a guard.
 """
 
 from __future__ import annotations
 
 import array
 import copy
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,17 +29,111 @@ from operator import is_
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import UnsupportedError
-from wholestep.ir.user_objects.plain_values import same_plain, skeleton
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 from wholestep.torch_private.guard_checks import DictWatch
 
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+"""Types whose instances are values: immutable and compared by content."""
+
+CONTAINERS = (list, dict, set, deque)
+"""Types that a step might change in place."""
+
+_DEEPEST_VALUE = 50
+
+
+def own_dict(obj: Any) -> dict[str, Any]:
+    """`vars(obj)`, also of an object that answers `__dict__` with that of another (a proxy)."""
+    attributes: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    return attributes
+
+
+_GRAPH_NUMBERS = (torch.SymInt, torch.SymFloat)
+"""Numbers of the graph say that they are an int or a float; comparing two of them would be a branch of the step."""
+
+
+def same_plain(now: Any, before: Any) -> bool:
+    """Whether two values are the same plain value. Anything that is not plain is only the same as itself."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or not isinstance(before, PLAIN) or isinstance(before, _GRAPH_NUMBERS):
+        return False
+    if isinstance(before, float):
+        both_nan = now != now and before != before
+        return both_nan or (now == before and math.copysign(1.0, now) == math.copysign(1.0, before))
+    return bool(now == before)
+
+
+def kind_of(value: Any) -> Any:
+    """What a slot holds that the step itself rebinds: nothing, None, a tensor, a number, or this very object."""
+    if value is ABSENT or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return Tensor
+    return type(value) if isinstance(value, PLAIN) else id(value)
+
+
+def skeleton(value: Any, depth: int = 0) -> Any:
+    """A value that is equal for equal contents; objects count by identity."""
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, PLAIN):
+        return (type(value), value)
+    if isinstance(value, list | tuple | dict | deque):
+        if depth > _DEEPEST_VALUE:
+            return (id(value), len(value))
+        if isinstance(value, dict):
+            return (type(value), tuple((key, skeleton(item, depth + 1)) for key, item in value.items()))
+        return (type(value), tuple(skeleton(item, depth + 1) for item in value))
+    if isinstance(value, set | frozenset):
+        return (type(value), frozenset(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return (str(value.dtype), value.shape, value.tobytes())
+    return id(value)
+
+
+def copy_of(container: Any) -> Any:
+    """A shallow copy of a container, to put its contents back."""
+    return dict(container) if isinstance(container, dict) else type(container)(container)
+
+
+def same_contents(before: Any, now: Any) -> bool:
+    """Whether a container holds what its copy holds: the same objects, or the same plain values."""
+    if len(before) != len(now):
+        return False
+    if isinstance(before, dict):
+        return all(k in now and same_plain(now[k], v) for k, v in before.items())
+    if isinstance(before, set):
+        return bool(before == now)
+    return all(same_plain(b, a) for a, b in zip(before, now, strict=True))
+
+
+def assign_contents(container: Any, contents: Any) -> None:
+    """Make a container hold the contents of a copy, in place."""
+    if isinstance(container, list):
+        container[:] = contents
+        return
+    container.clear()
+    if isinstance(container, deque):
+        container.extend(contents)
+    else:
+        container.update(contents)
+
+
+def class_code(cls: type) -> Iterator[tuple[str, Any]]:
+    """Methods and descriptors of a class."""
+    for name, value in list(vars(cls).items()):
+        if hasattr(type(value), "__get__") and name not in ("__getattribute__", "__dict__", "__weakref__"):
+            yield name, value
+
+
 _MOST_BYTES = 64 << 20
 """Larger arrays are not compared: reading them in a step is refused."""
-_DEEPEST = 200
+_DEEPEST_CONTAINER = 200
 _NESTS = (list, dict, set, deque, tuple, frozenset)
 
 
@@ -81,7 +180,7 @@ class Contents:
         stack = [(container, path, 0) for container, path in reversed(self._roots)]
         while stack:
             container, path, depth = stack.pop()
-            if id(container) in self._by_id or depth > _DEEPEST:
+            if id(container) in self._by_id or depth > _DEEPEST_CONTAINER:
                 continue
             held = self._by_id[id(container)] = _Held(container, path)
             for key, item in zip(held.keys or range(held.length), held.held(), strict=True):
@@ -121,7 +220,7 @@ class Contents:
         return True
 
     def _equal(self, now: Any, held: _Held, depth: int) -> bool:
-        if type(now) is not type(held.container) or len(now) != held.length or depth > _DEEPEST:
+        if type(now) is not type(held.container) or len(now) != held.length or depth > _DEEPEST_CONTAINER:
             return False
         if isinstance(now, set | frozenset):
             before = held.held()

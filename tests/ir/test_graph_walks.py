@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from wholestep.ir.slices import ancestors, descendants, postorder, reachable
+from wholestep.ir.graph_walks import ancestors, descendants, postorder, reachable
 
 
 def test_slices_follow_edges_both_ways_and_contain_where_they_start() -> None:

@@ -1,17 +1,16 @@
-"""Graphs as a whole: a copy of one, the write-backs at its end, the tensors that a value holds.
+"""Walks over graphs: slices (what can be reached from some nodes, in which order it can run), copies, epilogues.
 
-Python's cyclic garbage collector stands still while a graph is walked.
-
-Copying the arguments of 50,000 nodes makes enough tuples to start full collections, each of which looks at every
-object of the process: they cost several times what the walk itself does.
+The cyclic garbage collector is paused while a whole graph is walked (`collector_paused`). Copying the arguments of
+50,000 nodes makes enough tuples to start full collections, each of which visits every object of the process: they cost
+several times what the walk itself does.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -80,3 +79,48 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def reachable(starts: Iterable[Item], following: Callable[[Item], Iterable[Item]]) -> dict[Item, None]:
+    """`starts` and all that follows them, transitively, in the order in which they are found (depth first).
+
+    The followers of each item are asked for once; `following` decides where the slice ends.
+    """
+    found: dict[Item, None] = {}
+    stack = list(starts)
+    while stack:
+        item = stack.pop()
+        if item not in found:
+            found[item] = None
+            stack.extend(following(item))
+    return found
+
+
+def postorder(starts: Iterable[Item], needed: Callable[[Item], Iterable[Item]]) -> list[Item]:
+    """`starts` and all that they need, transitively, each after everything that it needs itself."""
+    order: dict[Item, None] = {}
+    for start in starts:
+        stack = [(start, False)]
+        while stack:
+            item, is_ready = stack.pop()
+            if item in order:
+                continue
+            if is_ready:
+                order[item] = None
+            else:
+                stack.append((item, True))
+                stack.extend((each, False) for each in needed(item) if each not in order)
+    return list(order)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """`nodes` and everything that they are computed from."""
+    return reachable(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """`nodes` and everything that is computed from them."""
+    return reachable(nodes, lambda node: node.users)
