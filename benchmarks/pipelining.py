@@ -27,12 +27,11 @@ from models import CASES, UNet, gpt2, numbers, t5, tokens
 
 from wholestep.pipelining import Balance, SplitPoint
 from wholestep.pipelining.build.call_form import call_form
-from wholestep.pipelining.build.capture import CapturedModel, capture
+from wholestep.pipelining.build.capture import CapturedModel, ModePrograms, capture
 from wholestep.pipelining.build.model_state import ModelState
 from wholestep.pipelining.build.pipeline import assemble
 from wholestep.pipelining.build.split_points import annotate_split_points, stages_by_marks
 from wholestep.pipelining.build.staged_graph import example_bytes
-from wholestep.pipelining.build.train_eval_modes import ModePrograms
 from wholestep.pipelining.planning.balance import choose_stages, node_costs
 
 

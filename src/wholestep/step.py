@@ -33,10 +33,9 @@ from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.cuda_graph import Program
 from wholestep.lower.options import LowerOptions
-from wholestep.lower.region_memory import measure_step
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
-from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, record_step
+from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, measure_step, record_step
 from wholestep.options import Options
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, check_list

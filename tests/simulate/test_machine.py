@@ -13,8 +13,8 @@ from ir.step_graphs import aten
 from simulate.sharded_steps import tensor_parallel
 from wholestep.errors import OptionError
 from wholestep.simulate import GroupSpread, Link, Machine, MeasuredCollective, StepProfile
-from wholestep.simulate.collective_times import HOPPER_CLUSTER, CollectiveModel
-from wholestep.simulate.step_costs import node_costs
+from wholestep.simulate.cost_model import node_costs
+from wholestep.simulate.machine import HOPPER_CLUSTER, CollectiveModel
 from wholestep.simulate.step_index import index_step
 
 MIB = 2**20

@@ -9,12 +9,10 @@ import importlib
 from typing import Any
 
 from wholestep.compilers.aot import TORCHS, aot, aot_function, aot_module
-from wholestep.compilers.backends import as_backend
+from wholestep.compilers.backends import as_backend, memory_efficient_fusion, nnc_jit, simple_ts_compile, ts_compile
 from wholestep.compilers.debug_interpreter import DebugInterpreter, Mismatch, debug_nop
-from wholestep.compilers.fusion import memory_efficient_fusion
 from wholestep.compilers.graph_dumper import GraphDumper, debug_compile, graph_dumper_aot, read_index
 from wholestep.compilers.run_unchanged import boxed, draw_graph, draw_graph_compile, nop, print_compile
-from wholestep.compilers.torchscript import nnc_jit, simple_ts_compile, ts_compile
 from wholestep.ir.io.dump import Dump, get_inputs, read_dump
 
 __all__ = [
@@ -70,8 +68,8 @@ def __getattr__(name: str) -> Any:
         # `debug` is built on `compilers`, not the other way round: only the name is here.
         return importlib.import_module("wholestep.debug").minifier
     if name == "default_decompositions":
-        from wholestep.compilers import fusion
+        from wholestep.compilers import backends
 
-        table = globals()["default_decompositions"] = fusion.default_decompositions()
+        table = globals()["default_decompositions"] = backends.default_decompositions()
         return table
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,7 @@
 """Find the node that is wrong: minimise a failing graph, compare two versions, bisect the stages of a step."""
 
 from wholestep.debug.bisect import Found, bisect
-from wholestep.debug.check.findings import Finding, Status
-from wholestep.debug.check.report import CheckReport, CheckRow, FirstDifference
+from wholestep.debug.check.report import CheckReport, CheckRow, Finding, FirstDifference, Status
 from wholestep.debug.compare import Comparison, Difference, compare
 from wholestep.debug.minifier.minify import Minified, minifier, minify
 

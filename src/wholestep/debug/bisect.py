@@ -26,9 +26,9 @@ from torch import fx
 from wholestep.debug import bisect_checks as checks
 from wholestep.debug.bisect_checks import Verdict, judge_meta
 from wholestep.debug.compare import Note, compare_versions, run_nodes
-from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
 from wholestep.debug.minifier.isolation import apart
 from wholestep.debug.minifier.minify import minify
+from wholestep.debug.minifier.search import Case, Edit, apply_edit
 from wholestep.debug.minifier.trial import Outcome, copy_of
 from wholestep.debug.step_versions import CapturedCall, Version, captured_call, options_of, with_passes
 from wholestep.errors import BisectError, MinifyError, WholestepError

@@ -20,13 +20,16 @@ from wholestep.guards.arguments_and_scalars import (
     SameStructure,
 )
 from wholestep.guards.guard import Call, Guard
-from wholestep.guards.modules import (
+from wholestep.guards.modules_and_optimizers import (
+    OptimizerAttributes,
+    SameNestedState,
     SameNoneBuffers,
+    SameOptimizer,
     SameOtherAttributes,
+    SameScalers,
     attribute_guards,
     parameter_guards,
 )
-from wholestep.guards.optimizers import OptimizerAttributes, SameNestedState, SameOptimizer, SameScalers
 from wholestep.guards.python_state import (
     SameArrays,
     SameChains,

@@ -1,32 +1,55 @@
-"""Lower a StepGraph: from a graph in normal form to a finished executable graph, which the caller holds.
+"""Lower a StepGraph in normal form to a finished executable graph, and measure how much memory that needs.
 
-lower_step        regions compiled, everything else updated in place like eager
-lower_iteration   the same for a graph that already updates in place (steps that cross iterations)
-record_step       the executable graph as one CUDA graph
+    lower_step        regions compiled, everything else updated in place like eager
+    lower_iteration   the same for a graph that already updates in place (steps that cross iterations)
+    record_step       the executable graph as one CUDA graph
+
+`measure_step` serves `remat.fit_to_budget`: compiled regions are measured, by calling each once. What Inductor fuses,
+reuses and reorders is not visible from outside; nor is the scratch memory of the libraries that it calls. Arguments are
+zeros, except for integers that another region computed: those are the ones it returned when it was measured, because
+they may be a permutation, for which zeros are not valid.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from wholestep.ir.effects import writes
+from wholestep.ir.effects import main_device, writes
 from wholestep.ir.graph_walks import copy_graph, epilogue
+from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.meta import node_meta
 from wholestep.ir.reinplace import reinplace, reinplaced
 from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
-from wholestep.lower.compiled_region import RegionCache
+from wholestep.lower.compiled_region import CompiledRegion, RegionCache
 from wholestep.lower.cuda_graph import GraphPool, Program, cuda_graph_step
+from wholestep.lower.forward_backward import ForwardBackward
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.partial_lower import partial_lower
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import lowering_of
+from wholestep.lower.scalar_inputs import pack_scalars
 from wholestep.lower.supported_nodes import NodePredicate, any_node
+from wholestep.remat.measure import (
+    Measure,
+    Measured,
+    MeasureEager,
+    OperatorMemory,
+    bytes_at_most,
+    created_state,
+    example_of,
+    measured_graph,
+)
+from wholestep.remat.pointwise_recompute import RegionCut
+from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 from wholestep.torch_private.operators import OpOverload, op_name
 
@@ -147,4 +170,127 @@ def _lower(gm: fx.GraphModule, options: LowerOptions, cache: RegionCache, predic
     found = lowering_of(gm)
     log.info("%s", found)
     log.info("lowered in %.1f s: %d regions", time.perf_counter() - started, len(found.regions))
+    return found
+
+
+def measure_step(
+    step_graph: StepGraph, options: LowerOptions | None, cache: RegionCache, *, runs_once: bool
+) -> Measure[LoweredStep]:
+    """The measure for `remat.fit_to_budget` of a step that `lower_step` lowers with the same arguments."""
+    if options is None or not is_compiled(step_graph, runs_once=runs_once):
+        return MeasureEager(step_graph, knows_later=options is None)
+    return MeasureLowered(step_graph, options, cache, runs_once=runs_once)
+
+
+class MeasureLowered:
+    """Lowers graphs of a step and measures what is built."""
+
+    compiles = True
+    knows_later = True
+
+    def __init__(self, step_graph: StepGraph, options: LowerOptions, cache: RegionCache, *, runs_once: bool) -> None:
+        self.device = main_device(step_graph.gm.graph)
+        self.may_cut = options.remat
+        self._step_graph = step_graph
+        self._options = options
+        self._cache = cache
+        self._runs_once = runs_once
+        self._regions = RegionMemory(OperatorMemory(self.device))
+        self._created = created_state(step_graph)
+
+    def workspace(self, node: fx.Node) -> int:
+        """Not known of single operators: they are measured as parts of regions."""
+        return 0
+
+    def __call__(self, graph: fx.Graph, shed: int | None = None) -> Measured[LoweredStep]:
+        options = replace(self._options, remat=shed is not None, shed=shed or 0)
+        lowered = lower_graph(self._step_graph, graph, options, self._cache, runs_once=self._runs_once)
+        extra = self._regions.of(lowered.gm, self.device)
+        found = measured_graph(lowered.gm.graph, extra, self.device, self._created)
+        return replace(found, cuts=_cuts_in(lowered.gm), executable=lowered)
+
+
+def _cuts_in(gm: fx.GraphModule) -> tuple[RegionCut, ...]:
+    """The cuts of compiled regions between forward and backward."""
+    modules = [module.compiled for module in gm.children() if isinstance(module, CompiledRegion)]
+    return tuple(compiled.cut for compiled in modules if isinstance(compiled, ForwardBackward))
+
+
+class RegionMemory:
+    """The memory of compiled regions, each measured once."""
+
+    def __init__(self, operators: OperatorMemory) -> None:
+        self._operators = operators
+        self._known: dict[Any, int] = {}
+        self._alive: list[Any] = []
+        """The objects whose ids are keys of `_known`."""
+        self._integers: dict[tuple[int, int], Tensor] = {}
+        """Integers that a region returned, by the id of its code and the index of the result."""
+
+    def of(self, gm: fx.GraphModule, device: torch.device) -> Callable[[fx.Node], int | None]:
+        """For calls of compiled regions and of operators: the most bytes during the call, above those before."""
+        last = _last_users(gm.graph)
+
+        def extra(node: fx.Node) -> int | None:
+            if node.op != "call_module":
+                return self._operators.extra(node)
+            module = gm.get_submodule(str(node.target))
+            if not isinstance(module, CompiledRegion):
+                return None
+            given = [last.get(source) is node for source in node.args]  # type: ignore[arg-type]
+            key = (id(module.compiled), tuple(given))
+            if key not in self._known:
+                self._alive.append(module.compiled)
+                self._known[key] = self._measure(gm, module, node, given, device)
+            return self._known[key]
+
+        return extra
+
+    def _measure(
+        self, gm: fx.GraphModule, module: CompiledRegion, node: fx.Node, given: list[bool], device: torch.device
+    ) -> int:
+        """Inputs that die in the call are allocated while it is counted: the CPU's count does not see frees of
+        others."""
+        arguments = list(node.args)
+        held = [None if gives else self._argument(gm, source) for source, gives in zip(arguments, given, strict=True)]
+
+        def call() -> Any:
+            made = [self._argument(gm, arguments[i]) if gives else held[i] for i, gives in enumerate(given)]
+            return module.call_boxed(made)
+
+        with below_autograd(), torch.random.fork_rng():
+            self._note_integers(module, call())  # loads and tunes kernels
+            _, most = bytes_at_most(call, device)
+        if most is None:
+            return 0
+        given_away = (source.meta.get("val") for source, gives in zip(arguments, given, strict=True) if gives)  # type: ignore[union-attr]
+        return most - sum(tensor_bytes(t) for t in given_away if isinstance(t, Tensor) and t.device == device)
+
+    def _note_integers(self, module: CompiledRegion, results: Sequence[Any]) -> None:
+        for place, value in enumerate(results):
+            if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
+                self._integers[id(module.compiled), place] = value.clone()
+
+    def _argument(self, gm: fx.GraphModule, source: Any) -> Any:
+        """An example of an argument; scalar inputs that are packed for a region have no metadata."""
+        if not isinstance(source, fx.Node):
+            return example_of(source)
+        if source.target is pack_scalars:
+            scalars, dtype, device = source.args
+            return pack_scalars([0.0] * len(scalars), dtype, device)  # type: ignore[arg-type]
+        if source.target is operator.getitem and source.args[0].op == "call_module":  # type: ignore[union-attr]
+            module = gm.get_submodule(str(source.args[0].target))  # type: ignore[union-attr]
+            known = self._integers.get((id(getattr(module, "compiled", None)), source.args[1]))  # type: ignore[arg-type]
+            if known is not None:
+                return known.clone()
+        return example_of(source)
+
+
+def _last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each value that is computed in the graph the node that uses it last."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source.op not in ("placeholder", "get_attr"):
+                found[source] = node
     return found

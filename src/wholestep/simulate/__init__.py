@@ -6,10 +6,20 @@ pipeline    pipeline schedules (`wholestep.simulate.pipeline`)
 """
 
 from wholestep.simulate import pipeline as pipeline
-from wholestep.simulate.collective_times import CollectiveModel, GroupSpread, Link, MeasuredCollective, fit_link
 from wholestep.simulate.exposed import ExposedCollective
 from wholestep.simulate.issue_order import Issue, IssueConflict, deadlock, issues_of
-from wholestep.simulate.machine import A100, CPU, H100, H200, Machine
+from wholestep.simulate.machine import (
+    A100,
+    CPU,
+    H100,
+    H200,
+    CollectiveModel,
+    GroupSpread,
+    Link,
+    Machine,
+    MeasuredCollective,
+    fit_link,
+)
 from wholestep.simulate.profile import StepProfile, calibrate, profile_of
 from wholestep.simulate.step_timeline import LowerBounds, NodeSpan, StepTimeline, step
 

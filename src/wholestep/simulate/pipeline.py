@@ -44,11 +44,14 @@ from wholestep.simulate.timeline import (
     Timeline,
     peak_activations,
     peak_bytes,
+    perfetto,
     read_json,
+    svg,
     timeline_of,
     times_of,
+    write_perfetto,
+    write_svg,
 )
-from wholestep.simulate.timeline_export import perfetto, svg, write_perfetto, write_svg
 from wholestep.torch_private import pipelining as torchs
 
 __all__ = [

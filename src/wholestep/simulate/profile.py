@@ -21,9 +21,8 @@ from torch import fx
 
 from wholestep.errors import OptionError
 from wholestep.ir.step_graph import StepGraph
-from wholestep.simulate.collective_times import CollectiveModel, GroupSpread, MeasuredCollective
-from wholestep.simulate.machine import Machine
-from wholestep.simulate.step_costs import COLLECTIVE, NodeWork, key_of, node_works
+from wholestep.simulate.cost_model import COLLECTIVE, NodeWork, key_of, node_works
+from wholestep.simulate.machine import CollectiveModel, GroupSpread, Machine, MeasuredCollective
 from wholestep.simulate.step_index import index_step
 
 _VERSION = 1

@@ -32,9 +32,24 @@ from torch import Tensor
 
 from wholestep.capture.trace import is_tracing, steps_as_functions
 from wholestep.compiled_step import LAST, CompiledStep, P, R
-from wholestep.debug.check.findings import Finding, Observation, Status, Tolerance, counts, findings, observe, worst_of
 from wholestep.debug.check.reachable import Part, Reached, roots_of
-from wholestep.debug.check.report import CallCost, CheckReport, CheckRow, FirstDifference, cost_of, error_of, locate
+from wholestep.debug.check.report import (
+    CallCost,
+    CheckReport,
+    CheckRow,
+    Finding,
+    FirstDifference,
+    Observation,
+    Status,
+    Tolerance,
+    cost_of,
+    counts,
+    error_of,
+    findings,
+    locate,
+    observe,
+    worst_of,
+)
 from wholestep.debug.check.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, OptionError, WholestepError, invalid_value

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep.debug.minifier.graph_edits import Case, Edit
+from wholestep.debug.minifier.search import Case, Edit
 from wholestep.debug.minifier.trial import BROKEN, HANG, SIGNAL, Outcome, Recorded, TrialJob, perform
 from wholestep.errors import MinifyError, invalid_value
 from wholestep.ir.io.repro import importable

@@ -24,9 +24,8 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
 from wholestep.debug.minifier.isolation import Isolation, place_for
-from wholestep.debug.minifier.search import Search
+from wholestep.debug.minifier.search import Case, Edit, Search, apply_edit
 from wholestep.debug.minifier.trial import (
     HANG,
     RAISED,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.debug.minifier.graph_edits import Case, Edit, apply_edit
+from wholestep.debug.minifier.search import Case, Edit, apply_edit
 from wholestep.errors import GraphFormatError, MinifyError
 from wholestep.ir.effects import is_communication
 from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors

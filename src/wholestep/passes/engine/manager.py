@@ -37,13 +37,13 @@ from wholestep.ir.verify import complain_about, verify, verify_bare
 from wholestep.passes.engine.contract import (
     BoundPass,
     GraphPass,
+    Promises,
     applied_contracts,
     check_normal_form,
     check_order,
     note_applied,
 )
 from wholestep.passes.engine.dump import PassDump, current_dump
-from wholestep.passes.engine.promises import Promises
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.engine.torch_functions import replace_torch_functions
 from wholestep.torch_private.fx_graphs import NodeParts, NodeTable, codegen_of

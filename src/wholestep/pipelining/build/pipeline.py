@@ -12,7 +12,16 @@ from torch import fx
 
 from wholestep.errors import PipelineError
 from wholestep.pipelining.build.call_form import CallForm, call_form
-from wholestep.pipelining.build.capture import CapturedModel, capture
+from wholestep.pipelining.build.capture import (
+    CapturedModel,
+    MismatchError,
+    ModePrograms,
+    capture,
+    capture_modes,
+    match_nodes,
+    shared_names,
+    stages_like,
+)
 from wholestep.pipelining.build.loss_and_backward import (
     LossWrapper,
     Result,
@@ -38,14 +47,6 @@ from wholestep.pipelining.build.staged_graph import (
     copy_before_writing,
     find_differentiable,
     localize_sizes,
-)
-from wholestep.pipelining.build.train_eval_modes import (
-    MismatchError,
-    ModePrograms,
-    capture_modes,
-    match_nodes,
-    shared_names,
-    stages_like,
 )
 from wholestep.pipelining.pipe import Pipe
 from wholestep.pipelining.planning.balance import Balance, choose_stages

@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 from torch import fx
 
+from wholestep.pipelining.build.capture import MismatchError
 from wholestep.pipelining.build.model_state import SharedParameter
 from wholestep.pipelining.build.staged_graph import StagedGraph, example_value
-from wholestep.pipelining.build.train_eval_modes import MismatchError
 from wholestep.torch_private.fake_tensors import new_fake_mode
 
 
