@@ -53,8 +53,8 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.ir.captured_step import CapturedStep, HostCall
+from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.graph_walks import collector_paused
-from wholestep.ir.item_values import KnownDraws
 from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wholestep.guards.guard import Call, Guard, PerItemGuard, is_other_scalar
 from wholestep.ir.captured_step import GuardSpecs, out_of_range
-from wholestep.ir.item_values import ItemLeaf
+from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, Contents, is_array, same_plain
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from wholestep.errors import NoGraphError
 from wholestep.ir.captured_step import CapturedStep, Change
-from wholestep.ir.item_values import DeferredValues
+from wholestep.ir.deferred import DeferredValues
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import (

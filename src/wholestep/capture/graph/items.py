@@ -18,7 +18,8 @@ from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
-from wholestep.ir.item_values import KNOWN_KINDS, ItemLeaf, KnownValues, Number
+from wholestep.ir.deferred import ItemLeaf, Number
+from wholestep.ir.early_values import KNOWN_KINDS, KnownValues
 from wholestep.ir.meta import asked_by, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.torch_private.distributed import local_of

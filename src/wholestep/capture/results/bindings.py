@@ -12,7 +12,7 @@ from wholestep.capture.results.effect_line import value_effect
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
-from wholestep.ir.item_values import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, SizeLeaf
+from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, SizeLeaf
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, Slot
 from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of

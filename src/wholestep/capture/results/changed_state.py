@@ -19,7 +19,7 @@ from wholestep.capture.results.effect_line import Effect
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
-from wholestep.ir.item_values import HostLeaf
+from wholestep.ir.deferred import HostLeaf
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.plain_contents import (
     NESTS,

@@ -33,11 +33,12 @@ from wholestep.ir.captured_step import (
     ParamGroupSpec,
     ScalarCondition,
 )
+from wholestep.ir.deferred import ItemLeaf
+from wholestep.ir.early_values import Recipe
 from wholestep.ir.effects import is_needed
 from wholestep.ir.groups import group_table
 from wholestep.ir.io.node_values import tensor_spec
 from wholestep.ir.io.result_tree import describe, describe_deferred, describe_leaf
-from wholestep.ir.item_values import ItemLeaf, Recipe
 from wholestep.ir.signature import (
     InputKind,
     InputSpec,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
-from wholestep.ir.item_values import Number
+from wholestep.ir.deferred import Number
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

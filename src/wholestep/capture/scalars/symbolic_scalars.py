@@ -12,7 +12,7 @@ last bit of a float, and cost 100 us an operation. A branch on a symbolic scalar
 
 A scalar whose value is known only when the graph runs (`loss.item()`) or after it (a learning rate that
 `scheduler.step()` computes) is an expression like the others, and a branch on it is refused. Where it is returned,
-stored or printed, the runtime evaluates the expression after the run (`ir.item_values`).
+stored or printed, the runtime evaluates the expression after the run (`ir.deferred`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import fx
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.errors import ControlFlowError, ItemError, Location, SideEffectError, WholestepError
-from wholestep.ir.item_values import DeferredNumber, HostLeaf, ItemLeaf, Number, SizeLeaf
+from wholestep.ir.deferred import DeferredNumber, HostLeaf, ItemLeaf, Number, SizeLeaf
 from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 

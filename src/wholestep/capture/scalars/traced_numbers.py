@@ -15,7 +15,7 @@ from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, computed_with, scalar_of
 from wholestep.errors import ItemError, Location
 from wholestep.ir.captured_step import HostCall
-from wholestep.ir.item_values import HostLeaf, ItemLeaf, Number, SizeLeaf
+from wholestep.ir.deferred import HostLeaf, ItemLeaf, Number, SizeLeaf
 from wholestep.ir.meta import location_of, user_frame, user_location
 from wholestep.ir.user_objects.slots import Slot
 

@@ -44,8 +44,8 @@ from torch import fx
 
 import wholestep
 from wholestep.errors import Location, PipelineCaptureError, PipelineError, WholestepError
+from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.effects import returned_position
-from wholestep.ir.item_values import KnownDraws
 from wholestep.ir.meta import location_of_node, module_call
 from wholestep.pipelining.build.call_form import Call, CallForm, export_call
 from wholestep.pipelining.build.context_regions import (

@@ -1,32 +1,22 @@
-"""Python numbers that the step takes out of tensors: known before the graph runs (`KnownValues`), or only after it.
+"""Values that are known before a graph runs: scalars computed from single-element state, comparisons of random draws.
 
-Known before: `state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA. The graph computes them, and
-a branch on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real
-state, when the step is captured and again when the guard is checked.
+`state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch
+on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state,
+when the step is captured and again when the guard is checked.
 
-Some branches on random numbers always go the same way: `torch.rand([]) < 0.0` is False for every number drawn. Models
-with layer drop evaluate it before each layer, also where the probability is 0:
+Some branches on random numbers always go the same way: `torch.rand([]) < 0.0` is False whatever is drawn. Models with
+layer drop ask so before each layer, also where the probability is 0:
 
     if torch.rand([]) < self.layerdrop:      layerdrop == 0.0: never taken; the trace continues
-        continue                             layerdrop == 0.1: depends on the random number; tracing fails as before
+        continue                             layerdrop == 0.1: depends on the draw; tracing fails as before
 
-The random operator stays in the graph, so that the generator advances as in eager.
-
-Known after (`DeferredNumber`), also for what calls after the graph leave in Python:
-
-    return {"loss": loss.item()}              an expression over output 0: read after the run
-    self.total += loss.item()                 the same, with self.total as it was before the run
-    lr = scheduler.get_last_lr()[0]           read after the run repeated `scheduler.step()`
-
-While a step is traced such a number is an expression (`capture.scalars`). It is evaluated after each run, in Python, in
-the order in which the step computed it; the graph only returns the tensors that it is computed from.
+The draw itself stays in the graph, so that the generator advances as in eager.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -37,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wholestep.ir.effects import is_collective, is_custom_operator, may_draw
 from wholestep.ir.graph_walks import ancestors
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.slots import BatchSlot, Slot
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload
 
@@ -204,102 +193,3 @@ def compared(sign: str, number: Any) -> bool | None:
     if number <= (0 if sign in ("<", ">=") else _BELOW):
         return not less
     return None
-
-
-Number = int | float | bool
-
-
-@dataclass(frozen=True, eq=False)
-class ItemLeaf:
-    """The number inside of a tensor that a node computes."""
-
-    node: fx.Node
-    known: bool
-    """Whether its value can be computed before the step runs."""
-    index: int | None = None
-    """Which element of the flattened tensor; None for a tensor of one element."""
-    trial: Number = 0
-    """What stands for it where the traces of a call are compared."""
-    number: int = 0
-    """The how many-th of the trace it is, among those that are not known."""
-
-
-@dataclass(frozen=True, eq=False)
-class SizeLeaf:
-    """A size of a tensor, which a node computes."""
-
-    node: fx.Node
-
-
-@dataclass(frozen=True, eq=False)
-class HostLeaf:
-    """A number that a call which follows the graph leaves in a Python object: a learning rate after
-    `scheduler.step()`."""
-
-    path: str
-    read: Callable[[], Any]
-    trial: Number = 0
-    slot: Slot | None = None
-    """The place in an optimizer's param group that holds it, if that is where it lies."""
-
-
-@dataclass(frozen=True, eq=False)
-class DeferredNumber:
-    """An expression of items, of numbers of the call, and of numbers that host calls leave."""
-
-    text: str
-    leaves: Sequence[Any]
-    """`ItemLeaf`, `SizeLeaf`, `HostLeaf`, or the slot of a number."""
-    evaluate: Callable[[Callable[[Any], Any], dict[int, Any]], Any]
-    """Takes what gives the value of a leaf, and a memo that the numbers of one run share."""
-    trial: Any = None
-    """Its value where the traces of a call are compared."""
-
-
-@dataclass(frozen=True)
-class DeferredSources:
-    """Where the leaves of all deferred numbers of a graph are read."""
-
-    outputs: Mapping[Any, int] = field(default_factory=dict)
-    """By `ItemLeaf` or `SizeLeaf`, the output of the graph."""
-    before: Sequence[Slot] = ()
-    """Numbers of the call, read before the graph runs: it, or what follows it, may set them."""
-
-
-class DeferredValues:
-    """The values of the leaves in one run."""
-
-    def __init__(self, sources: DeferredSources, arguments: list[Any]) -> None:
-        """Made before the graph runs. `arguments`: the leaves of the arguments of the call."""
-        self._sources = sources
-        self._found: dict[Any, Any] = {
-            slot: arguments[slot.index] if isinstance(slot, BatchSlot) else slot.get() for slot in sources.before
-        }
-        self._outputs: tuple[Any, ...] = ()
-        self._lists: dict[int, list[Any]] = {}
-        self._memo: dict[int, Any] = {}
-
-    def ran(self, outputs: tuple[Any, ...]) -> None:
-        """The graph ran."""
-        self._outputs = outputs
-
-    def read(self, leaves: Sequence[HostLeaf]) -> None:
-        """Read what a host call has just left."""
-        for leaf in leaves:
-            self._found[leaf] = leaf.read()
-
-    def number(self, deferred: DeferredNumber) -> Any:
-        """The value of a number."""
-        return deferred.evaluate(self._leaf, self._memo)
-
-    def _leaf(self, leaf: Any) -> Any:
-        if leaf not in self._found:
-            output = self._sources.outputs[leaf]
-            value = self._outputs[output]
-            index = leaf.index if isinstance(leaf, ItemLeaf) else None
-            if index is not None:
-                if output not in self._lists:
-                    self._lists[output] = value.flatten().tolist()
-                value = self._lists[output][index]
-            self._found[leaf] = value.item() if isinstance(value, Tensor) else value
-        return self._found[leaf]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wholestep.ir.item_values import KnownDraws, compared
+from wholestep.ir.early_values import KnownDraws, compared
 
 SIGNS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge}
 
