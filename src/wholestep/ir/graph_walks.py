@@ -18,6 +18,20 @@ from torch import Tensor, fx
 _COPY = torch.ops.aten.copy_.default
 
 
+def erase_unread(graph: fx.Graph, candidates: Iterable[fx.Node], removable: Callable[[fx.Node], bool]) -> None:
+    """Erase the candidates that nothing uses, then inputs of theirs that nothing uses any more, where `removable`."""
+    remaining = list(candidates)
+    erased: set[fx.Node] = set()
+    while remaining:
+        node = remaining.pop()
+        if node in erased or node.users or not removable(node):
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
+        remaining.extend(source for source in sources if not source.users)
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same nodes under the same names, each with metadata of its own (the entries are not copied)."""
     with collector_paused():

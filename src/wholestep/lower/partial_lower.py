@@ -21,6 +21,7 @@ from torch import fx
 
 from wholestep.errors import LowerError, LowerWarning
 from wholestep.ir.effects import returned_position, written_roots
+from wholestep.ir.graph_walks import postorder
 from wholestep.ir.meta import node_meta, set_node_meta
 from wholestep.lower.compiled_region import Assumptions, CompiledRegion, RegionCache, compile_whole, region_settings
 from wholestep.lower.forward_backward import CompileInTwo, find_seed
@@ -280,19 +281,14 @@ class _RegionRewriter:
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The node of the new graph for one of the old graph; views and sizes are recomputed where they are used."""
-        stack = [node]
-        while stack:
-            each = stack[-1]
-            if each in self._env:
-                stack.pop()
-                continue
-            assert is_free(each), f"{each.name} is an output of its region"
-            missing = [source for source in each.all_input_nodes if source not in self._env]
-            if missing:
-                stack += missing
-            else:
+
+        def missing(each: fx.Node) -> list[fx.Node]:
+            return [source for source in each.all_input_nodes if source not in self._env]
+
+        if node not in self._env:
+            for each in postorder([node], missing):
+                assert is_free(each), f"{each.name} is an output of its region"
                 self._outside(each, "a view or a size: recomputed where it is used")
-                stack.pop()
         return self._env[node]
 
     def _call(self, region: Region, name: str, module: CompiledRegion, retraced: Retraced) -> None:

@@ -300,19 +300,18 @@ def _find_inputs(region: Region) -> None:
 
 def _borrow(source: fx.Node, inside: set[fx.Node], found: dict[fx.Node, None], region: Region) -> None:
     """Recompute a view or size from outside in the region; anything else is an input."""
-    stack: list[tuple[fx.Node, bool]] = [(source, False)]
-    while stack:
-        node, ready = stack.pop()
+
+    def needed(node: fx.Node) -> list[fx.Node]:
+        return [] if node in inside or node in found or not is_free(node) else node.all_input_nodes
+
+    for node in postorder([source], needed):
         if node in inside or node in found:
             continue
-        if not is_free(node):
-            found[node] = None
-        elif ready:
+        if is_free(node):
             inside.add(node)
             region.borrowed.append(node)
         else:
-            stack.append((node, True))
-            stack += [(each, False) for each in node.all_input_nodes]
+            found[node] = None
 
 
 def order_of(region: Region) -> Sequence[fx.Node]:

@@ -34,6 +34,7 @@ from torch import fx
 
 from wholestep.ir.effects import is_needed, is_new_element, keeps_elements, reads_contents, shared_inputs, writes
 from wholestep.ir.functionalize import functionalize
+from wholestep.ir.graph_walks import erase_unread
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.meta import node_meta
 from wholestep.passes.engine.contract import graph_optimization_pass
@@ -86,17 +87,9 @@ def plan_orphans(graph: fx.Graph) -> list[fx.Node]:
 
 
 def apply_removal(graph: fx.Graph, orphans: list[fx.Node]) -> None:
-    """Erase the orphans and, behind them, everything without effect that nobody else reads."""
-    candidates = list(orphans)
-    gone: set[fx.Node] = set()
+    """Erase the orphans and, then, everything without effect that only they read."""
     wanted = set(orphans)
-    while candidates:
-        node = candidates.pop()
-        if node in gone or node.users or (node not in wanted and (is_needed(node) or writes(node))):
-            continue
-        candidates += node.all_input_nodes
-        gone.add(node)
-        graph.erase_node(node)
+    erase_unread(graph, orphans, lambda node: node in wanted or not (is_needed(node) or writes(node)))
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

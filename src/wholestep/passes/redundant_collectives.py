@@ -48,6 +48,7 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graph_functions import call_on_copies
+from wholestep.ir.graph_walks import erase_unread
 from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta
@@ -163,7 +164,7 @@ def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
             node, by = by, node
         node.replace_all_uses_with(by)
         graph.erase_node(node)
-    _erase_unread(graph, orphans)
+    erase_unread(graph, orphans, keeps_elements)
 
 
 def _take_the_place(node: fx.Node, of: fx.Node) -> None:
@@ -171,16 +172,6 @@ def _take_the_place(node: fx.Node, of: fx.Node) -> None:
     of.prepend(node)
     node.args, node.kwargs = of.args, of.kwargs
     node.meta = dict(of.meta)
-
-
-def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
-    gone: set[fx.Node] = set()
-    while candidates:
-        node = candidates.pop()
-        if node not in gone and not node.users and keeps_elements(node):
-            candidates += node.all_input_nodes
-            gone.add(node)
-            graph.erase_node(node)
 
 
 def _written_back(graph: fx.Graph) -> set[fx.Node]:

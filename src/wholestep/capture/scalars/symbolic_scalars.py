@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.errors import ControlFlowError, ItemError, Location, SideEffectError, WholestepError
 from wholestep.ir.deferred import DeferredNumber, HostLeaf, ItemLeaf, Number, SizeLeaf
+from wholestep.ir.graph_walks import reachable
 from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 
@@ -248,18 +249,8 @@ class ScalarNode:
 
     def leaves(self) -> list[Any]:
         """The distinct leaves that this scalar depends on."""
-        found: dict[int, Any] = {}
-        seen: set[int] = set()
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if node.leaf is not None:
-                found[id(node.leaf)] = node.leaf
-            stack.extend(node.args)
-        return list(found.values())
+        nodes: Iterable[ScalarNode] = reachable([self], lambda node: node.args)
+        return list({id(node.leaf): node.leaf for node in nodes if node.leaf is not None}.values())
 
     def as_python(self) -> Any:
         """The scalar that user code sees."""

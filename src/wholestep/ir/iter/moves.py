@@ -178,17 +178,16 @@ class _MovePlanner:
 
     def _views_of(self, state: set[fx.Node], nodes: tuple[fx.Node, ...], own: int) -> dict[fx.Node, None]:
         """The views through which nodes read and write the state, in graph order, with those they are taken of."""
-        found: set[fx.Node] = set()
-        stack = [source for node in nodes for source in node.all_input_nodes]
-        while stack:
-            node = stack.pop()
+
+        def is_view(node: fx.Node) -> bool:
             roots = self._shares.get(node, _NOTHING)
-            if node in found or node.op != "call_function" or self._number.get(node) == own or not roots <= state:
-                continue
-            writers = [writer for root in roots for writer in self._writers.get(root, ())]
-            if roots and all(self._number.get(writer) == own for writer in writers):
-                found.add(node)
-                stack += shared_inputs(node)
+            if node.op != "call_function" or self._number.get(node) == own or not roots or not roots <= state:
+                return False
+            writers = (writer for root in roots for writer in self._writers.get(root, ()))
+            return all(self._number.get(writer) == own for writer in writers)
+
+        starts = (source for node in nodes for source in node.all_input_nodes)
+        found = reachable(filter(is_view, starts), lambda node: filter(is_view, shared_inputs(node)))
         return dict.fromkeys(sorted(found, key=self._place.__getitem__))
 
     def _check_target(self, target: fx.Node) -> None:

@@ -26,7 +26,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
 from wholestep.ir.effects import is_needed
-from wholestep.ir.graph_walks import collector_paused
+from wholestep.ir.graph_walks import collector_paused, erase_unread
 from wholestep.ir.iter.graph import IterGraph, single_graph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
@@ -391,12 +391,7 @@ def drop_dead_code(graph: fx.Graph) -> None:
     """Erase nodes that nothing uses and that have no effect."""
     nodes = list(graph.nodes)
     unused = list(compress(nodes, map(not_, map(attrgetter("users"), nodes))))
-    while unused:
-        node = unused.pop()
-        if not is_needed(node):
-            sources = node.all_input_nodes
-            graph.erase_node(node)
-            unused.extend(source for source in sources if not source.users)
+    erase_unread(graph, unused, lambda node: not is_needed(node))
 
 
 def _renamed_write_backs(graph: StepGraph) -> Signature:

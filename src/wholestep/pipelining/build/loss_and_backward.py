@@ -30,6 +30,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import PipelineLossError
+from wholestep.ir.graph_walks import ancestors
 from wholestep.torch_private.fx_graphs import pytree, pytree_children
 
 
@@ -89,7 +90,7 @@ for _function in (stage_backward, pass_to_inputs):
 
 def insert_backward(graph: fx.Graph, loss: fx.Node) -> None:
     """Insert the backward of `loss` into a graph of stages: placeholders, calls of modules and `getitem`."""
-    live = _ancestors(loss)
+    live = ancestors([loss])
     results = _results(graph)
     stages = [node for node in graph.nodes if node.op == "call_module" and node in live]
     inputs = [node for node in graph.nodes if node.op == "placeholder" and node in live]
@@ -113,16 +114,6 @@ def insert_backward(graph: fx.Graph, loss: fx.Node) -> None:
                     gradient = graph.call_function(null_coalesce_accumulate, (gradients[value], gradient))
                 gradients[value] = gradient
         graph.call_function(pass_to_inputs, (inputs, [gradients[value] for value in inputs]))
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        for value in waiting.pop().all_input_nodes:
-            if value not in found:
-                found.add(value)
-                waiting.append(value)
-    return found
 
 
 def _results(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node | None, ...]]:
