@@ -58,6 +58,7 @@ class CompileOptions(TypedDict, total=False):
     check_first: int
     max_recompiles: int
     hooks: Literal["refuse", "trace"]
+    on_refusal: Literal["raise", "eager"]
     name: str
 
 
@@ -86,6 +87,7 @@ def compile(
     check_first: int = 0,
     max_recompiles: int = 8,
     hooks: Literal["refuse", "trace"] = "refuse",
+    on_refusal: Literal["raise", "eager"] = "raise",
     name: str = "",
     **unknown: Any,
 ) -> Any:
@@ -123,6 +125,10 @@ def compile(
             Compiled regions then use eager's random numbers, also on a GPU.
         max_recompiles: Warn after this many captures beyond the first.
         hooks: "refuse" hooks, or "trace" what they compute.
+        on_refusal: What happens to a call that cannot be captured. "raise": the error, with its code and line. "eager":
+            it runs as the plain function, with one `EagerWarning` that has the code, the line and the fix; after three
+            such calls no other capture is tried. On several ranks all of them run the plain function, or none; they
+            then agree before every call.
         name: What messages call this step; the name of its function by default.
 
     Raises:
@@ -143,6 +149,7 @@ def compile(
         check_first=check_first,
         max_recompiles=max_recompiles,
         hooks=hooks,
+        on_refusal=on_refusal,
         name=name,
         **unknown,
     )
@@ -187,7 +194,8 @@ def check(
             fix="check ws.compile(step, ...) for the option; give an argument of the step in kwargs={...}.",
         )
     found = given or resolve(Options.of(**chosen))
-    found = replace(found, check_first=0, lower_options=found.lower_options.with_eagers_random_numbers())
+    exact = found.lower_options.with_eagers_random_numbers()
+    found = replace(found, check_first=0, on_refusal="raise", lower_options=exact)
     if with_plan_of_models(function, args, named, found).parallel is not None:
         raise OptionError(
             "ws.check with parallel=: the function in eager does not communicate, and is no reference.",

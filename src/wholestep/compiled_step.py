@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
 
@@ -27,10 +27,13 @@ from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.options import Options
+from wholestep.parallel.in_eager import communicating_in_eager, why_not_in_eager
+from wholestep.ranks.channel import DEADLINE
 from wholestep.ranks.step_ranks import RankOptions, Ranks
+from wholestep.refused_steps import REFUSALS, CannotCaptureError, Refusal, Refusals, is_refusal
 from wholestep.step import (
+    BoundGraph,
     Executable,
-    ResolvedOptions,
     Shared,
     StepCall,
     capture_call,
@@ -92,6 +95,7 @@ class CompiledStep(Generic[P, R]):
         self._shared = Shared.of(self.options)
         self._warned = False
         self._modes_warned: set[str] = set()
+        self._refusals = Refusals()
         self._ranks = self._ranks_of_plan()
         self._pending_work = PendingWork()
         weakref.finalize(self, finally_flush, self._pending_work).atexit = False
@@ -152,11 +156,16 @@ class CompiledStep(Generic[P, R]):
             return self._run_in_eager(mode, fn, args, kwargs)
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
+        refusal: Refusal | None = None
         pending.suspend()
         try:
-            result = self._run_one(fn, args, kwargs, leaves, structure)
+            result = self._run_one(StepCall(fn, args, kwargs, leaves, structure))
+        except CannotCaptureError as error:
+            refusal = error.refusal
         finally:
             pending.resume()
+        if refusal is not None:
+            result = self._run_refused(fn, args, kwargs, refusal)
         if last:
             self.flush()
         return result
@@ -191,34 +200,98 @@ class CompiledStep(Generic[P, R]):
             self._calls -= 1
             pending.resume()
 
-    def _run_one(self, fn: Function, args: Args, kwargs: Kwargs, leaves: list[Any], structure: Any) -> Any:
+    def _run_one(self, call: StepCall) -> Any:
+        """Run a call by a graph. Raises CannotCaptureError before anything ran, if on_refusal is "eager"."""
+        leaves = call.leaves
         pending.flush_others(self._pending_work, lambda: None if self._last is None else self._last.gather.read(leaves))
-        found = self._find_pending(leaves, structure) or self._find(leaves, structure)
+        found = self._find_pending(leaves, call.structure) or self._find(leaves, call.structure)
         if found is None:
-            self._take_plan(with_plan_of_models(fn, args, kwargs, self.options))
+            self._take_plan(call)
         if self._ranks is None:
-            entry, state = found or self._compile(StepCall(fn, args, kwargs, leaves, structure))
-            return self._run_entry(entry, state, leaves)
-        if found is None:
-            with self._ranks.compiling(self._calls):
-                placing = find_models(fn, args, kwargs, self.options)
-            self._ranks.agree_on_models(self._calls, placing.lines())
-            with self._ranks.compiling(self._calls):
-                placing.run()
-                found = self._compile(StepCall(fn, args, kwargs, leaves, structure))
-            self._ranks.agree(self._calls, found[0].captured, found[1], found[0].pending_state)
-        else:
-            self._ranks.agree_on_choice(self._calls, found[0].step_graph)
-        entry, state = found
+            return self._run_entry(*(found or self._compile(call)), leaves)
+        entry, state = self._agree_on_executable(self._ranks, call, found)
         with self._ranks.running(self._calls, entry.step_graph, state):
             return self._run_entry(entry, state, leaves)
 
-    def _take_plan(self, options: ResolvedOptions) -> None:
-        """Use the options with the plan of the models, if they are new."""
-        if options is not self.options:
-            self.flush()
-            self.options, self._shared = options, Shared.of(options)
-            self._ranks = self._ranks_of_plan()
+    def _agree_on_executable(
+        self, ranks: Ranks, call: StepCall, found: tuple[Executable, list[Any]] | None
+    ) -> tuple[Executable, list[Any]]:
+        """An executable for a call, and its inputs, once all ranks have one that fits."""
+        if found is not None:
+            always = self.options.on_refusal == "eager"
+            refused = ranks.agree_on_choice(self._calls, found[0].step_graph, always=always)
+        else:
+            made = self._compile_on_ranks(ranks, call)
+            if isinstance(made, Refusal):
+                self._refuse(made)
+            found = made
+            refused = ranks.agree(self._calls, found[0].captured, found[1], found[0].pending_state)
+        if refused:
+            raise CannotCaptureError(Refusal.of_ranks(refused))
+        return found
+
+    def _compile_on_ranks(self, ranks: Ranks, call: StepCall) -> tuple[Executable, list[Any]] | Refusal:
+        """Place the models of a call and compile it. A refusal is no error of this rank: the others need not stop."""
+        with ranks.compiling(self._calls):
+            placing = find_models(call.fn, call.args, call.kwargs, self.options)
+        ranks.agree_on_models(self._calls, placing.lines())
+        with ranks.compiling(self._calls):
+            placing.run()
+            try:
+                return self._compile(call)
+            except CannotCaptureError as error:
+                return error.refusal
+
+    def _take_plan(self, call: StepCall) -> None:
+        """Use the options with the plan of the models, if torch has made them parallel."""
+        if self._refusals.final is not None:
+            self._refuse(self._refusals.final)
+        try:
+            options = with_plan_of_models(call.fn, call.args, call.kwargs, self.options)
+        except REFUSALS as error:
+            refusal = self._refusal_of(error)
+        else:
+            if options is not self.options:
+                self.flush()
+                self.options, self._shared = options, Shared.of(options)
+                self._ranks = self._ranks_of_plan()
+            return
+        self._ranks = self._ranks or Ranks(self._name, RankOptions(DEADLINE))
+        self._refuse(refusal)
+
+    def _refusal_of(self, error: Exception) -> Refusal:
+        """The refusal that an error is; raises the error where the plain function may not run instead."""
+        if self.options.on_refusal == "raise":
+            raise error
+        why = why_not_in_eager(self.options.parallel)
+        if why:
+            error.add_note(f'on_refusal="eager" does not apply: {why}.')
+            raise error
+        return Refusal.of(error)
+
+    def _refuse(self, refusal: Refusal) -> NoReturn:
+        """Raise CannotCaptureError, once all ranks are about to run the plain function."""
+        if self._ranks is not None:
+            self._ranks.agree_on_refusal(self._calls, refusal.text)
+        raise CannotCaptureError(refusal)
+
+    def _run_refused(self, fn: Function, args: Args, kwargs: Kwargs, refusal: Refusal) -> Any:
+        """Run the plain function for a call that cannot be captured; on several ranks, all of them do."""
+        self.flush()
+        pending.flush_all()
+        if not refusal.may_be_the_users:
+            self._refusals.warn(self._name, self._calls, refusal)
+        plan = self.options.parallel
+        if self._ranks is None:
+            result = fn(*args, **kwargs)
+        else:
+            own = plan is not None and not plan.wrapped
+            models = find_models(fn, args, kwargs, self.options).models if own else []
+            with self._ranks.running_in_eager(self._calls), communicating_in_eager(plan, models):
+                result = fn(*args, **kwargs)
+        self._refusals.warn(self._name, self._calls, refusal)
+        self._refusals.note(refusal)
+        return result
 
     def _run_entry(self, entry: Executable, state: list[Any], leaves: list[Any]) -> Any:
         """Run a graph. Its pending updates are completed by the next call, or by `flush`."""
@@ -294,7 +367,7 @@ class CompiledStep(Generic[P, R]):
             reason = nearest.guards.why_not(call.leaves, call.structure, state)
             changed = nearest.guards.changed_scalars(call.leaves, call.structure, state)
             self._shared.scalars = self._shared.scalars.with_changed(changed)
-        entry = compile_step(call, self.options, self._shared)
+        entry = compile_step(self._capture(call), self.options, self._shared)
         seconds = entry.captured.seconds
         self._entries.append(entry)
         if len(self._entries) > _MAX_GRAPHS:
@@ -309,6 +382,15 @@ class CompiledStep(Generic[P, R]):
         assert state is not None, "the inputs of a new capture exist"
         self._last = entry
         return entry, state
+
+    def _capture(self, call: StepCall) -> BoundGraph:
+        try:
+            return compile_step(call, self.options, self._shared, end="graph")
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            refusal = self._refusal_of(error)
+        raise CannotCaptureError(refusal)
 
     @property
     def _name(self) -> str:  # the same in every process: no address of an object
@@ -334,6 +416,7 @@ class CompiledStep(Generic[P, R]):
         self._last = None
         self.recompiles.clear()
         self._shared.scalars = ScalarPolicy()
+        self._refusals = Refusals()
 
     def __reduce__(self) -> Any:
         # A copy, also in another process, captures again: graphs are bound to the objects they were captured with.

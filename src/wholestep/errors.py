@@ -445,7 +445,8 @@ class CudaGraphWarning(UserWarning):
 
 
 class EagerWarning(UserWarning):
-    """A compiled step runs as the plain function, because of a mode around the call."""
+    """A compiled step runs as the plain function: because of a mode around the call, or because it cannot be captured
+    and `on_refusal="eager"`."""
 
 
 class RecompileWarning(UserWarning):

@@ -55,6 +55,7 @@ class Options:
     check_first: int = 0
     max_recompiles: int = 8
     hooks: str = "refuse"
+    on_refusal: str = "raise"
     name: str = ""
     """What messages call this step; its function's name by default."""
 
@@ -75,6 +76,8 @@ class Options:
             raise invalid_value("max_recompiles", self.max_recompiles, "use a whole number, 0 or more.")
         if self.hooks not in ("refuse", "trace"):
             raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
+        if self.on_refusal not in ("raise", "eager"):
+            raise invalid_value("on_refusal", self.on_refusal, 'use "raise" or "eager".')
         _check_dynamic(self.dynamic)
 
     def _check_checking(self) -> None:

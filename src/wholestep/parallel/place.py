@@ -108,6 +108,11 @@ class Placing:
             check_device(plan.mesh, model, path)
             self._models.append((model, path, _matched_plan(plan, model, path), _units(plan, model, path)))
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of the step, placed or not."""
+        return [model for model, _ in _roots(self._world)]
+
     def lines(self) -> list[str]:
         """What `run` will place, as lines that ranks compare; empty if there is nothing to place."""
         tensors = [line for model, path, _, _ in self._models for line in _describe(model, path)]

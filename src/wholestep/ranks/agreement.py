@@ -6,6 +6,7 @@ records and reaches the same decision on its own:
 
     same collectives, same graphs where shapes are the same,
     and same values of shared scalars (`shared_scalars`)        every rank runs
+    some could not capture a graph (`RefusedDigest`)            every rank runs the plain function, if none has begun
     otherwise                                                   every rank raises, with the first difference
 
 A rank that does not arrive counts as missing after `deadline` seconds without a sign that it compiles. The first rank
@@ -29,6 +30,7 @@ from wholestep.ranks.agreement_records import (
     detail_of,
     digest_of,
     first_difference,
+    known_record_of,
     record_of,
 )
 from wholestep.ranks.channel import DEADLINE, Channel
@@ -56,12 +58,16 @@ class Agreement:
         self._deadline = deadline
         self._ranks = range(channel.size) if ranks is None else sorted(ranks)
 
-    def agree(self, call: int, digest: GraphDigest | TextDigest) -> None:
-        """Return once all ranks are about to run (or already run) compatible graphs; otherwise raise on every rank."""
+    def agree(self, call: int, digest: GraphDigest | TextDigest, *, known: bool = False) -> Mapping[int, str]:
+        """Return once all ranks are about to run (or already run) compatible graphs; otherwise raise on every rank.
+
+        `known`: the graph has run before, and the scalars of its digest are those of an earlier call.
+        Returns the refusals by rank. If there are any, no rank has begun its graph, and all run the plain function.
+        """
         channel = self._channel
         channel.watchdog.answers.agreed.append((self._step, call))
         with channel.agreeing(self._step, call):
-            current = _Round(channel, RoundKeys(self._step, call), digest, self._deadline, self._ranks)
+            current = _Round(channel, RoundKeys(self._step, call), digest, known, self._deadline, self._ranks)
             try:
                 channel.perform(Job(current.poll), _NO_LIMIT)  # the round has its own deadline
             except StoreGoneError as error:
@@ -69,6 +75,7 @@ class Agreement:
                 raise as_error(lost, channel.rank) from error
             if current.outcome is not None:
                 raise current.outcome
+            return current.refusals
 
 
 class _Round:
@@ -79,14 +86,18 @@ class _Round:
         channel: Channel,
         keys: RoundKeys,
         digest: GraphDigest | TextDigest,
+        known: bool,
         deadline: float,
         ranks: Sequence[int],
     ) -> None:
         self.outcome: DesyncError | PeerFailedError | None = None
+        self.refusals: dict[int, str] = {}
+        """What ranks that could not capture a graph wrote, if all run the plain function."""
         self._channel = channel
         self._watchdog = channel.watchdog
         self._keys = keys
         self._digest = digest
+        self._record = known_record_of(digest) if known else record_of(digest)
         self._deadline = deadline
         self._ranks = ranks
         self._position = Position(RankState.AGREEING, keys.step, keys.call)
@@ -106,7 +117,7 @@ class _Round:
         now = time.monotonic()
         if not self._begun:
             self._begun = now
-            store.write(self._keys.record(self._channel.rank), record_of(self._digest))
+            store.write(self._keys.record(self._channel.rank), self._record)
             store.count(self._keys.of("count"), 1)
         if self._pair is not None:
             return self._poll_details(store, now)
@@ -176,6 +187,11 @@ class _Round:
     def _compare(self, store: StoreClient, now: float) -> bool:
         found = store.read_all([self._keys.record(rank) for rank in self._ranks])
         self._records = dict(zip(self._ranks, found, strict=True))
+        self.refusals = {rank: record["refused"] for rank, record in self._records.items() if "refused" in record}
+        if self.refusals:
+            self._refuse_if_begun()
+            self._finish(store)
+            return True
         for about, find in (("scalars", scalar_difference), ("graph", difference), ("update", update_difference)):
             self._about, self._pair = about, find(self._records)
             if self._pair is not None:
@@ -190,6 +206,21 @@ class _Round:
             elif "answered" in self._records[side[0]] and self._is_first():
                 self._post({"kind": "detail", "rank": side[0], "nodes": self._by_nodes()})
         return False
+
+    def _refuse_if_begun(self) -> None:
+        """If a rank is in its graph already, the others cannot run the plain function, and all of them raise."""
+        begun = [rank for rank, record in self._records.items() if "answered" in record]
+        if not begun:
+            return
+        rank, text = min(self.refusals.items())
+        place = f"call {self._keys.call} of {self._keys.step}"
+        what = f"Rank {rank} cannot capture {place}, which {_ranks(begun)} already run as a graph:\n{text}"
+        fix = 'use the same options on all ranks: with on_refusal="eager" on each of them, all run the plain function.'
+        failure = Failure(FailureKind.DESYNC, rank, self._keys.step, self._keys.call, what, running=True, fix=fix)
+        if self._is_first():
+            self._watchdog.post(failure)
+        self._watchdog.break_groups(failure)
+        self.outcome = DesyncError(what, fix=fix)
 
     def _by_nodes(self) -> bool:
         """Whether whole graphs are compared: both have the same shape key, and no watchdog wrote the record."""

@@ -32,6 +32,7 @@ from wholestep.ranks.shared_scalars import canonical
 
 _SHORT = 16
 _TEXT = 400
+_TEXT_OF_REFUSAL = 4000
 
 Line = tuple[str, str]
 """A digest and the text that it is the digest of."""
@@ -109,6 +110,14 @@ class TextDigest:
     def nodes(self) -> list[Line]:
         """All lines."""
         return self._lines
+
+
+class RefusedDigest(TextDigest):
+    """Stands for the graph of a rank that could not capture one and would run the plain function."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__([text], "refusal")
+        self.refused = text
 
 
 def local_shapes(signature: Signature) -> str:
@@ -196,6 +205,8 @@ def record_of(digest: GraphDigest | TextDigest) -> dict[str, Any]:
         "communication": digest.communication,
         "ragged": digest.ragged,
     }
+    if isinstance(digest, RefusedDigest):
+        record["refused"] = digest.refused[:_TEXT_OF_REFUSAL]
     scalars = digest.scalars
     if scalars.shared:
         names, values = scalars.hashes()
@@ -217,11 +228,16 @@ def detail_of(digest: GraphDigest | TextDigest, by_nodes: bool) -> dict[str, Any
     }
 
 
-def answer_of(digest: GraphDigest) -> dict[str, Any]:
-    """The record of a rank that has run its graph before, and may already wait in its first collective."""
+def known_record_of(digest: GraphDigest | TextDigest) -> dict[str, Any]:
+    """The record of a rank that chose a graph which has run before."""
     record = record_of(digest)
     # Its scalars are those of the call for which it agreed; later calls are compared by hash (`ScalarHistory`).
-    return {key: value for key, value in record.items() if key not in ("names", "values")} | {"answered": True}
+    return {key: value for key, value in record.items() if key not in ("names", "values")}
+
+
+def answer_of(digest: GraphDigest) -> dict[str, Any]:
+    """The record of a rank that has run its graph before, and may already wait in its first collective."""
+    return known_record_of(digest) | {"answered": True}
 
 
 class Answers:

@@ -6,7 +6,7 @@ Without other ranks (a world of one, a fake process group) every method does not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,14 @@ from weakref import WeakKeyDictionary
 from wholestep.ir.captured_step import CapturedStep, constants_of
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ranks.agreement import Agreement
-from wholestep.ranks.agreement_records import GraphDigest, RankScalars, TextDigest, digest_of, local_shapes
+from wholestep.ranks.agreement_records import (
+    GraphDigest,
+    RankScalars,
+    RefusedDigest,
+    TextDigest,
+    digest_of,
+    local_shapes,
+)
 from wholestep.ranks.channel import Channel
 from wholestep.ranks.scalar_watch import ScalarHistory
 from wholestep.ranks.shared_scalars import Named, SharedScalars, update_constants
@@ -78,14 +85,15 @@ class Ranks:
             place = f"{self._step}, placing its models"
             Agreement(channel, place, self._deadline).agree(call, TextDigest(lines))
 
-    def agree(self, call: int, captured: CapturedStep, state: list[Any], pending: Sequence[int]) -> None:
+    def agree(self, call: int, captured: CapturedStep, state: list[Any], pending: Sequence[int]) -> Mapping[int, str]:
         """Before a graph runs for the first time: check that the graphs of all ranks fit (`agreement`).
 
-        `pending`: inputs whose update may still be in flight when the graph starts.
+        `pending`: inputs whose update may still be in flight when the graph starts. Returns the refusals by rank: if
+        there are any, all ranks run the plain function.
         """
         channel = Channel.current()
         if channel is None:
-            return
+            return {}
         graph = captured.step_graph
         constants = _constants(captured)
         groups, excluded = self._options.data_groups, self._options.per_rank
@@ -95,18 +103,34 @@ class Ranks:
         digest = digest_of(graph.gm, graph.signature, local_shapes(graph.signature), here)
         self._agreed[graph] = _AgreedGraph(digest, scalars)
         channel.deadline = self._deadline
-        Agreement(channel, self._step, self._deadline).agree(call, digest)
+        return Agreement(channel, self._step, self._deadline).agree(call, digest)
 
-    def agree_on_choice(self, call: int, graph: StepGraph) -> None:
+    def agree_on_choice(self, call: int, graph: StepGraph, *, always: bool = False) -> Mapping[int, str]:
         """Before a graph runs that is not the one of the last call: check that the other ranks chose one that fits.
 
-        A rank that runs the same graph as before asks no other rank; its watchdog writes its record.
+        A rank that runs the same graph as before asks no other rank; its watchdog writes its record. `always`: it asks,
+        because another rank may want to run the plain function, which all ranks have to do then.
         """
         channel = Channel.current()
         agreed = self._agreed.get(graph)
-        if graph is self._last or channel is None or agreed is None:
-            return
-        Agreement(channel, self._step, _DEADLINES_FOR_KNOWN_GRAPHS * self._deadline).agree(call, agreed.digest)
+        if channel is None or agreed is None or (graph is self._last and not always):
+            return {}
+        deadline = _DEADLINES_FOR_KNOWN_GRAPHS * self._deadline
+        return Agreement(channel, self._step, deadline).agree(call, agreed.digest, known=True)
+
+    def agree_on_refusal(self, call: int, text: str) -> Mapping[int, str]:
+        """This rank could not capture the call: return once all ranks are about to run the plain function."""
+        channel = Channel.current()
+        if channel is None:
+            return {}
+        channel.deadline = self._deadline
+        return Agreement(channel, self._step, self._deadline).agree(call, RefusedDigest(text))
+
+    def running_in_eager(self, call: int) -> AbstractContextManager[None]:
+        """Context of a run of the plain function: a failure of another rank ends its waits."""
+        self._last = None
+        channel = Channel.current()
+        return _NO_CONTEXT if channel is None else channel.running(self._step, call)
 
     def running(self, call: int, graph: StepGraph, state: list[Any]) -> AbstractContextManager[None]:
         """Context of a run: a failure of another rank ends its waits. `state`: the inputs of the graph."""

@@ -132,3 +132,10 @@ def ones_at(edge: GradientEdge) -> Tensor:
     """Ones with the metadata of the gradient that enters an edge (`Node._input_metadata`). 2.11, 2.13."""
     like = edge.node._input_metadata[edge.output_nr]
     return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Inside of a backward: call a function when this backward is over (`Variable._execution_engine.queue_callback`,
+    which DDP and FSDP2 use). 2.11, 2.13."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)

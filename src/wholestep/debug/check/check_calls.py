@@ -57,6 +57,7 @@ from wholestep.ir.tensor_copies import has_plain_memory
 from wholestep.options import Options
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import nudged
+from wholestep.refused_steps import CannotCaptureError
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
 from wholestep.torch_private.fx_graphs import pytree
 
@@ -448,7 +449,10 @@ class CheckedStep(CompiledStep[P, R]):
             first = locate(self, args, named, first_of(compared.different))
             raise error_of(report_of(self, [compared], 1, first))
 
-        compared = compare_call(self, CheckedCall(fn, args, named), in_double=False, on_difference=refuse)
+        try:
+            compared = compare_call(self, CheckedCall(fn, args, named), in_double=False, on_difference=refuse)
+        except CannotCaptureError:
+            return super()._run(fn, args, kwargs)  # in eager: there is nothing to compare
         self._to_check -= 1
         if last:
             self.flush()
