@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from wholestep.parallel.plan import Plan
 from wholestep.torch_private.autograd import after_backward
-from wholestep.torch_private.dtensor import is_dtensor
+from wholestep.torch_private.distributed import is_dtensor
 
 
 def why_not_in_eager(plan: Plan | None) -> str:
