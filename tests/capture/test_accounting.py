@@ -15,7 +15,7 @@ import wholestep as ws
 from capture.operators import doubled, effect
 from cases.parts import adamw, mlp, train_step
 from harness import Case, Run, assert_frames_equal, assert_parity, batch_of, device, frame, marked_line
-from wholestep.capture.graph import custom_operators, recorder
+from wholestep.capture.graph import functional_forms, recorder
 from wholestep.capture.graph import tensor_values as values
 from wholestep.capture.objects import called
 from wholestep.capture.patching import intercept
@@ -122,7 +122,7 @@ def test_a_call_of_a_custom_operator_without_a_node_is_found(monkeypatch: pytest
         effect(x)  # <- here
         return train_step(model, optimizer, x)
 
-    monkeypatch.setattr(custom_operators.CustomOperators, "record", lambda self, *args: args[-1])
+    monkeypatch.setattr(functional_forms.CustomOperators, "record", lambda self, *args: args[-1])
     assert_lost(plain_run(body), "effect", body)
 
 

@@ -15,18 +15,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from wholestep.capture.graph.dynamic_shapes import Shapes
+from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
-from wholestep.capture.objects.arguments import dynamic_dims, name_leaves
 from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.patching.conversions import swap_conversions
 from wholestep.capture.patching.intercept import FunctionMode
-from wholestep.capture.patching.interrupts import Interrupts
 from wholestep.capture.patching.optimizer_steps import (
     SCHEDULER_COUNTS,
     BoundSteps,
@@ -34,7 +32,7 @@ from wholestep.capture.patching.optimizer_steps import (
     replace_scaler_steps,
     replace_scheduler_step,
 )
-from wholestep.capture.patching.patches import patched
+from wholestep.capture.patching.patches import Interrupts, patched
 from wholestep.capture.python_reads.attribute_reads import Attributes, ReadTracker
 from wholestep.capture.python_reads.process_state import ProcessSettings, RandomState
 from wholestep.capture.python_reads.value_sources import ValueSources
@@ -58,7 +56,7 @@ from wholestep.ir.graph_walks import collector_paused
 from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, same_objects
+from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, name_leaves, same_objects
 from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from wholestep.errors import DynamicShapeError, Location
 from wholestep.ir.captured_step import Dim, out_of_range
 from wholestep.ir.meta import user_location
+from wholestep.options import Options
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (
     ShapeEnv,
@@ -187,3 +188,40 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "ToFloat": (float, 1),
     "TruncToInt": (int, 1),
 }
+
+
+def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[int, dict[int, Dim]]:
+    """For each batch leaf, the dimensions that were declared dynamic by a path that leads to it."""
+    if options.dynamic is True:
+        return _first_dims(leaves)
+    found: dict[int, dict[int, Dim]] = {}
+    for declared, dims in (options.dynamic or {}).items():
+        matched = False
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            inside = path == declared or (path.startswith(declared) and path[len(declared)] in ".[")
+            if not inside or not isinstance(leaf, Tensor):
+                continue
+            matched = True
+            for dim, spec in dims.items():
+                if -leaf.dim() <= dim < leaf.dim():
+                    found.setdefault(i, {})[dim % leaf.dim()] = spec
+        if not matched:
+            tensors = [p for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
+            raise DynamicShapeError(
+                f"dynamic names {declared!r}, and no tensor argument has that path.",
+                fix=f"the tensor arguments are {', '.join(tensors) or 'none'}.",
+            )
+    return found
+
+
+def _first_dims(leaves: list[Any]) -> dict[int, dict[int, Dim]]:
+    """The first dimension of every tensor, as `dynamic=True` means it: equal sizes are one dimension that varies.
+
+    Sizes 0 and 1 stay static, since they broadcast, and so do tensors whose strides do not follow from their sizes.
+    """
+    by_size: dict[int, Dim] = {}
+    found: dict[int, dict[int, Dim]] = {}
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.dim() > 0 and leaf.shape[0] > 1 and leaf.is_contiguous():
+            found[i] = {0: by_size.setdefault(leaf.shape[0], Dim())}
+    return found

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.graph.custom_operators import CustomOperators
+from wholestep.capture.graph.functional_forms import CustomOperators, Writes
 from wholestep.capture.graph.refusals import (
     data_shape,
     higher_order,
@@ -34,7 +34,6 @@ from wholestep.capture.graph.refusals import (
     unsupported,
 )
 from wholestep.capture.graph.tensor_values import Value, Values
-from wholestep.capture.graph.writes import Writes
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.scalar_operands import fix_metadata
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of

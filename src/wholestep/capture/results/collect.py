@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.graph.writes import add_write_backs
+from wholestep.capture.graph.functional_forms import add_write_backs
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of

@@ -6,6 +6,7 @@ torch's pytrees, plus mappings that wrap a dict without being registered (Huggin
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import UserDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -27,6 +28,29 @@ class Flat:
     rebuild: Callable[[list[Any]], Any]
     is_leaf: bool
     """The tree is a single leaf."""
+
+
+def name_leaves(fn: Callable[..., Any], flat: Flat, positional: int) -> list[str]:
+    """Paths that start with the name of the argument: `batch['x']` instead of `[0][2]['x']`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for i in range(positional):
+        if i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL:
+            names.append(parameters[i].name)
+        else:
+            names.append(f"arg{i}")
+    renamed: list[str] = []
+    for path in flat.paths:
+        if path.startswith("[0]["):
+            index, _, rest = path[4:].partition("]")
+            renamed.append(names[int(index)] + rest)
+        else:
+            key, _, rest = path[4:].partition("]")
+            renamed.append(key.strip("'\"") + rest)
+    return renamed
 
 
 def same_objects(now: Collection[Any], before: list[Any]) -> bool:
