@@ -60,7 +60,7 @@ class CompiledLoops:
             vars(self._loops.pop()).pop("run", None)
 
 
-class _Run:
+class _LoopRun:
     """In the place of the `run` of a loop."""
 
     def __init__(self, loop: Any, step: CompiledStep[Any, Any]) -> None:
@@ -83,13 +83,13 @@ class _Run:
         return result
 
 
-class _RunAutomatic(_Run):
+class _RunAutomatic(_LoopRun):
     def __call__(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         should_accumulate = self._loop.trainer.fit_loop._should_accumulate()
         return self._stepped(should_accumulate, optimizer, batch_idx, kwargs)
 
 
-class _RunManual(_Run):
+class _RunManual(_LoopRun):
     def __init__(self, loop: Any, step: CompiledStep[Any, Any]) -> None:
         super().__init__(loop, step)
         # The very same objects in each batch: a graph assumes what an attribute is.

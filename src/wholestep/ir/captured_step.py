@@ -1,5 +1,5 @@
 """What leaves capture, as frozen data: the graph of a step and how its inputs, state and results are found in the
-user's objects (`CapturedStep`), what it assumed of these objects (`GuardSpecs`) and of sizes (`DynamicSizes`).
+user's objects (`CapturedStep`), what it assumed of these objects (`GuardSpecs`) and of sizes (`DynamicSizesSpec`).
 
 `guards/` builds its checks from it, `runtime/` reads inputs and applies changes by it. Guard specs hold the user's
 objects and the values that those had at capture, never the batch of that call.
@@ -42,7 +42,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class DynamicSizes:
+class DynamicSizesSpec:
     """The symbolic sizes of one captured graph."""
 
     dims: Mapping[int, Mapping[int, Dim]] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class GuardSpecs:
     """All assumptions of one captured graph."""
 
     arguments: ArgumentSpec
-    sizes: DynamicSizes = field(default_factory=DynamicSizes)
+    sizes: DynamicSizesSpec = field(default_factory=DynamicSizesSpec)
     modules: Sequence[tuple[nn.Module, str]] = ()
     parameters: Sequence[tuple[Tensor, Slot]] = ()
     module_tensors: Sequence[tuple[ModuleSlot, Tensor]] = ()

@@ -111,11 +111,11 @@ def communication(gm: fx.GraphModule, signature: Signature | None = None) -> lis
     The signature knows the paths of inputs and the axes of groups; without it, inputs are called what their
     placeholders are called, and only what torch.distributed knows of the groups is said.
     """
-    writer = _Writer(gm, signature or Signature())
+    writer = _CommunicationWriter(gm, signature or Signature())
     return [writer.write(node) for node in gm.graph.nodes if communicates(node)]
 
 
-class _Writer:
+class _CommunicationWriter:
     def __init__(self, gm: fx.GraphModule, signature: Signature) -> None:
         self._groups = GroupNumbers((*group_table(gm), *signature.groups))
         self._paths: Mapping[str, str] = {spec.name: spec.path for spec in signature.inputs}

@@ -87,10 +87,10 @@ def plan_merges(graph: fx.Graph) -> list[Merge]:
         return []
     if any(writes(node) and not _is_write_back(node) for node in graph.nodes):
         return []
-    return _Planner().plan(graph)
+    return _MergePlanner().plan(graph)
 
 
-class _Planner:
+class _MergePlanner:
     """Numbers values: equal numbers are equal values."""
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ def _stand_in(kind: type, method: str) -> type:
 def _type_giving(stand_in: Any, kinds: dict[type, type]) -> Any:
     """The stand-in for `type` of a namespace that has stand-ins for some types."""
 
-    class Asked(type):
+    class AskedKinds(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             found = stand_in(*args, **kwargs)
             if len(args) != 1:
@@ -109,5 +109,5 @@ def _type_giving(stand_in: Any, kinds: dict[type, type]) -> Any:
         def __subclasscheck__(cls, value: type) -> bool:
             return issubclass(value, type)
 
-    made = Asked("type", (type,), {})
+    made = AskedKinds("type", (type,), {})
     return made

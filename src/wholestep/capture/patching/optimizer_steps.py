@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.discover import World
-from wholestep.capture.results.accounting import Account, StepCall
+from wholestep.capture.results.accounting import Account, OptimizerCall
 from wholestep.capture.scalars.symbolic_scalars import LastRateSlot, scalar_of
 from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
@@ -81,7 +81,7 @@ class BoundSteps:
 
     def __init__(self, host: StepHost) -> None:
         self._host = host
-        self._running: list[tuple[StepCall, str]] = []
+        self._running: list[tuple[OptimizerCall, str]] = []
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Torch is about to run the `step` of an optimizer."""

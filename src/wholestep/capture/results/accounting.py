@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class StepCall:
+class OptimizerCall:
     """One call of `optimizer.step()`."""
 
     optimizer: Optimizer
@@ -59,7 +59,7 @@ class Account:
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._steps: list[StepCall] = []
+        self._steps: list[OptimizerCall] = []
         self._calls: list[tuple[OpOverload, Location | None]] = []
         self._real: list[tuple[Tracked, int | None, Tensor | None]] = []
         self._fakes: dict[int, int] = {}
@@ -77,7 +77,7 @@ class Account:
         yield
         self.end_step(call)
 
-    def begin_step(self, optimizer: Optimizer) -> StepCall:
+    def begin_step(self, optimizer: Optimizer) -> OptimizerCall:
         path = self._capture.world.optimizers.get(optimizer)
         if path is None and any(not isinstance(local_of(p), FakeTensor) for p in _parameters(optimizer)):
             raise LostError(
@@ -88,9 +88,9 @@ class Account:
         found = [p for p in _parameters(optimizer) if p.grad is not None]
         parameters = [(p, self._writes_to(p)) for p in found if isinstance(local_of(p), FakeTensor)]
         location = user_location()
-        return StepCall(optimizer, path or type(optimizer).__name__, location, parameters, _numbers(optimizer))
+        return OptimizerCall(optimizer, path or type(optimizer).__name__, location, parameters, _numbers(optimizer))
 
-    def end_step(self, call: StepCall) -> None:
+    def end_step(self, call: OptimizerCall) -> None:
         call.unwritten = [p for p, before in call.parameters if self._writes_to(p) == before]
         call.is_idle = _numbers(call.optimizer) == call.numbers
         self._steps.append(call)
@@ -141,7 +141,7 @@ class Account:
         self._check_calls(graph)
         self._check_real()
 
-    def _check_step(self, call: StepCall) -> None:
+    def _check_step(self, call: OptimizerCall) -> None:
         """Optimizers of torch write to each parameter with a gradient. Others may only count calls."""
         missing = call.unwritten
         own = type(call.optimizer).step.__module__.startswith("torch.")

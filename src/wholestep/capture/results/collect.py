@@ -28,7 +28,7 @@ from wholestep.ir.captured_step import (
     ArgumentSpec,
     CapturedStep,
     Change,
-    DynamicSizes,
+    DynamicSizesSpec,
     GuardSpecs,
     ParamGroupSpec,
     ScalarCondition,
@@ -111,7 +111,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
     containers = [(c, path) for c, path in world.containers if id(c) not in attributes and _may_read(capture, path)]
     return GuardSpecs(
         arguments=_arguments(capture),
-        sizes=DynamicSizes(capture.dynamic_dims, capture.shapes.sources, capture.shapes.env),
+        sizes=DynamicSizesSpec(capture.dynamic_dims, capture.shapes.sources, capture.shapes.env),
         modules=tuple(world.modules.items()),
         parameters=tuple((tracked.real, tracked.slot) for tracked in table.parameters),
         module_tensors=tuple((slot, tracked.real) for slot, tracked in table.module_slots),
@@ -243,7 +243,7 @@ def sign(
 ) -> Signature:
     """Describe a graph that is complete. `result`: the tree that the step returns."""
     guards = [g.describe() for g in capture.scalars.guards.values()] + [
-        text for text, _ in DynamicSizes(env=capture.shapes.env).assumed()
+        text for text, _ in DynamicSizesSpec(env=capture.shapes.env).assumed()
     ]
     return Signature(
         inputs=tuple(_input(n, capture.inputs.slot_of[n]) for n in gm.graph.nodes if n.op == "placeholder"),

@@ -1,0 +1,33 @@
+"""The rules on files, folders and names of shared/STYLE.md that a program can check."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "wholestep"
+LONGEST = 600
+MOST_FILES = 21
+"""In one folder, `__init__.py` included."""
+
+
+def test_no_file_is_longer_than_600_lines() -> None:
+    files = [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {path: count for path, count in lines.items() if count > LONGEST} == {}
+
+
+def test_no_folder_of_the_package_has_more_files_than_a_reader_can_survey() -> None:
+    folders = Counter(str(path.parent.relative_to(ROOT)) for path in SOURCE.rglob("*.py"))
+    assert {folder: count for folder, count in folders.items() if count > MOST_FILES} == {}
+
+
+def test_a_class_name_is_used_once_in_the_package() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
