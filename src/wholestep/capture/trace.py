@@ -393,6 +393,8 @@ class Capture:
                     result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()
+                self.shapes.add_conditions(self.scalars.emit_scalar, self.recorder.node_of)
+                self.shapes.close()
                 self._again_if_met()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
@@ -489,6 +491,7 @@ class Capture:
         return int(tracked.real.data_ptr())
 
     def before_operator(self) -> None:
+        self.shapes.add_conditions(self.scalars.emit_scalar, self.recorder.node_of)
         self.interrupts.check()
         self.settings.check_operator()
 
@@ -516,6 +519,12 @@ class Capture:
 
     def shape_arg(self, value: Any) -> Any:
         return self.shapes.node(value, self.scalars.emit_scalar, self.recorder.node_of)
+
+    def begin_data_sizes(self) -> bool:
+        return self.shapes.begin_data_sizes(self.fake_mode)
+
+    def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None:
+        self.shapes.name_data_sizes(node, tensor, self.scalars.emit_scalar)
 
 
 def _same_tree(before: Any, now: Any) -> bool:

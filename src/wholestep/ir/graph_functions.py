@@ -10,6 +10,7 @@ packed_weights    cuDNN wants all weights of an RNN as one chunk of memory. In e
 get_rng_state     read and set the default random generator of a device, so that a replay draws what eager would draw
 set_rng_state
 manual_seed
+check_size        raises where the sizes that data decides are not those that the graph is for
 
     eager    mylib.update_(p, g)                              writes p
     graph    new = call_on_copies(mylib.update_.default, (0,), p, g)
@@ -30,6 +31,7 @@ later draw returns depends on where they stand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from wholestep.errors import UnsupportedError
+from wholestep.errors import DataShapeError, UnsupportedError
 from wholestep.torch_private.distributed import process_group_rank
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, schema_of
@@ -200,6 +202,26 @@ def manual_seed(seed: int) -> None:
     """Seed the generators of all devices, as `torch.manual_seed` does."""
     torch.manual_seed(seed)
 
+
+def divide_sizes(above: float, below: float) -> float:
+    """A quotient of sizes as C++ computes it: by zero, it is infinite or NaN."""
+    if below != 0:
+        return above / below
+    return math.nan if above == 0 or above != above else math.copysign(math.inf, above)
+
+
+@has_side_effect
+def check_size(holds: bool, what: str) -> None:
+    """Raise if the sizes that the data of this run decided are not such as the graph was captured for."""
+    if not holds:
+        raise DataShapeError(
+            f"the sizes that this batch decides are not those that the step was captured for: {what}.",
+            fix="nothing was written. Say what always holds with torch._check(..), or leave such a batch out.",
+        )
+
+
+CHECKS = frozenset({check_size})
+"""Functions that raise before anything is written: a graph writes to its inputs only after the last of them."""
 
 SIDE_EFFECTS = frozenset({get_rng_state, set_rng_state, manual_seed})
 """The functions here, none of which may run when a graph is only looked at."""

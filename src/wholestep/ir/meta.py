@@ -148,17 +148,20 @@ def phase(node: fx.Node) -> str:
 _is_user_code: dict[CodeType, bool] = {}
 
 
+def is_users_code(code: CodeType) -> bool:
+    """Whether code is neither torch's nor ours."""
+    known = _is_user_code.get(code)
+    if known is None:
+        name = code.co_filename
+        known = _is_user_code[code] = not (name.startswith(_FOREIGN) or name.startswith(_FOREIGN_FILES))
+    return known
+
+
 def user_frame(depth: int = 1) -> FrameType | None:
     """The nearest frame of the user's code above the caller."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        code = frame.f_code
-        known = _is_user_code.get(code)
-        if known is None:
-            name = code.co_filename
-            known = not (name.startswith(_FOREIGN) or name.startswith(_FOREIGN_FILES))
-            _is_user_code[code] = known
-        if known:
+        if is_users_code(frame.f_code):
             return frame
         frame = frame.f_back
     return None

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from wholestep.ir.effects import is_data_dependent
-from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
+from wholestep.ir.graph_functions import CHECKS, SIDE_EFFECTS, call_on_copies
 from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import hint_of, is_shape_symbol, kind_of
 from wholestep.ir.io.tensor_file import find_constant
@@ -172,7 +172,7 @@ class _Run:
             return self._computed(node, None)
 
     def _is_given(self, node: fx.Node, recorded: Any) -> bool:
-        if node.target in SIDE_EFFECTS or is_data_dependent(node.target):
+        if node.target in SIDE_EFFECTS or node.target in CHECKS or is_data_dependent(node.target):
             return True
         return recorded is not None and not isinstance(recorded, Tensor | list | tuple)
 
@@ -258,7 +258,7 @@ def _is_opaque(target: Any) -> bool:
 
     Collectives of DTensor ask the process group for its size, and a graph may be rewritten where there is none.
     """
-    if target in SIDE_EFFECTS or target in _OF_STORAGE or is_data_dependent(target):
+    if target in SIDE_EFFECTS or target in CHECKS or target in _OF_STORAGE or is_data_dependent(target):
         return True
     return isinstance(target, OpOverload) and op_name(target).startswith("_dtensor::")
 
@@ -365,7 +365,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
     """Whether a node computes a number out of numbers, or reads one from a tensor."""
     if isinstance(node.target, OpOverload):
         return node.target is torch.ops.aten._local_scalar_dense.default
-    return node.op == "call_function" and node.target not in (operator.getitem, call_on_copies, *SIDE_EFFECTS)
+    return node.op == "call_function" and node.target not in (operator.getitem, call_on_copies, *SIDE_EFFECTS, *CHECKS)
 
 
 def _differences(old: Tensor, new: Tensor) -> Iterator[tuple[str, Any, Any]]:

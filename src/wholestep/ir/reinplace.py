@@ -24,7 +24,7 @@ from torch import fx
 from wholestep.ir.call_arguments import nodes_in
 from wholestep.ir.collectives import collective_of, comm_block
 from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
-from wholestep.ir.graph_functions import call_on_copies
+from wholestep.ir.graph_functions import CHECKS, call_on_copies
 from wholestep.ir.graph_walks import copy_graph, reachable
 from wholestep.ir.meta import node_meta
 from wholestep.ir.step_graph import StepGraph
@@ -87,6 +87,7 @@ class _Reinplace:
         for node in self.nodes:
             self.root[node] = self._find_root(node)
         epilogue = {n for n in self.nodes if n.op == "call_function" and n.target is aten.copy_.default}
+        last_check = -1
         for i, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
                 if node in epilogue and source is node.args[0]:
@@ -97,12 +98,18 @@ class _Reinplace:
                     continue  # the input itself is returned, updated
                 root = self.root[source]
                 self.last_read[root] = max(self.last_read.get(root, -1), i)
+            if node.target in CHECKS:
+                last_check = i
             if is_wait(node.target):
                 for source in collective_of(node).all_input_nodes:  # a collective reads until it is waited on
                     self.last_read[self.root[source]] = max(self.last_read.get(self.root[source], -1), i)
             elif is_collective(node.target) and not comm_block(node).waits:
                 for source in node.all_input_nodes:  # the next iteration waits for it
                     self.last_read[self.root[source]] = len(self.nodes)
+        if last_check >= 0:  # what raises is to leave all inputs as they were
+            for node in self.nodes:
+                if node.op == "placeholder":
+                    self.last_read[node] = max(self.last_read.get(node, -1), last_check)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
         if node.op != "call_function":

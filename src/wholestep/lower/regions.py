@@ -35,7 +35,7 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes,
 )
-from wholestep.ir.graph_functions import SIDE_EFFECTS, call_on_copies
+from wholestep.ir.graph_functions import CHECKS, SIDE_EFFECTS, call_on_copies
 from wholestep.ir.graph_walks import epilogue, postorder, reachable
 from wholestep.ir.meta import node_meta
 from wholestep.lower.scalar_inputs import missing_sources, symbol_sources
@@ -244,6 +244,9 @@ def _last_reads(graph: fx.Graph, position: dict[fx.Node, int], write_backs: set[
     roots: dict[fx.Node, set[fx.Node]] = {n: {n} for n in graph.nodes if n.op == "placeholder"}
     last: dict[fx.Node, int] = {}
     end = len(position) + 1
+    checks = [position[node] for node in graph.nodes if node.target in CHECKS]
+    if checks:  # what raises is to leave all inputs as they were
+        last.update(dict.fromkeys(roots, max(checks)))
     for node in graph.nodes:
         sources = [source for source in node.all_input_nodes if source in roots]
         if not sources:

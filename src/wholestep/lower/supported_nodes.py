@@ -31,12 +31,13 @@ from wholestep.ir.effects import (
     shared_inputs,
     writes_into_out,
 )
-from wholestep.ir.graph_functions import call_on_copies
+from wholestep.ir.graph_functions import CHECKS, call_on_copies
 from wholestep.ir.graph_walks import tensors_in
+from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.meta import node_meta
 from wholestep.lower.decompositions import is_foreach, why_not_random
 from wholestep.lower.scalar_inputs import accepts_scalar_inputs
-from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.fake_tensors import FakeTensor, has_symbolic_sizes
 from wholestep.torch_private.inductor import keeps_roundings
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, op_name, plain_name
 
@@ -79,8 +80,10 @@ def why_not(node: fx.Node) -> str:
         return "a constant of the graph, an input of regions"
     if node.op != "call_function":
         return f"a {node.op} node, not an operator"
+    if target in CHECKS:
+        return "checks what the graph takes for granted, before anything is written"
     if is_number(node):
-        return "a scalar, computed by Python" if is_changing(node) else ""
+        return "a scalar, computed by Python" if is_changing(node) else _why_not_sized(node)
     if target is operator.getitem:
         return _why_not_part(node)
     if target is call_on_copies:
@@ -116,6 +119,8 @@ def _why_not_operator(node: fx.Node, target: OpOverload) -> str:
         return "complex, sparse or quantized values"
     if any(not _all_plain(source.meta.get("val")) for source in node.all_input_nodes):
         return "reads complex, sparse or quantized values"
+    if _why_not_sized(node):
+        return _why_not_sized(node)
     if is_foreach(target) and is_tiny(node):
         return "works on 0-dim tensors: one call is cheaper than a kernel each"
     scalars = [source for source in node.all_input_nodes if is_changing(source)]
@@ -138,6 +143,20 @@ def _why_not_part(node: fx.Node) -> str:
     if isinstance(source, fx.Node) and source.op == "call_function":
         return why_not(source)
     return "" if isinstance(source, fx.Node) else "an element of a Python object"
+
+
+def _why_not_sized(node: fx.Node) -> str:
+    sized = next((each for each in (node, *node.all_input_nodes) if has_data_size(each.meta.get("val"))), None)
+    return "" if sized is None else f"{sized.name} has a size that the contents of a tensor decide"
+
+
+def has_data_size(val: Any) -> bool:
+    """True if a value is, or has, a size without a hint: only a run decides it."""
+    if isinstance(val, list | tuple):
+        return any(map(has_data_size, val))
+    if isinstance(val, Tensor):
+        return has_symbolic_sizes(val) and any(hint_of(size) is None for size in val.shape)
+    return isinstance(val, torch.SymInt | torch.SymBool | torch.SymFloat) and hint_of(val) is None
 
 
 def _all_plain(val: Any) -> bool:

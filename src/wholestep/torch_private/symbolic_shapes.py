@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
@@ -99,6 +101,58 @@ def symbol_in(size: Any) -> Any:
     """The symbol of a size that is a single symbol; None for other sizes (`SymInt.node`). 2.11, 2.13."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     return expression if getattr(expression, "is_Symbol", False) else None
+
+
+SIZE_FILES = frozenset(
+    str(sys.modules[name].__file__)
+    for name in (
+        "torch.fx.experimental.symbolic_shapes",
+        "torch.fx.experimental.sym_node",
+        "torch.fx.experimental.recording",
+    )
+)
+"""Files of torch's own code between whoever asks for the value of a size and the ShapeEnv. 2.11, 2.13."""
+
+
+def data_symbols(env: ShapeEnv, expression: Any) -> list[Any]:
+    """The symbols of an expression that stand for sizes which the data of a run decides: they have no hint
+    (`ShapeEnv.is_unbacked_symint`). 2.11, 2.13."""
+    return [symbol for symbol in env.replace(expression).free_symbols if env.is_unbacked_symint(symbol)]
+
+
+def is_condition(expression: Any) -> bool:
+    """True for an expression that is true or false; sympy counts every symbol among them."""
+    return isinstance(expression, Boolean) and not isinstance(expression, sympy.Symbol)
+
+
+def known_answer(env: ShapeEnv, expression: Any) -> Any:
+    """The value of an expression that follows from the ranges of its symbols; None if none does
+    (`ShapeEnv._maybe_evaluate_static`). 2.11, 2.13."""
+    return env._maybe_evaluate_static(expression)
+
+
+def highest_value(env: ShapeEnv, symbol: Any) -> int | None:
+    """The largest value that a symbol may have. 2.11, 2.13."""
+    hint = env.backed_var_to_val.get(symbol)
+    return int(hint) if hint is not None else symbol_range(env, symbol)[1]
+
+
+def size_assertions(env: ShapeEnv) -> list[tuple[Any, str]]:
+    """What a trace takes for granted of sizes that data decides, each with its message
+    (`ShapeEnv.deferred_runtime_asserts`). 2.11, 2.13."""
+    return [(each.expr, str(each.msg)) for found in env.deferred_runtime_asserts.values() for each in found]
+
+
+def new_size(env: ShapeEnv, expression: Any) -> Any:
+    """A symbolic size, or condition on sizes, of an expression without a hint (`ShapeEnv.create_symintnode`,
+    `create_symfloatnode`). 2.11, 2.13."""
+    if is_condition(expression):
+        return env.create_symboolnode(expression)
+    return (
+        env.create_symintnode(expression, hint=None)
+        if expression.is_integer
+        else env.create_symfloatnode(expression, hint=None)
+    )
 
 
 def expression_of(size: Any) -> Any:

@@ -105,10 +105,18 @@ def values_as_text() -> None:
         refused("WS-ITEM", body)
 
 
-@row("boolean indexing, `nonzero`, `unique`")
+@row("boolean indexing, `nonzero`, `masked_select`")
 def shapes_of_values() -> None:
-    for take in (lambda y: y[y > 0].sum(), lambda y: y.nonzero().sum(), lambda y: y.unique().sum()):
-        refused("WS-DATA-SHAPE", lambda model, optimizer, x, take=take: take(model(x)))
+    for take in (
+        lambda y: y[y > 0],
+        lambda y: y.nonzero(),
+        lambda y: y.masked_select(y > 0).shape[0],
+        lambda y: y.round().unique().shape[0] / 2,
+        lambda y: torch.repeat_interleave(y, (y[:, 0] > 0).long() + 1, dim=0),
+        lambda y: torch.bincount((y > 0).flatten().long()),
+        lambda y: y.sum() / max(len(y[y > 0]), 1),
+    ):
+        same_function(lambda x, take=take: take(x * 2))
 
     def zeroes(x: Tensor) -> Tensor:
         y = x * 2
@@ -116,6 +124,16 @@ def shapes_of_values() -> None:
         return y
 
     same_function(zeroes)
+
+
+@row("a branch on such a size")
+def uses_of_sizes_of_values() -> None:
+    for code, take in (
+        ("WS-CONTROL-FLOW", lambda y: y * 2 if y[y > 0].shape[0] == 0 else y),
+        ("WS-DATA-SHAPE", lambda y: [each.sum() for each in y[y > 0]]),
+        ("WS-ITEM", lambda y: f"{y[y > 0].shape[0]} rows"),
+    ):
+        refused(code, lambda model, optimizer, x, take=take: take(model(x)))
 
 
 @row("a number made into text, a key or an index")

@@ -18,20 +18,25 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from wholestep.capture.graph.data_sizes import DataSizeEnv, assumption_text, unknown_size
 from wholestep.errors import DynamicShapeError, Location
 from wholestep.ir.captured_step import Dim, out_of_range
+from wholestep.ir.graph_functions import check_size, divide_sizes
 from wholestep.ir.meta import user_location
 from wholestep.options import Options
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (
-    ShapeEnv,
+    data_symbols,
     fixed_symbols,
+    new_size,
     new_symbol,
+    size_assertions,
+    symbol_in,
     sympy_function_names,
 )
 
 
-class WatchedShapeEnv(ShapeEnv):
+class WatchedShapeEnv(DataSizeEnv):
     """A ShapeEnv that records which line of the user's code fixed a symbol to one size."""
 
     def __init__(self) -> None:
@@ -62,6 +67,7 @@ class Shapes:
         self._nodes: dict[Any, fx.Node] = {}
         self._ints: dict[int, torch.SymInt] = {}
         self._first_tensor: dict[str, tuple[Tensor, int]] = {}
+        self._asserted: set[Any] = set()
         self._places: dict[str, list[str]] = {}
         """Name of a symbol: the same places as text."""
 
@@ -70,6 +76,38 @@ class Shapes:
         if self.env is None:
             self.env = WatchedShapeEnv()
         return self.env
+
+    def begin_data_sizes(self, mode: FakeTensorMode) -> bool:
+        """From now on an operator may make sizes that its data decides. False if that was so already."""
+        if mode.shape_env is not None:
+            return False
+        mode.shape_env = self.declare()
+        mode.static_shapes = False
+        return True
+
+    def name_data_sizes(self, node: fx.Node, tensor: Tensor, emit: EmitScalar) -> None:
+        """The first tensor with a size that data decides is where the graph reads that size."""
+        assert self.env is not None
+        for dim, size in enumerate(tensor.shape):
+            symbol = symbol_in(size)
+            if symbol is not None and symbol not in self._nodes and data_symbols(self.env, symbol):
+                self._nodes[symbol] = emit(torch.ops.aten.sym_size.int, (node, dim), size)
+
+    def add_conditions(self, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> None:
+        """Let the graph check what was taken for granted, since the last call, of sizes that data decides."""
+        if self.env is None:
+            return
+        asserted = [each for each in size_assertions(self.env) if each[0] not in self._asserted]
+        found, self.env.conditions = [*self.env.conditions, *asserted], []
+        for holds, why in found:
+            self._asserted.add(holds)
+            condition = self._emit(holds, None, emit, node_of)
+            emit(check_size, (condition, assumption_text(holds, why, user_location())), None)
+
+    def close(self) -> None:
+        """The step ran: what asks for sizes now only computes metadata."""
+        if self.env is not None:
+            self.env.below_recorder = True
 
     def fake_of(self, mode: FakeTensorMode, real: Tensor, leaf: int, dims: dict[int, Dim], path: str) -> Tensor:
         """A fake whose declared dims are symbols. One `Dim` object is one symbol wherever it is used."""
@@ -133,8 +171,7 @@ class Shapes:
     def node(self, value: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
         """The node or constant for a symbolic size among the arguments of a node."""
         expression = sympy.sympify(value.node.expr)
-        hint = value.node.hint
-        return self._emit(expression, hint, emit, node_of)
+        return self._emit(expression, value.node.hint, emit, node_of)
 
     def _emit(self, expression: Any, hint: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
         if expression.is_Integer:
@@ -146,7 +183,10 @@ class Shapes:
         known = self._nodes.get(expression)
         if known is not None:
             return known
+        hint = self._data_size(expression) if hint is None else hint
         if expression.is_Symbol:
+            if str(expression) not in self._first_tensor:
+                raise unknown_size(expression)
             tensor, dim = self._first_tensor[str(expression)]
             node = emit(torch.ops.aten.sym_size.int, (node_of(tensor), dim), hint)
         else:
@@ -165,10 +205,15 @@ class Shapes:
         function, arity = _OPERATIONS[name]
         if arity is None:
             result = operands[0]
-            for operand in operands[1:]:
+            for operand in operands[1:-1]:
                 result = emit(function, (result, operand), None)
-            return result  # type: ignore[no-any-return]
-        return emit(function, tuple(operands), None)
+            return emit(function, (result, operands[-1]), hint)
+        return emit(function, tuple(operands), hint)
+
+    def _data_size(self, expression: Any) -> Any:
+        """The symbolic size of an expression that data decides; None for others."""
+        assert self.env is not None
+        return new_size(self.env, expression) if data_symbols(self.env, expression) else None
 
 
 _OPERATIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
@@ -182,11 +227,20 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "PythonMod": (operator.mod, 2),
     "Max": (max, None),
     "Min": (min, None),
-    "IntTrueDiv": (operator.truediv, 2),
-    "FloatTrueDiv": (operator.truediv, 2),
+    "IntTrueDiv": (divide_sizes, 2),
+    "FloatTrueDiv": (divide_sizes, 2),
     "FloatPow": (operator.pow, 2),
     "ToFloat": (float, 1),
     "TruncToInt": (int, 1),
+    "Equality": (operator.eq, 2),
+    "Unequality": (operator.ne, 2),
+    "StrictLessThan": (operator.lt, 2),
+    "LessThan": (operator.le, 2),
+    "StrictGreaterThan": (operator.gt, 2),
+    "GreaterThan": (operator.ge, 2),
+    "And": (operator.and_, None),
+    "Or": (operator.or_, None),
+    "Not": (operator.not_, 1),
 }
 
 

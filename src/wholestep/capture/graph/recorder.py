@@ -55,6 +55,7 @@ from wholestep.torch_private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    has_symbolic_sizes,
 )
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, bound_argument
 from wholestep.torch_private.symbolic_shapes import shapes_by_python
@@ -104,6 +105,10 @@ class Host(Protocol):
     def item(self, tensor: Tensor, node: fx.Node) -> Any: ...
 
     def shape_arg(self, value: Any) -> Any: ...
+
+    def begin_data_sizes(self) -> bool: ...
+
+    def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None: ...
 
     def in_recompute(self) -> bool: ...
 
@@ -160,6 +165,12 @@ class Recorder(DispatchMode):
         if self.values.paused or func in _METADATA_QUERIES:
             return func(*args, **kwargs)
         self.host.before_operator()
+        if not self._has_symbols:
+            return self._recorded(func, args, kwargs)
+        with self.values.below_recorder():
+            return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -218,9 +229,18 @@ class Recorder(DispatchMode):
 
     def _computed(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
         try:
+            return self._run(func, fake_args, fake_kwargs)
+        except DynamicOutputShapeException:
+            if not self.host.begin_data_sizes():
+                raise
+        self._has_symbols = True
+        return self._run(func, fake_args, fake_kwargs)
+
+    def _run(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
+        try:
             if not self._has_symbols:
                 return func(*fake_args, **fake_kwargs)
-            with shapes_by_python():
+            with shapes_by_python(), self.values.below_recorder():
                 return func(*fake_args, **fake_kwargs)
         except AssertionError as error:
             # Shape rules in Python assert what a kernel checks: user code gets the exception that eager raises.
@@ -363,6 +383,8 @@ class Place(Protocol):
     phase: str
     module_path: str
 
+    def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None: ...
+
     def in_recompute(self) -> bool: ...
 
 
@@ -382,6 +404,8 @@ class Nodes:
         node = self.graph.create_node("call_function", target, args, kwargs)
         node.meta["val"] = val
         node.meta[KEY] = self._meta(in_place)
+        if isinstance(val, Tensor) and has_symbolic_sizes(val):
+            self._place.name_data_sizes(node, val)
         return node
 
     def last(self) -> fx.Node | None:

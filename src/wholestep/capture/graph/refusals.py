@@ -15,6 +15,7 @@ from torch import Tensor
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import AliasError, DataShapeError, HookError, OverlapError, UnsupportedError
+from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from wholestep.torch_private.fake_tensors import storage_key
@@ -59,7 +60,8 @@ def opaque_view(does: str, tensor: Tensor) -> AliasError:
 
 def refuse_overlap(func: Any, tensor: Tensor) -> None:
     reach = 0
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+    sizes = ((size_hint(step), size_hint(size, 2)) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in sorted(each for each in sizes if each[1] > 1):
         overlaps = stride <= reach
         reach += stride * (size - 1)
         if overlaps:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -123,12 +124,25 @@ class Values:
         fake_kwargs = fx.map_arg(kwargs, lambda n: n.meta["val"])
         self.paused = True
         try:
-            with self._fake_mode:
+            with self._fake_mode, self.below_recorder():
                 out = op(*fakes, **fake_kwargs)
         finally:
             self.paused = False
         nodes = tuple(self._shape_arg(a) for a in args)
         return self._nodes.create(op, nodes, {k: self._shape_arg(v) for k, v in kwargs.items()}, out)
+
+    @contextmanager
+    def below_recorder(self) -> Iterator[None]:
+        """What asks for the value of a size in the block only wants to know the metadata of a result."""
+        env: Any = self._fake_mode.shape_env
+        if env is None:
+            yield
+            return
+        before, env.below_recorder = env.below_recorder, True
+        try:
+            yield
+        finally:
+            env.below_recorder = before
 
     def register_result(self, fake: Tensor, node: fx.Node) -> None:
         """Register a fake tensor as the result of a node."""

@@ -1,26 +1,62 @@
-"""`float(x)` and `int(x)` in user functions, of a scalar that is known only after the graph ran.
+"""`float(x)`, `int(x)`, `len(x)`, `max(a, b)`, `min(a, b)` in functions of the user's, of what only a run decides.
 
-Both are C types, which must return a plain number at once. So a trace that meets such a call ends, and the step is
-traced again with a stand-in for the name in the global namespace of the calling function:
+They are written in C and must give a plain number, or compare plain numbers, at once. So a trace that meets such a
+call ends, and the step is traced again with a stand-in for the name in the global namespace of the calling function:
 
     losses.append(float(loss))        trace 1: NeedsConversion; trace 2: a symbolic scalar
 
-The stand-in is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` behave as with the real one.
+The stand-in of a type is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` give what the real one
+gives.
 """
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Sequence
+from functools import reduce
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wholestep.capture.objects.called import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import WholestepError
+from wholestep.ir.io.node_values import hint_of
 
 Namespace = dict[str, Any]
 _KINDS: dict[str, tuple[type, str]] = {"float": (float, "sym_float"), "int": (int, "trunc")}
+
+
+def _length(values: Any) -> Any:
+    return values.shape[0] if isinstance(values, Tensor) and values.dim() else len(values)
+
+
+def _extremum(function: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        sized = any(isinstance(arg, torch.SymInt | torch.SymFloat) and scalar_of(arg) is None for arg in args)
+        return reduce(symbolic, args) if sized and len(args) > 1 and not kwargs else function(*args, **kwargs)
+
+    return stand_in
+
+
+_TO_NUMBER: dict[type, Callable[..., Any]] = {int: torch.sym_int, float: torch.sym_float}
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "len": _length,
+    "max": _extremum(max, torch.sym_max),
+    "min": _extremum(min, torch.sym_min),
+}
+
+
+def ask_by_stand_in(frame: FrameType, refusal: WholestepError) -> None:
+    """End the trace if code that asks for the value of a size does so in a call that a stand-in may answer."""
+    if "CALL" not in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
+        return
+    for name in (*_FUNCTIONS, *_KINDS):
+        if name in frame.f_code.co_names and name not in frame.f_globals:
+            raise NeedsConversion(frame.f_globals, name, refusal)
 
 
 class NeedsConversion(TraceAgain):
@@ -47,7 +83,10 @@ def swap_conversions(asked: Sequence[tuple[Namespace, str]]) -> Callable[[], Non
     before: list[tuple[Namespace, str, Any]] = []
     by_namespace: dict[int, tuple[Namespace, dict[type, type]]] = {}
     for namespace, name in asked:
-        if name not in namespace:
+        if name not in namespace and name in _FUNCTIONS:
+            namespace[name] = _FUNCTIONS[name]
+            before.append((namespace, name, None))
+        elif name not in namespace:
             kind, method = _KINDS[name]
             namespace[name] = _stand_in(kind, method)
             before.append((namespace, name, None))
@@ -76,6 +115,8 @@ def _stand_in(kind: type, method: str) -> type:
                 scalar = scalar_of(number)
                 if scalar is not None and scalar.is_deferred:
                     return scalar.apply(method).as_python()
+                if scalar is None and isinstance(number, torch.SymInt | torch.SymFloat) and hint_of(number) is None:
+                    return _TO_NUMBER[kind](number)
             return kind(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:

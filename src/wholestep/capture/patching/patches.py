@@ -45,13 +45,15 @@ from wholestep.capture.objects.called import CallHost, detect_calls, detect_modu
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     CapturedTensorError,
+    ItemError,
     ParameterDataError,
     RandomStateError,
     SideEffectError,
     UnsupportedError,
 )
 from wholestep.ir.graph_functions import get_rng_state, manual_seed, number_tensor, set_rng_state
-from wholestep.ir.meta import user_location
+from wholestep.ir.io.node_values import hint_of
+from wholestep.ir.meta import is_users_code, user_location
 from wholestep.parallel.reducing import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.distributed import PROPAGATE_SHAPES, sharding_function, sharding_propagator
@@ -134,6 +136,9 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(gc, "collect", lambda original, *a, **k: 0)
         patch(torch, "tensor", partial(_tensor_of_numbers, host))
         patch(torch, "as_tensor", partial(_tensor_of_numbers, host))
+        for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+            patch(kind, "__repr__", _text_of_size)
+            patch(kind, "__str__", _text_of_size)
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and hasattr(masking, "is_tracing"):
             patch(masking, "is_tracing", _causal_mask_is_traced)
@@ -184,6 +189,17 @@ def _refuse_array(original: Any, array: Any) -> Any:
         fix="make the tensor outside of the step and pass it as an argument.",
         location=user_location(),
     )
+
+
+def _text_of_size(original: Any, size: Any) -> str:
+    asker = sys._getframe(2)
+    if scalar_of(size) is None and hint_of(size) is None and is_users_code(asker.f_code):
+        raise ItemError(
+            "the text of a size that the values of a tensor decide is needed while the step is captured.",
+            fix="return the size from the step and print it outside.",
+            location=user_location(),
+        )
+    return str(original(size))
 
 
 def _refuse_file(original: Any, *args: Any, **kwargs: Any) -> None:

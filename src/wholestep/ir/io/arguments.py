@@ -30,6 +30,8 @@ from torch import fx
 from wholestep.errors import GraphFormatError
 from wholestep.ir.graph_functions import (
     call_on_copies,
+    check_size,
+    divide_sizes,
     get_rng_state,
     manual_seed,
     number_tensor,
@@ -283,6 +285,8 @@ _OURS: dict[str, Target] = {
     "wholestep.ir.graph_functions.packed_weights": packed_weights,
     "wholestep.ir.graph_functions.own_chunk": own_chunk,
     "wholestep.ir.graph_functions.number_tensor": number_tensor,
+    "wholestep.ir.graph_functions.check_size": check_size,
+    "wholestep.ir.graph_functions.divide_sizes": divide_sizes,
     # Read only: names of the same functions in older files.
     "wholestep.ir.rnn.packed_weights": packed_weights,
     "wholestep.ir.shards.own_chunk": own_chunk,

@@ -44,10 +44,10 @@ def hint_of(value: Any) -> Any:
     return getattr(value.node, "hint", None) if isinstance(value, _SYMBOLIC) else value
 
 
-def size_hint(size: Any) -> int:
-    """A size as an int: its hint where it is symbolic, 1 where it has none."""
+def size_hint(size: Any, unknown: int = 1) -> int:
+    """A size as an int: its hint where it is symbolic, `unknown` where it has none."""
     known = hint_of(size)
-    return 1 if known is None else int(known)
+    return unknown if known is None else int(known)
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -1,0 +1,174 @@
+"""Sizes that the data of a run decides (`x[mask].shape[0]`): symbols without a value, and questions about them.
+
+    keep = labels != -100
+    y = logits[keep]               y has u0 rows; the graph reads u0 = sym_size(y, 0) at each run
+    y.mean() + y.shape[0] / 8      u0 is a value of the graph
+    if y.shape[0] == 0: ..         a question: no graph is right for both answers
+
+While a step is traced, torch's own code asks questions too, many of which only choose between equal ways ("is it
+contiguous?", "is there anything to drop?"). They get the answer of an ordinary size, 2 or more:
+
+    asked below the recorder   by the shape rule of an operator that is recorded as one node. The answer is of no
+                               consequence: at run time its kernel asks again
+    asked above it             by an operator that is recorded as its parts. If a size of 0 or 1 would get another
+                               answer, the graph checks at run time that there is none. (Formulas of autograd, and
+                               a few functions, only ask to save work: `_SHORTCUTS`)
+
+Questions of the user's code, and those that ordinary sizes answer differently (`u0 > 5`), are refused with the line.
+What torch (or `torch._check`) takes for granted of the sizes is checked at run time, before the step writes anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+
+from wholestep.capture.patching.conversions import ask_by_stand_in
+from wholestep.errors import ControlFlowError, DataShapeError, Location
+from wholestep.ir.meta import is_users_code, user_location
+from wholestep.torch_private.autograd import current_autograd_node
+from wholestep.torch_private.symbolic_shapes import (
+    SIZE_FILES,
+    ShapeEnv,
+    data_symbols,
+    highest_value,
+    is_condition,
+    known_answer,
+)
+
+_CONVERSIONS = frozenset({"__bool__", "__int__", "__index__", "__float__", "__eq__", "__ne__", "wrapper", "inner"})
+_SHORTCUTS = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout cdist linear matmul "
+    "__matmul__ __rmatmul__ bmm".split()
+)
+"""Functions that ask only to save work: what they give for no elements, or one, is the same either way."""
+_ORDINARY = (2, 3, 4, 7, 16, 61, 1000)
+_MOST_CONSTANTS = 12
+
+
+class DataSizeEnv(ShapeEnv):
+    """A ShapeEnv that answers torch's questions about sizes that data decides."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.below_recorder = False
+        """Whether what runs is recorded as one node already, or not at all."""
+        self.conditions: list[tuple[Any, str]] = []
+        """Conditions on sizes that the graph has to check, each with what it is for."""
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """The value of an expression of sizes; for those that data decides, that of ordinary sizes."""
+        has_fallback = kwargs.get("fallback_value") is not None or len(args) > 4
+        if not has_fallback and data_symbols(self, args[0]) and known_answer(self, args[0]) is None:
+            return self._answer(args[0])
+        return super().evaluate_expr(*args, **kwargs)
+
+    def _answer(self, expression: Any) -> Any:
+        asker, from_python = _asking_frame(sys._getframe(1))
+        if from_python and is_users_code(asker.f_code):
+            refusal = _asked_by_user(expression)
+            ask_by_stand_in(asker, refusal)
+            raise refusal
+        found = _answers(self, expression, 2) if is_condition(expression) else set()
+        if len(found) != 1:
+            raise needs_number(expression)
+        answer = found.pop()
+        if not self.below_recorder and current_autograd_node() is None and _function_of(asker) not in _SHORTCUTS:
+            self._check_small_sizes(expression, answer)
+        return sympy.true if answer else sympy.false
+
+    def _check_small_sizes(self, expression: Any, answer: bool) -> None:
+        """An operator that is recorded as its parts has others for a size of 0 or 1."""
+        if _answers(self, expression, 0) != {answer}:
+            holds = expression if answer else sympy.Not(expression)
+            self.conditions.append((holds, "torch computes this in another way for such a size"))
+
+
+def _answers(env: ShapeEnv, expression: Any, least: int) -> set[bool]:
+    """What an expression gives for sizes from `least` on."""
+    symbols = sorted(expression.free_symbols, key=str)
+    constants = sorted({abs(int(n)) for n in expression.atoms(sympy.Integer)})[:_MOST_CONSTANTS]
+    near = {a // b + d for a in constants for b in (1, *constants) if b for d in (-1, 0, 1)}
+    sizes = sorted(n for n in {*_ORDINARY, *near, least} if n >= least)
+    tops = [highest_value(env, symbol) for symbol in symbols]
+    found: set[bool] = set()
+    steps = itertools.product(range(len(sizes)), (0, 1, 3))
+    for i, step in steps:
+        values = [sizes[(i + k * step) % len(sizes)] for k in range(len(symbols))]
+        if all(top is None or value <= max(top, least) for value, top in zip(values, tops, strict=True)):
+            found.add(bool(expression.xreplace(dict(zip(symbols, map(sympy.Integer, values), strict=True)))))
+    return found
+
+
+def _asking_frame(frame: FrameType) -> tuple[FrameType, bool]:
+    """The Python code that asks for the value of a size, or that called the operator in C++ which does (False)."""
+    found, from_python = _above(frame), False
+    while _is_conversion(found):
+        found, from_python = _above(found), True
+    return found, from_python
+
+
+def _above(frame: FrameType) -> FrameType:
+    """The next frame outside of the code between whoever asks and the ShapeEnv."""
+    above = frame.f_back
+    while above is not None and (above.f_code.co_filename in SIZE_FILES or above.f_code.co_name == "evaluate_expr"):
+        above = above.f_back
+    assert above is not None
+    return above
+
+
+def _function_of(frame: FrameType) -> str:
+    """The name of the function of torch's that the frame is in, or that it calls."""
+    called = frame.f_locals.get("func") if frame.f_code.co_name == "__torch_function__" else None
+    return str(getattr(called, "__name__", frame.f_code.co_name))
+
+
+def _is_conversion(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == torch.__file__ and frame.f_code.co_name in _CONVERSIONS
+
+
+def _asked_by_user(expression: Any) -> ControlFlowError | DataShapeError:
+    if not is_condition(expression):
+        return needs_number(expression)
+    return ControlFlowError(
+        f"Python branches on {expression}, where {_named(expression)} a size that the values of a tensor decide.",
+        fix="leave the branch out where an empty tensor does no harm (index_add of no rows adds nothing), use "
+        "torch.sym_max(n, 1) instead of max(n, 1), or say what always holds with torch._check(n > 0).",
+        location=user_location(),
+    )
+
+
+def _named(expression: Any) -> str:
+    names = sorted(map(str, expression.free_symbols))
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are each'}"
+
+
+def needs_number(expression: Any) -> DataShapeError:
+    """A size that data decides is needed as a plain number."""
+    return DataShapeError(
+        f"the value of {expression} is needed while the step is captured, and the values of a tensor decide "
+        f"{' and '.join(sorted(map(str, expression.free_symbols)))}.",
+        fix="compute with the size as it is (x.shape[0] instead of int(..) or range(..)); say what always holds of it "
+        "with torch._check(x.shape[0] <= limit); or use a form of fixed shape: a mask multiplied in, torch.where.",
+        location=user_location(),
+    )
+
+
+def unknown_size(expression: Any) -> DataShapeError:
+    """A size that no recorded operator made."""
+    return DataShapeError(
+        f"the size {expression} depends on the values of a tensor, and no recorded operator has a result of this size.",
+        fix="compute the size from the shape of a tensor (x.shape[0]) instead of from its values.",
+        location=user_location(),
+    )
+
+
+def assumption_text(holds: Any, why: str, location: Location | None) -> str:
+    """What the error of a condition says, if it does not hold at run time."""
+    what = str(holds) if str(holds) in why else f"{holds}: {why}"
+    return what if location is None else f"{what} (at {location})"
