@@ -121,7 +121,7 @@ def compile(
         verify: What is checked after capture and after each pass. 0: nothing. 1: the structure of the graph, and the
             metadata of what a pass changed. 2: the metadata of all nodes. 3: also replay the graph before and after
             each pass on real tensors.
-        check_first: Run so many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
+        check_first: Run this many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
             Compiled regions then use eager's random numbers, also on a GPU.
         max_recompiles: Warn after this many captures beyond the first.
         hooks: "refuse" hooks, or "trace" what they compute.

@@ -47,7 +47,7 @@ class CompiledLoops:
         """From now on the training batches of a trainer run as graphs."""
         self.remove()
         for step in (self._automatic, self._manual):
-            step.reset()  # models of earlier trainings are let go
+            step.reset()  # models of earlier trainings are released
         epoch = trainer.fit_loop.epoch_loop
         automatic, manual = epoch.automatic_optimization, epoch.manual_optimization
         vars(automatic)["run"] = _RunAutomatic(automatic, self._automatic)

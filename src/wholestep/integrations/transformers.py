@@ -55,7 +55,7 @@ class WholestepTrainerMixin:
         return self._wholestep.compiled
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; models and optimizers of an earlier call are let go."""
+        """As in `Trainer`; models and optimizers of an earlier call are released."""
         self._wholestep.reset()
         return super().train(*args, **kwargs)  # type: ignore[misc]
 

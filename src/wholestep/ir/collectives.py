@@ -49,7 +49,7 @@ class CollectiveBlock:
 
     @property
     def is_dead(self) -> bool:
-        """Whether nobody uses what the collective brings."""
+        """Whether no node uses the result of the collective."""
         return not self.misused and not self.measures and not any(wait.users for wait in self.waits)
 
 

@@ -30,7 +30,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def group_size(node: fx.Node) -> int:
-    """How many ranks a node communicates with, itself included; 1 if nobody knows."""
+    """How many ranks a node communicates with, itself included; 1 if that is unknown."""
     name = group_of(node)
     stated = argument(node, "group_size") if name is not None else None
     if type(stated) is int:

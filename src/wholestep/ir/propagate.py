@@ -5,7 +5,7 @@
     fill_values          give a `val` to nodes that have none
 
 Nothing real runs: no data, no random op, no communication. Where a result depends on data, or an operator cannot be
-run on fake tensors, what was recorded is taken as true and the walk goes on from there.
+run on fake tensors, the recorded value is assumed and the walk continues from there.
 """
 
 from __future__ import annotations

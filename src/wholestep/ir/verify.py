@@ -359,7 +359,7 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def values_known(graph: _Graph) -> None:
-    """Every node that makes a tensor says in `val` what it looks like."""
+    """Every node that makes a tensor has its metadata in `val`."""
     tensors = {spec.name for spec in graph.signature.inputs if spec.tensor is not None}
     metas = map(attrgetter("meta"), graph.nodes)
     for node in compress(graph.nodes, map(not_, map(dict.__contains__, metas, repeat("val")))):

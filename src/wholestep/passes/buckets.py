@@ -1,9 +1,9 @@
-"""Many collectives as one: which go together (`comm_fusion.py` puts them into the graph).
+"""Which collectives share a bucket, so that one collective does the work of many (`comm_fusion.py` rewrites the graph).
 
 A collective has a place where its operand is ready and a place where its result is first needed. Collectives may share
 a bucket if the last operand is ready before the first result is needed: then nothing else has to move, and no cycle
 can arise. Where a result is used at once by elementwise followers (a division, a cast), these may move down with it
-(`late_uses`). `plan_buckets` packs collectives in graph order; what cannot join the open bucket opens the next one.
+(`LateUses`). `plan_buckets` packs collectives in graph order; one that cannot join the open bucket opens the next one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Member:
     followers: list[fx.Node] = field(default_factory=list)
     """Views behind its wait, which move along."""
     prelude: list[fx.Node] = field(default_factory=list)
-    """Casts, padding and views that make the operand of this collective (of a gather: perhaps of others too); they move
-    along too. A rank with a shorter shard pads where others do not, and must come to the same buckets."""
+    """Casts, padding and views that compute the operand of this collective (for a gather, possibly of others too); they
+    move along. A rank with a shorter shard pads where others do not, and must arrive at the same buckets."""
     overwritten: float = math.inf
     """Position of the next write into its operand."""
     pushed: bool = False
     """Whether elementwise followers have to move down for `needed` to be true."""
     is_alone: bool = False
-    """Whether its result must be memory of its own: somebody writes it, or it leaves the graph."""
+    """Whether its result needs memory of its own: another node writes to it, or it leaves the graph."""
 
     @property
     def node(self) -> fx.Node:
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """What the operand is made from."""
+        """The nodes that the operand is computed from."""
         return (self.prelude[0] if self.prelude else self.node).all_input_nodes
 
     @property
@@ -86,15 +86,15 @@ class Member:
 
 
 class Positions:
-    """Where nodes stand, and who first reads what; from one walk over the graph."""
+    """Positions of nodes, and the first reader of each value; from one walk over the graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.of = dict(zip(self.nodes, range(len(self.nodes)), strict=True))
         self.inputs = max((self.of[node] for node in graph.find_nodes(op="placeholder", sort=False)), default=-1)
-        """Position of the last input: nothing goes before it."""
+        """Position of the last input: no node may move before it."""
         self.end = len(self.nodes) - 1 - len(epilogue(graph))
-        """Position of the first write-back, or of the output: nothing goes behind it."""
+        """Position of the first write-back, or of the output: no node may move past it."""
 
         self.windows = WriteWindows(self.nodes, self.end)
 
@@ -103,15 +103,15 @@ class Positions:
         return [node for node in self.nodes if node.target is target]
 
     def ready(self, node: fx.Node) -> int:
-        """After which position a node may stand."""
+        """The position after which a node may be placed."""
         return max((self.of[source] for source in node.all_input_nodes), default=-1)
 
     def needed(self, bucket: list[Member]) -> int:
-        """Before which position the results of a bucket must be there."""
+        """The position before which the results of a bucket are needed."""
         return int(min(self.end, *(member.needed for member in bucket)))
 
     def follow(self, wait: fx.Node) -> tuple[float, list[fx.Node]]:
-        """Where the result of a wait is first really used, and the views in between."""
+        """The position where the result of a wait is first read by other than a view, and the views in between."""
         shown = reachable([wait], lambda node: filter(is_part, node.users))
         first = min((self.of[user] for node in shown for user in node.users if user not in shown), default=math.inf)
         del shown[wait]
@@ -161,9 +161,9 @@ _PREPARES = frozenset(
 
 
 def _prelude(collective: fx.Node, positions: Positions) -> tuple[list[fx.Node], tuple[int, float]]:
-    """What only makes the operand, and the writes before and after to what all of it is made from.
+    """The nodes that only compute the operand, and the writes before and after to what all of them are computed from.
 
-    Nothing if its source is written before the collective starts: then it read what is not there any more.
+    Empty if their source is written before the collective starts: they then read an older value.
     """
     chain = _chain(collective)
     read = [*(chain or [collective])[0].all_input_nodes, *chain]
@@ -174,7 +174,7 @@ def _prelude(collective: fx.Node, positions: Positions) -> tuple[list[fx.Node], 
 
 
 def _chain(collective: fx.Node) -> list[fx.Node]:
-    """Gathers may share it: they only ever move up, which is no harm to others who read the same cast or padding."""
+    """Gathers may share it: they only ever move up, which does not affect other readers of the same cast or padding."""
     shared = collective.target is comm.all_gather_into_tensor.default
     chain: list[fx.Node] = []
     node = collective.args[0]
@@ -203,8 +203,8 @@ def plan_buckets(
 ) -> list[list[Member]]:
     """Buckets of the members of each key, in the order in which they begin.
 
-    `late` says where what a wait gives is needed at the latest, if what uses it at once moves; asked only where that
-    lets another one join.
+    `late` returns the latest position at which the result of a wait is needed, if elementwise uses move; called only if
+    that lets another collective join.
     """
     keyed: dict[Any, list[Member]] = {}
     for member in members:
@@ -215,10 +215,10 @@ def plan_buckets(
 
 
 def _pack_small_first(members: list[Member], cap: float, late: Callable[[fx.Node], float] | None) -> list[list[Member]]:
-    """Communication starts early if the first bucket is small; that costs no collective where there is a way.
+    """A small first bucket lets communication start early; it is used if it does not cost a collective.
 
-    A first bucket of `FIRST_BUCKET`; if that makes one more, one of what would be left for the last; if nothing would
-    be left, for all are full, the small one after all.
+    First try a first bucket of `FIRST_BUCKET`; if that makes one more bucket, one of the size that would remain for the
+    last; if nothing would remain, because all are full, `FIRST_BUCKET` after all.
     """
     plain = _pack(members, cap, late)
     if len(plain) == 1:
@@ -233,7 +233,7 @@ def _pack_small_first(members: list[Member], cap: float, late: Callable[[fx.Node
 def _pack(
     members: list[Member], cap: float, late: Callable[[fx.Node], float] | None, first: float | None = None
 ) -> list[list[Member]]:
-    """Members of one key in graph order; who cannot join the open bucket opens the next."""
+    """Pack members of one key in graph order; one that cannot join the open bucket opens the next."""
     done: list[_Open] = []
     for member in members:
         limit = first if first is not None and len(done) == 1 else cap
@@ -243,17 +243,17 @@ def _pack(
 
 
 class _Open:
-    """A bucket that others may still join."""
+    """A bucket that other collectives may still join."""
 
     def __init__(self, first: Member, late: Callable[[fx.Node], float] | None) -> None:
         self.members = [first]
         self._bytes, self._begun, self._late = first.bytes, first.ready, late
         self._sent = {first.twin_key} if first.is_gather else set()
         self._needed = [(first.needed, 0)]
-        """Heap of where the results are needed, with the number of the member."""
+        """Heap of the positions where results are needed, with the index of the member."""
 
     def take(self, member: Member, limit: float) -> bool:
-        """Take one more, if it fits and no result is needed before the bucket begins."""
+        """Add a member if it fits and no result is needed before the bucket begins."""
         begun = max(self._begun, member.ready)
         bytes_ = 0 if member.is_gather and member.twin_key in self._sent else member.bytes
         if self._bytes + bytes_ > limit:

@@ -10,28 +10,29 @@
 
 Needs: nothing.  Numerics: reassociates (a backend may add ranks in another order at another place of the buffer);
 gathers are exact.  A reduction starts right after its last operand is ready; a gather where the first of its bucket
-stood, so that parameters are not gathered before their time.  Bucket key: operator, reduce op, group, dtype, device.
+was, so that parameters are not gathered earlier than needed.  Bucket key: operator, reduce op, group, dtype, device.
 What cannot join the open bucket opens the next one.  The first bucket of reductions is small, so that communication
-starts early, as far as that costs no further collective.  A parameter that is gathered again, by its backward, in the
-bucket of its forward (the last layers; in a small model all) travels once: at the turn from forward to backward both
-would be held anyway.  The collectives move, their waits and the views behind them; where results are used at once (a
+starts early, as far as that costs no further collective.  A parameter that its backward gathers again, in the
+bucket of its forward (the last layers; in a small model all), is sent once: at the turn from forward to backward both
+would be alive anyway.  The collectives move, their waits and the views behind them; where results are used at once (a
 division, a cast), so do these elementwise uses, as far down as the bucket needs.  The results of one bucket are views
 of one tensor.  Cost: one walk over the graph.
 
-Put buckets into a graph: operands end to end in one flat tensor, one collective, and the results taken apart.
+The rewrite: operands are concatenated in one flat tensor, one collective runs, and its result is split.
 
 Where a bucket begins and where its results are needed is planned before (`buckets.py`). Each new node gets its value
-where the shapes are plain numbers, so that nothing has to be found out by running meta kernels.
+where shapes are static, so that no meta kernel has to run.
 
-How long the uses of a result can wait: elementwise followers move down, with their results, to the first real use.
+`LateUses`: how long the uses of a result can wait. Elementwise followers move down, with their results, to the first
+other use.
 
     w1 = wait(a1); d1 = div(w1, 2)         d1 = div(w1, 2) can stand anywhere before the output,
     b2 = all_reduce(g2); w2 = wait(b2)     so w1 may come as late as that,
     d2 = div(w2, 2)                        and a1 may share a bucket with b2
     output(d1, d2)
 
-Movable are views, casts and elementwise operators that write nothing and draw nothing; never past a write into what
-they read, nor if a collective that is just being placed reads them.  Each node is looked at once.
+Movable are views, casts and elementwise operators that neither write nor draw random numbers; never past a write into
+what they read, nor if a collective that is being placed reads them.  Each node is visited once.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET
     op = comm.all_gather_into_tensor.default
     _make_plain(gm.graph, op)
     for now, positions in _rounds(gm.graph, op):
-        # Where the first of a bucket stood, the shards of all others must be at hand.
+        # At the place of the first member, the shards of all others must be available.
         for bucket in plan_buckets(now, bucket_size_mb, small_first=False):
             for part in _from_the_first(bucket, positions):
                 if len(part) > 1:
@@ -94,7 +95,7 @@ def bucket_all_gather(gm: fx.GraphModule, bucket_size_mb: float = DEFAULT_BUCKET
 
 
 def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Member]]:
-    """Cut a bucket where an operand is made after the place of the first gather."""
+    """Cut a bucket where an operand is computed after the place of the first gather."""
     parts: list[list[Member]] = []
     for member in bucket:
         if parts and member.ready < positions.of[parts[-1][0].node]:
@@ -107,7 +108,7 @@ def _from_the_first(bucket: list[Member], positions: Positions) -> list[list[Mem
 def _rounds(graph: fx.Graph, op: Any) -> Iterator[tuple[list[Member], Positions]]:
     """The collectives of one operator that can share buckets now.
 
-    A collective of what another one gives (two axes) has its turn when that one has found its place.
+    A collective of another one's result (two axes) follows in a round after that one was placed.
     """
     left: set[fx.Node] | None = None
     while left is None or left:
@@ -124,7 +125,7 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
     _make_plain(gm.graph, op)
     for found, positions in _rounds(gm.graph, op):
         now = sorted(found, key=lambda member: member.ready)
-        # What a bucket is made from stays where it is, or the bucket could not begin there.
+        # Operands of a bucket stay where they are, or the bucket could not begin there.
         fixed = {node for member in now for node in (*member.sources, *member.prelude)}
         uses = LateUses(positions.nodes, positions.of, positions.end, positions.windows, fixed)
         buckets = plan_buckets(now, bucket_size_mb, late=uses.late)
@@ -134,7 +135,7 @@ def _reductions(gm: fx.GraphModule, op: Any, bucket_size_mb: float, fuse: Any) -
 def _apply(
     graph: fx.Graph, now: list[Member], buckets: list[list[Member]], positions: Positions, uses: LateUses, fuse: Any
 ) -> None:
-    """Put collectives, buckets and the uses that wait for them where they were planned."""
+    """Put collectives, buckets and the uses that wait for them at the planned positions."""
     fused = {member.node for bucket in buckets for member in bucket}
     pushed: dict[fx.Node, int] = {}
     places = [positions.needed(bucket) for bucket in buckets]
@@ -154,7 +155,7 @@ def _apply(
 
 
 def _staying(positions: Positions, place: int, leaving: set[fx.Node]) -> fx.Node:
-    """The first node from a place on that neither moves nor goes."""
+    """The first node from a position on that is neither moved nor erased."""
     return next(node for node in islice(positions.nodes, place, None) if node not in leaving)
 
 
@@ -172,7 +173,7 @@ def _hoist(member: Member, positions: Positions) -> None:
 
 
 class Writer:
-    """Puts nodes into a graph at one place, each with its value where the shapes are plain numbers."""
+    """Creates nodes at one place of a graph, each with its value where shapes are static."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
         self._graph = graph
@@ -180,7 +181,7 @@ class Writer:
         self._meta = node_meta(like)
 
     def call(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
-        """A node right before the place. Without `val` the manager finds it out, which costs more."""
+        """A node right before the place. Without `val` the manager computes the metadata, which costs more."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         node.meta["wholestep"] = self._meta
@@ -196,19 +197,19 @@ class Writer:
         return node if val.dim() == 1 else self.call(aten.view.default, node, [-1], val=like(val, [val.numel()]))
 
     def result(self, node: fx.Node, member: Member, sizes: list[Any]) -> fx.Node:
-        """A piece in the shape of a member's result; what is gathered or scattered is contiguous, as the piece is."""
+        """A piece in the shape of a member's result; gathers and scatters return contiguous tensors."""
         return self.call(aten.view.default, node, sizes, val=member.node.meta["val"])
 
     def view(self, node: fx.Node, wanted: Tensor, sizes: list[Any]) -> fx.Node:
         """A tensor in the shape of another one."""
         val = node.meta.get("val")
-        # A contiguous tensor of the same kind looks the same already.
+        # A contiguous tensor of the same shape needs no view.
         same = isinstance(val, FakeTensor) and wanted.dtype == val.dtype and wanted.is_contiguous()
         found = wanted if same and _is_plain(wanted.shape) else like(val, wanted.shape)
         return self.call(aten.view.default, node, sizes, val=found)
 
     def sizes(self, member: Member) -> list[Any]:
-        """The shape of a member's result, from that of its operand; symbolic sizes as nodes."""
+        """The shape of a member's result, computed from that of its operand; symbolic sizes as nodes."""
         shape = member.node.meta["val"].shape
         return [s if type(s) is int else self.size(member, i) for i, s in enumerate(shape)]
 
@@ -223,12 +224,12 @@ class Writer:
         return whole
 
     def numel(self, node: fx.Node) -> Any:
-        """The number of elements, as a number or a node."""
+        """The number of elements, as an int or a node."""
         count = node.meta["val"].numel()
         return count if type(count) is int else self.call(aten.sym_numel.default, node)
 
     def cat(self, nodes: list[fx.Node], dim: int = 0) -> fx.Node:
-        """Tensors end to end."""
+        """The concatenation of tensors."""
         vals: list[Any] = [node.meta.get("val") for node in nodes]
         total = sum(val.shape[dim] for val in vals) if all(isinstance(val, Tensor) for val in vals) else None
         shape = [*vals[0].shape[:dim], total] if total is not None else None
@@ -245,7 +246,7 @@ class Writer:
 
 
 def like(val: Any, shape: Any, stride: Any = None) -> Any:
-    """A fake of another shape; None where the shape is not plain numbers."""
+    """A fake of another shape; None if the shape is symbolic."""
     if not isinstance(val, FakeTensor) or shape is None or not _is_plain(shape):
         return None
     if stride is None:
@@ -262,7 +263,7 @@ def _is_plain(shape: Iterable[Any]) -> bool:
 
 
 def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One all-reduce of all operands laid end to end; `place` is where the results are needed."""
+    """One all-reduce of all operands, concatenated; `place` is where the results are needed."""
     begin = _before(graph, bucket, at)
     whole, sizes, shapes = _end_to_end(begin, bucket)
     fused, finish, done = _talk(graph, bucket, begin, place, whole, whole.meta.get("val"))
@@ -273,7 +274,7 @@ def fuse_all_reduce(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
 
 
 def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One reduce-scatter: the rows of each rank side by side."""
+    """One reduce-scatter: the rows for each rank are adjacent."""
     size = group_size(bucket[0].node)
     begin = _before(graph, bucket, at)
     rows, sizes = [], []
@@ -297,9 +298,9 @@ def fuse_reduce_scatter(graph: fx.Graph, bucket: list[Member], at: fx.Node, plac
 
 
 def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: fx.Node) -> fx.Node:
-    """One all-gather of all shards laid end to end; each whole is then collected from the ranks' pieces.
+    """One all-gather of all shards, concatenated; each full tensor is then assembled from the pieces of the ranks.
 
-    What is gathered again for a backward in the bucket of its forward travels once.
+    A parameter that the backward gathers again in the bucket of its forward is sent once.
     """
     size = group_size(bucket[0].node)
     begin = _before(graph, bucket, at)
@@ -330,7 +331,7 @@ def fuse_all_gather(graph: fx.Graph, bucket: list[Member], at: fx.Node, place: f
 
 
 def _end_to_end(begin: Writer, members: list[Member]) -> tuple[fx.Node, list[Any], list[list[Any]]]:
-    """The operands as one flat tensor, how many elements each has, and the shapes of the results."""
+    """The operands as one flat tensor, the number of elements of each, and the shapes of the results."""
     flats = [begin.flat(member.operand) for member in members]
     sizes = [begin.numel(member.operand) for member in members]
     shapes = [begin.sizes(member) for member in members]
@@ -348,7 +349,7 @@ def _talk(
 
 
 def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
-    """The place where a bucket begins; what makes its operands moves there."""
+    """The place where a bucket begins; the nodes that compute its operands move there."""
     preludes = {node: None for member in bucket for node in member.prelude}
     while at in preludes:
         at = at.next
@@ -357,14 +358,14 @@ def _before(graph: fx.Graph, bucket: list[Member], at: fx.Node) -> Writer:
             at.prepend(node)
     for member in bucket:
         for user in member.block.measures:
-            # Who asks the collective for its size, on the way, asks the operand.
+            # A node that reads the size of the collective reads that of the operand.
             user.replace_all_uses_with(Writer(graph, user, user).size(member, user.args[1]))  # type: ignore[arg-type]
             graph.erase_node(user)
     return Writer(graph, at, bucket[0].node)
 
 
 def _after_wait(graph: fx.Graph, bucket: list[Member], place: fx.Node) -> Writer:
-    """The place right before the first use of any result; views behind the old waits that stood earlier move there."""
+    """The place right before the first use of any result; earlier views behind the old waits move there."""
     views = [view for member in bucket for view in member.followers if view < place]
     for view in views:
         place.prepend(view)
@@ -381,7 +382,7 @@ _CASTS = frozenset({aten._to_copy.default, aten.clone.default})
 
 
 class LateUses:
-    """Until where the results of nodes are not needed, if all that can move does."""
+    """The latest positions at which the results of nodes are needed, if everything movable moves down."""
 
     def __init__(
         self,
@@ -391,14 +392,14 @@ class LateUses:
         windows: WriteWindows,
         fixed: Collection[fx.Node],
     ) -> None:
-        """`fixed`: nodes that stay although they could move; `end`: behind it nothing goes."""
+        """`fixed`: nodes that stay although they could move; `end`: no node moves past it."""
         self._nodes, self._place, self._end = nodes, place, end
         self._windows, self._fixed = windows, fixed
         self._late: dict[fx.Node, float] = {}
         self._movable: dict[fx.Node, bool] = {}
 
     def late(self, wait: fx.Node) -> float:
-        """The last position before which a wait can stand."""
+        """The last position before which a wait can be placed."""
         stack = [wait]
         while stack:
             node = stack[-1]
@@ -413,7 +414,7 @@ class LateUses:
         return self._late[wait]
 
     def behind(self, waits: Iterable[fx.Node], place: float) -> list[fx.Node]:
-        """The nodes behind some waits that stand before a place and have to move there, in graph order."""
+        """The nodes behind some waits that are before a position and have to move there, in graph order."""
 
         def early(node: fx.Node) -> list[fx.Node]:
             return [user for user in node.users if self._place[user] < place and self._moves(user)]
@@ -429,7 +430,7 @@ class LateUses:
 
 
 def is_movable(node: fx.Node) -> bool:
-    """Whether a node only computes, element by element, something new out of what it reads."""
+    """Whether a node computes a new value elementwise, without other effects."""
     target = node.target
     if node.op != "call_function":
         return False

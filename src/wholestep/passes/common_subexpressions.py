@@ -9,10 +9,10 @@
 Needs: nothing; what a graph writes outside of its epilogue, and everything that shares memory with it, is left alone.
 Numerics: exact.  Legal where operator and arguments are the same and the operator only computes: it draws no random
 numbers, does not communicate (`dedup_collectives` merges those), has no effect, its shapes do not depend on data, and
-nothing is written between the two.  What is recomputed on purpose (`NodeMeta.recompute`) merges only with what the same
-recomputation computes, and what runs in the next iteration (`move`) with its like. Two results that leave the graph
-stay two tensors. Nodes that write-backs name keep their names.  Cost: one walk over the graph; a merged value lives
-until its last use.
+nothing is written between the two.  Nodes that are recomputed on purpose (`NodeMeta.recompute`) merge only within the
+same recomputation, and nodes that run in the next iteration (`move`) only with each other. Two results that leave the
+graph stay two tensors. Nodes that write-backs name keep their names.  Cost: one walk over the graph; a merged value
+lives until its last use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EqualNodes:
 
 @graph_optimization_pass(prerequisites=[], apply_after=[], numerics="exact", allow_rerun=True)
 def merge_common_subexpressions(gm: fx.GraphModule) -> None:
-    """Let every node that repeats an earlier one be that one."""
+    """Replace every node that repeats an earlier one by that one."""
     apply_merges(gm.graph, plan_merges(gm.graph))
 
 
@@ -82,13 +82,13 @@ class _Planner:
         self._arguments = ArgumentWriter(self._number)
         self._pending: set[fx.Node] = set()
         self._run = 0
-        """Number of the recomputation that the walk is in, or was in last."""
+        """The recomputation that the walk is in, or was in last."""
         self._recomputing = False
         self._merges: list[EqualNodes] = []
 
     def plan(self) -> list[EqualNodes]:
         if any(not isinstance(node.target, OpOverload) and writes(node) for node in self._graph.nodes):
-            return []  # what methods and functions of Python give may be a view of anything
+            return []  # the result of a Python method or function may be a view of anything
         for node in self._graph.nodes:
             if node.op == "get_attr" and node not in self._written:
                 self._meet(node)
@@ -122,14 +122,14 @@ class _Planner:
         others.append(node)
 
     def _are_two(self, node: fx.Node, first: fx.Node) -> bool:
-        """Whether two equal values must not be one: both leave the graph, or both are known by their names."""
+        """Whether two equal values must stay two nodes: both leave the graph, or both are named by the signature."""
         return any(node in kind and first in kind for kind in (self._named, self._leaving))
 
     def _number(self, node: fx.Node) -> int:
         return self._numbers.setdefault(node, len(self._numbers))
 
     def _key(self, node: fx.Node) -> str | None:
-        """Equal for equal values; None for what cannot be compared."""
+        """Equal for equal values; None if it cannot be compared."""
         if node.op == "get_attr":
             return json.dumps(["get_attr", str(node.target)])
         write = self._arguments.write
@@ -143,7 +143,7 @@ class _Planner:
 
 
 def apply_merges(graph: fx.Graph, plan: list[EqualNodes]) -> None:
-    """Let later nodes be the earlier ones. One that a write-back names takes the place of its equal."""
+    """Replace later nodes by the earlier ones. One that a write-back names replaces its equal instead."""
     named = {node.args[1] for node in epilogue(graph)}
     stands_for: dict[fx.Node, fx.Node] = {}
     for merge in plan:
@@ -155,13 +155,13 @@ def apply_merges(graph: fx.Graph, plan: list[EqualNodes]) -> None:
             stands_for[merge.by] = node
             node, by = by, node
         if in_place is not None:
-            update_node_meta(by, in_place=in_place)  # legal or not is for re-inplacing to see
+            update_node_meta(by, in_place=in_place)  # `reinplace` decides whether that is legal
         node.replace_all_uses_with(by)
         graph.erase_node(node)
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node only computes: the same arguments give the same value, whenever it runs."""
+    """Whether a node only computes: the same arguments give the same value at any time."""
     target = node.target
     if communicates(node) or is_wait(target) or writes(node) or target is call_on_copies or node.is_impure():
         return False
@@ -173,7 +173,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def _written_memory(graph: fx.Graph, epilogue: set[fx.Node]) -> set[fx.Node]:
-    """All nodes that share memory with something that is written before the epilogue."""
+    """All nodes that share memory with a tensor that is written before the epilogue."""
     writers = [node for node in graph.nodes if node not in epilogue and writes(node)]
     if not writers:
         return set()

@@ -5,10 +5,10 @@
     _fused_adam_([p0, p1], [g0, g1], ..)         new = _fused_adam([p0, p1], [g0, g1], .., [s[0], s[1]])
                                                  copy_(s0, s[0]); copy_(p0, new[0][0]); ..
 
-Needs: nothing.  Numerics: exact.  Legal everywhere (`ir.functionalize`); operators that something depends on which is
-sent stay as they are.  A captured step has no such operators.  Cost: a few walks over the graph.
+Needs: nothing.  Numerics: exact.  Legal everywhere (`ir.functionalize`); operators on whose results a collective
+depends stay as they are.  A captured step has no such operators.  Cost: a few walks over the graph.
 
-Drop copies of an optimizer's results into memory that nobody reads any more.
+Copies of an optimizer's results into memory that no node reads are removed (`remove_copy_from_optimizer`).
 
     before                                        after
     new = _fused_adam([p], [g], [m], ..)          new = _fused_adam([p], [g], [m], ..)
@@ -16,12 +16,12 @@ Drop copies of an optimizer's results into memory that nobody reads any more.
     copy_(p, new[0][0])                           copy_(m, new[2][0])
     copy_(m, new[2][0])
 
-Tracing an optimizer as it is leaves such orphans: a fused operator also returns the gradients. A StepGraph has none,
+Tracing an optimizer leaves such orphans: a fused operator also returns the gradients. A StepGraph has none,
 because every `copy_` of its epilogue is a write-back of the signature; graphs from elsewhere do.
 Needs: nothing.  Numerics: exact.  Legal where nothing uses the `copy_` and nothing after it reads the memory that it
 writes, through whatever view; an input, a constant, or a view of one is never an orphan, so weight updates stay. Only
 copies of what a `_fused_*` or `_foreach_*` operator computed go, and of a captured step only those of its optimizer:
-the user's own `copy_` stays. What only the orphans read goes with them.  Cost: one walk over the graph.
+the user's own `copy_` stays. What only the orphans read is removed with them.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wholestep.torch_private.operators import OpOverload, op_name
 
 @graph_optimization_pass(numerics="exact", allow_rerun=True)
 def functionalize_optimizer(gm: Any) -> None:
-    """Turn in-place updates into new values and `copy_`, and drop the copies that nobody reads."""
+    """Turn in-place updates into new values and `copy_`, and drop copies that no node reads."""
     functionalized(gm.graph)
 
 
@@ -65,11 +65,11 @@ def remove_copy_from_optimizer(gm: fx.GraphModule) -> None:
 
 
 def plan_orphans(graph: fx.Graph) -> list[fx.Node]:
-    """The copies that can go, in graph order."""
+    """The copies that can be removed, in graph order."""
     memory = _memory(graph)
     is_captured = any(node_meta(node).phase == "optimizer" for node in graph.nodes)
     read: set[fx.Node] = set()
-    """Memory that something reads later on, walking backwards."""
+    """Memory that a later node reads; the walk is backwards."""
     orphans: list[fx.Node] = []
     for node in reversed(graph.nodes):
         target = node.args[0] if node.target is _COPY and node.args else None
@@ -87,7 +87,7 @@ def plan_orphans(graph: fx.Graph) -> list[fx.Node]:
 
 
 def apply_removal(graph: fx.Graph, orphans: list[fx.Node]) -> None:
-    """Erase the orphans and, then, everything without effect that only they read."""
+    """Erase the orphans, and all nodes without effects that only they read."""
     wanted = set(orphans)
     erase_unread(graph, orphans, lambda node: node in wanted or not (is_needed(node) or writes(node)))
 
@@ -107,7 +107,7 @@ def _is_temporary(memory: frozenset[fx.Node], read: set[fx.Node]) -> bool:
 
 
 def _is_of_an_optimizer(copy: fx.Node) -> bool:
-    """Whether the value is what a list operator computed, perhaps in another form."""
+    """Whether the value is the result of a list operator, possibly through views."""
     value = copy.args[1]
     while isinstance(value, fx.Node):
         if isinstance(value.target, OpOverload) and op_name(value.target).startswith(_OPTIMIZERS):

@@ -40,11 +40,11 @@ from wholestep.torch_private.fx_graphs import pytree
 from wholestep.torch_private.operators import OpOverload, OpOverloadPacket, op_name
 
 CommOp = str | OpOverload | OpOverloadPacket
-"""How collectives are named: by the beginning of the operator's name (`"all_reduce"`, `"allreduce_"`), or by it."""
+"""A collective, by the beginning of its operator's name (`"all_reduce"`, `"allreduce_"`) or by the operator."""
 
 
 class NoWaitError(VerifyError, RuntimeError):
-    """A collective whose result nobody waits for has no block."""
+    """A collective whose result no node waits for has no block."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class CommBlock:
     """A collective with its inputs, its waits and the views behind them. Blocks are equal if they are the same."""
 
     shape: torch.Size | None
-    """Of the first input, with symbolic dimensions where there are some; None where it is not known."""
+    """Of the first input, with symbolic dimensions if there are any; None if it is not known."""
     node_list: list[fx.Node]
     """The collective, parts of its result, waits, and views behind these, each after what it reads."""
     inputs: list[fx.Node]
@@ -90,7 +90,7 @@ def get_comm_block(comm_node: fx.Node) -> CommBlock:
 def get_all_comm_blocks(gm: fx.GraphModule, comm_ops: CommOp | Iterable[CommOp]) -> list[CommBlock]:
     """The blocks of all collectives of some kinds, in the order in which the graph starts them.
 
-    A collective that leaves the graph under way, to be waited for in the next iteration, has no block here.
+    A collective whose result leaves the graph before it is waited for (in the next iteration) has no block.
     """
     matches = _Matcher([comm_ops] if isinstance(comm_ops, CommOp) else list(comm_ops))
     found = (node for node in gm.graph.nodes if is_collective(node.target) and matches(node.target))
@@ -98,7 +98,7 @@ def get_all_comm_blocks(gm: fx.GraphModule, comm_ops: CommOp | Iterable[CommOp])
 
 
 def _leaves(collective: fx.Node) -> bool:
-    """Whether somebody else waits for a result: the next iteration, or who called the graph."""
+    """Whether a result is waited for elsewhere: in the next iteration, or by the caller of the graph."""
     found = comm_block(collective)
     return not found.waits and any(user.op == "output" for user in found.misused)
 
@@ -123,7 +123,7 @@ def _letters(name: str) -> str:
 
 
 def _behind(waits: Iterable[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Views of waited results, and which nodes are read by others."""
+    """Views of waited results, and the nodes that others read."""
     views: dict[fx.Node, None] = {}
     outputs: set[fx.Node] = set()
     stack = list(reversed(list(waits)))
@@ -154,7 +154,7 @@ log = logging.getLogger("wholestep.passes")
 
 
 class OP(StrEnum):
-    """What `node.op` can be."""
+    """The values of `node.op`."""
 
     CALL_FUNCTION = "call_function"
     CALL_MODULE = "call_module"
@@ -175,9 +175,9 @@ class CommType(StrEnum):
 
 
 def get_node_tensor_metadata(node: fx.Node, is_required: bool = True) -> TensorMetadata | None:
-    """Shape, dtype and strides of what a node gives: its `tensor_meta`, or that of its `val`.
+    """Shape, dtype and strides of a node's result: its `tensor_meta`, or those of its `val`.
 
-    Raises where it has neither, unless it is not required.
+    Raises if it has neither, unless `is_required` is False.
     """
     found = node.meta.get("tensor_meta")
     if isinstance(found, TensorMetadata):
@@ -195,7 +195,7 @@ def get_node_tensor_metadata(node: fx.Node, is_required: bool = True) -> TensorM
 
 
 class NoMetadataError(OptionError, RuntimeError):
-    """A node says nothing of the tensor that it gives."""
+    """A node has no metadata for its tensor."""
 
 
 def get_output(graph: fx.Graph) -> fx.Node:
@@ -213,13 +213,13 @@ def find_node(graph: fx.Graph, predicate: Callable[[fx.Node], Any], reverse_orde
 
 
 def is_leaf_subgraph(graph: fx.Graph, subgraph: Sequence[fx.Node]) -> bool:
-    """Whether nothing but the output uses what some nodes make."""
+    """Whether only the output uses the results of some nodes."""
     inside = {*subgraph, get_output(graph)}
     return all(user in inside for node in subgraph for user in node.users)
 
 
 def clone_subgraph(graph: fx.Graph, subgraph: Sequence[fx.Node], target: fx.Node) -> list[fx.Node]:
-    """Copies of nodes right before another one. They read each other, and else what the nodes read."""
+    """Copies of nodes right before another one. They read each other, and otherwise what the originals read."""
     made: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(target):
         for node in subgraph:
@@ -228,7 +228,7 @@ def clone_subgraph(graph: fx.Graph, subgraph: Sequence[fx.Node], target: fx.Node
 
 
 def rebuild_graph(gm: fx.GraphModule, remove_dead_code: bool = True) -> None:
-    """Check a graph, drop what nobody needs as after a pass, and make its code anew."""
+    """Check a graph, drop dead code as after a pass, and generate its code."""
     gm.graph.lint()
     if remove_dead_code:
         gm.graph.eliminate_dead_code(is_needed)

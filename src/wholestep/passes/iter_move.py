@@ -10,23 +10,23 @@
 
 Needs: remove_copy_from_optimizer (the first of both); both come after schedule_comm_wait where that is used.
 Numerics: exact.  Legal where nothing else needs the new value in its own iteration.  The collective
-always stays in its own iteration: completing what is pending needs no other rank.
+always stays in its own iteration: completing pending updates needs no other rank.
 
 A StepGraph stays in its normal form: the nodes are only marked (`NodeMeta.move`), and the runtime makes the graphs of
 first and other iterations from the marks.  In an IterGraphModule the nodes move at once.  Optimizers that update many
 parameters in one operator are split by bucket first.  Cost: a few walks over the graph.
 
-Which updates of a step may wait for the next one: found by data flow, nothing is edited.
+Which updates of a step may wait for the next one is found by data flow (`plan_crossing`), without editing the graph.
 
-    started = all_reduce(g, 'avg', '0')     stays: the ranks begin to talk in their own iteration
+    started = all_reduce(g, 'avg', '0')     stays: communication starts in its own iteration
     done = wait_tensor(started)             crosses, if all that depends on it may:
     m1 = lerp(m, done, 0.1)                   arithmetic, and write-backs of the epilogue
     p1 = sub(p, m1, alpha=lr)
     copy_(m, m1); copy_(p, p1)              no other node reads these results
 
 A wait does not cross if something needs its result now: the user's result, a gradient that stays in `.grad`, another
-collective, a random draw. A `copy_` among the outputs is no such need: it gives the state itself, whatever it holds.
-What the moved nodes compute from state and numbers alone (decay of a parameter, the count of steps) goes with them; all
+collective, a random operator. A `copy_` among the outputs is no such need: it returns the state itself, whatever it
+holds. Nodes that compute only from state and scalars (decay of a parameter, the count of steps) move with them; all
 other values are carried to the next iteration. Updates that share a node go together.
 """
 
@@ -129,7 +129,7 @@ def overlap_optimizer_with_next_forward(gm: Any) -> None:
 
 
 def _prepare(gm: Any) -> None:
-    """Graphs of others have optimizers that write in place, and copies of results that nobody reads."""
+    """Graphs from elsewhere have optimizers that write in place, and copies of results that no node reads."""
     graph = gm.graph
     functionalized(graph)
     if any(node.target is _COPY and _is_made_here(node.args[0]) for node in graph.nodes):
@@ -177,10 +177,10 @@ def _move(gm: Any, moves: Sequence[tuple[Sequence[fx.Node], fx.Node]]) -> None:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What may cross in one graph."""
+    """The nodes of one graph that may cross."""
 
     groups: tuple[tuple[fx.Node, ...], ...]
-    """Nodes that go together, in graph order."""
+    """Nodes that move together, in graph order."""
     stays: Mapping[fx.Node, str]
     """For each wait that cannot cross: why."""
 
@@ -188,7 +188,7 @@ class Crossing:
 def plan_crossing(
     graph: fx.Graph, waits: Iterable[fx.Node] | None = None, late_outputs: Collection[int] = ()
 ) -> Crossing:
-    """What may cross, of some waits or of all. `late_outputs`: places in the output that may be filled later."""
+    """The nodes that may cross, for some waits or for all. `late_outputs`: outputs that may be filled later."""
     finder = _Finder(graph, late_outputs)
     wanted = finder.waits if waits is None else list(waits)
     stays = {wait: why for wait in wanted if (why := finder.why_not(wait))}
@@ -207,7 +207,7 @@ def waits_behind(nodes: Iterable[fx.Node], waits: Iterable[fx.Node]) -> dict[fx.
 
 
 def name_of(wait: fx.Node) -> str:
-    """What a wait is called in messages: its parameter, or its node."""
+    """The name of a wait in messages: its parameter, or its node."""
     parameter = node_meta(wait).parameter or node_meta(collective_of(wait)).parameter
     return f"{wait.name} ({parameter})" if parameter else wait.name
 
@@ -218,13 +218,13 @@ class _Finder:
         self._place = {node: i for i, node in enumerate(self._nodes)}
         self._needed = needed_outputs(graph, late_outputs)
         self._blocked: dict[fx.Node, tuple[str, fx.Node | None]] = {}
-        """Nodes that cannot cross: why, or the user that is the reason."""
+        """Nodes that cannot cross: the reason, or the user that is the reason."""
         self.waits = [
             node
             for node in self._nodes
             if is_wait(node.target) and not node_meta(node).move and is_collective(collective_of(node).target)
         ]
-        """Of this iteration, and not moved yet."""
+        """Nodes of this iteration that are not moved yet."""
         for node in reversed(self._nodes):
             self._look_at(node)
         self._parent: dict[fx.Node, fx.Node] = {}
@@ -249,7 +249,7 @@ class _Finder:
         if node.op not in ("call_function", "call_method", "call_module"):
             return ""
         if is_collective(node.target):
-            return f"{node.name} sends it on"
+            return f"{node.name} communicates it"
         if may_draw(node.target):
             return f"{node.name} draws random numbers"
         if _is_write_back(node):
@@ -273,8 +273,6 @@ class _Finder:
             return f"{started.name} reads memory of an input while it is under way"
         return ""
 
-    # What goes together.
-
     def groups(self, waits: list[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
         member = set(waits)
         """The nodes that cross; `_find` says in which group."""
@@ -296,7 +294,7 @@ class _Finder:
         return tuple(tuple(nodes) for nodes in found.values())
 
     def _pull_state_only(self, member: set[fx.Node]) -> None:
-        """Nodes that compute from state and numbers only go with the one group that uses them."""
+        """Move nodes that compute only from state and scalars with the one group that uses them."""
         written = {state_of(n) for n in self._nodes if _is_write_back(n)}
         free: set[fx.Node] = set()
         for node in self._nodes:
@@ -313,13 +311,13 @@ class _Finder:
                 continue
             groups = {self._find(user) for user in users}
             if len(groups) > 1 and _is_small(node) and not copies:
-                continue  # a number that several updates share is carried to each
+                continue  # a scalar that several updates share is carried to each
             member |= {node, *copies}
             for each in (*users, *copies):
                 self._unite(node, each)
 
     def _unite_by_state(self, member: set[fx.Node]) -> None:
-        """An update that reads state which another writes goes with it."""
+        """Unite an update that reads state with the one that writes it."""
         writer = {state_of(n): n for n in member if _is_write_back(n)}
         for node in list(member):
             for source in node.all_input_nodes:
@@ -346,7 +344,7 @@ def _is_write_back(node: fx.Node) -> bool:
 
 
 def _gives_state(node: fx.Node, user: fx.Node) -> bool:
-    """Whether the output has a write-back, as in graphs of PyTorch's `_spmd`: the user gets the state, a tensor."""
+    """Whether the output returns a write-back, as graphs of PyTorch's `_spmd` do: the user gets the state tensor."""
     return user.op == "output" and _is_write_back(node)
 
 

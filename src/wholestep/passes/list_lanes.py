@@ -24,7 +24,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
 _AFTERWARDS = (torch.ops.aten.copy_.default, torch.ops.aten.where.self)
-"""What becomes of a new value whatever the phase: it is written back, or a gradient scaler chooses the old one."""
+"""Results that end a lane in any phase: a value is written back, or a gradient scaler selects the old one."""
 _PREFIXES = ("aten::_foreach_", "aten::_fused_")
 _LISTS = frozenset({"List[Tensor]", "List[number]", "List[Optional[Tensor]]"})
 
@@ -105,7 +105,7 @@ class Lanes:
                 self._meet(node)
 
     def lane(self, op: fx.Node, index: int) -> int:
-        """A number that is the same for elements of one lane."""
+        """An id that is the same for all elements of a lane."""
         return self._lanes.find(self._first[op] + index)
 
     def blocks(self) -> list[list[fx.Node]]:
@@ -174,7 +174,7 @@ def _repeated(values: Sequence[Any]) -> set[fx.Node]:
 
 
 class _Sets:
-    """Disjoint sets of numbers."""
+    """Disjoint sets of integers."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []

@@ -5,9 +5,9 @@
     copy_(p0, new[0][0]); copy_(p1, new[0][1])                       optim.param_outputs
     copy_(s0, steps[0]); ..                                          step.outputs
 
-Fused and foreach optimizers look the same from outside: a block has lanes, one per parameter (`list_lanes`). For a
-foreach optimizer the operator that gives the new parameters stands for the whole chain. Where a state is not written
-back but made by this step, the outputs are the values themselves.  Cost: one walk for all blocks of a graph.
+Fused and foreach optimizers have the same interface: a block has lanes, one per parameter (`list_lanes`). For a foreach
+optimizer the operator that computes the new parameters represents the whole chain. Where a state is created by this
+step instead of written back, the outputs are the values themselves.  Cost: one walk for all blocks of a graph.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NoOptimizerError(OptionError, RuntimeError):
 
 
 class NoParentsError(OptionError, AssertionError):
-    """Nothing was given whose descendants could be found."""
+    """No nodes were given whose descendants could be found."""
 
 
 class AdamArgs(NamedTuple):
@@ -72,7 +72,7 @@ class ForeachAddBlock:
 
     add_node: fx.Node
     generate_output: bool = False
-    """Make elements and write-backs (in the epilogue) instead of looking for them."""
+    """Create elements and write-backs (in the epilogue) instead of searching for them."""
     outputs: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,10 +87,10 @@ class FusedAdamBlock:
 
     optim_node: fx.Node
     generate_output: bool = False
-    """Make elements and write-backs (in the epilogue) instead of looking for them."""
+    """Create elements and write-backs (in the epilogue) instead of searching for them."""
     param_outputs: list[fx.Node] = field(default_factory=list)
     grad_outputs: list[fx.Node] = field(default_factory=list)
-    """Empty where nobody reads the unscaled gradients, as usual."""
+    """Empty if no node reads the unscaled gradients, as usual."""
     exp_avgs_outputs: list[fx.Node] = field(default_factory=list)
     exp_avg_sqs_outputs: list[fx.Node] = field(default_factory=list)
     max_exp_avg_sqs: list[fx.Node] = field(default_factory=list)
@@ -120,7 +120,7 @@ class ListOptimizerBlock:
 
 @dataclass(eq=False)
 class FusedOptimizerBlock:
-    """An optimizer that updates several parameters at once. Lane i is what happens to parameter i."""
+    """An optimizer that updates several parameters at once. Lane i is the update of parameter i."""
 
     step: ForeachAddBlock | None
     """None where steps are not counted in the graph, as in SGD."""
@@ -130,13 +130,13 @@ class FusedOptimizerBlock:
     ops: list[fx.Node] = field(default_factory=list)
     """The list operators, in graph order; one of them is `optim.optim_node`, one `step.add_node`."""
     lanes: dict[fx.Node, list[int]] = field(default_factory=dict)
-    """For each list operator: the lane of each of its elements; -1 for one that meets no parameter."""
+    """For each list operator: the lane of each of its elements; -1 for one that belongs to no parameter."""
     members: dict[fx.Node, int] = field(default_factory=dict)
-    """All nodes of the block in graph order, write-backs too, with their lanes; -1 for what all lanes share."""
+    """All nodes of the block in graph order, write-backs too, with their lanes; -1 for nodes that all lanes share."""
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What moves if the optimizer moves: list operators, elements, numbers of single lanes, write-backs."""
+        """The nodes that move with the optimizer: list operators, elements, scalars of single lanes, write-backs."""
         return list(self.members)
 
     @property
@@ -173,7 +173,7 @@ def get_all_fused_optimizer_blocks(
 
 
 def all_blocks(graph: fx.Graph) -> list[FusedOptimizerBlock]:
-    """The optimizers that can be found; those that write in place are not looked for."""
+    """The functional optimizers of a graph; those that write in place are not searched for."""
     return list(_blocks(graph))
 
 
@@ -186,7 +186,7 @@ def _updates_in_place(node: fx.Node) -> bool:
 
 def _in_place_error(node: fx.Node) -> NoOptimizerError:
     return NoOptimizerError(
-        f"{node.name} updates its parameters in place: what depends on what is not to be seen in the graph.",
+        f"{node.name} updates its parameters in place: the graph does not show what depends on the update.",
         fix="run ws.passes.functionalize_optimizer(gm) first; the passes that move optimizers do that themselves.",
         node=format_node(node),
         location=node_meta(node).location,
@@ -275,7 +275,7 @@ def _is_one_of(op: fx.Node, wanted: list[OptimOp]) -> bool:
 
 
 def _optim_node(ops: list[fx.Node]) -> fx.Node:
-    """The operator that gives the new parameters: the fused one, or the end of the chain."""
+    """The operator that computes the new parameters: the fused one, or the end of the chain."""
     for prefix in ("_fused_", "_foreach_addcdiv"):
         found = [op for op in ops if base_name(op).startswith(prefix)]
         if found:
@@ -284,7 +284,7 @@ def _optim_node(ops: list[fx.Node]) -> fx.Node:
 
 
 def _step_node(ops: list[fx.Node], optim: fx.Node, members: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The addition of one number to values that no other operator of the block made."""
+    """The operator that adds one scalar to values that no other operator of the block computed."""
     for op in ops:
         if op is not optim and base_name(op) == "_foreach_add" and not str(op.target).endswith(".List"):
             _, counts = next(list_arguments(op))
@@ -294,7 +294,7 @@ def _step_node(ops: list[fx.Node], optim: fx.Node, members: Mapping[fx.Node, int
 
 
 def _step_outputs(step: fx.Node) -> list[fx.Node]:
-    """Also where a gradient scaler takes the counts back for a step that it skips."""
+    """Also where a gradient scaler restores the counts for a step that it skips."""
     found = outputs_of(step)
     elements = elements_of(step)
     after = [user for user in (elements[0].users if elements[0] is not None else ()) if is_list_op(user)]
@@ -325,7 +325,7 @@ def _outputs_block(
 
 
 def _foreach_adam(ops: list[fx.Node], optim: fx.Node) -> dict[str, fx.Node] | None:
-    """The operators that give the states of a foreach Adam; None for other optimizers."""
+    """The operators that compute the states of a foreach Adam; None for other optimizers."""
     found = {_FOREACH_ADAM[base_name(op)]: op for op in ops if base_name(op) in _FOREACH_ADAM}
     is_adam = base_name(optim) == "_foreach_addcdiv" and {"exp_avgs", "exp_avg_sqs"} <= found.keys()
     return found if is_adam else None
@@ -354,7 +354,7 @@ def _adam_args(block: FusedOptimizerBlock) -> AdamArgs:
 
 
 def _self_root(op: fx.Node, index: int) -> fx.Node:
-    """What element `index` was before the first operator of its chain: operators update their first argument."""
+    """Element `index` before the first operator of its chain: operators update their first argument."""
     while True:
         _, values = next(list_arguments(op))
         value = values[index]
@@ -366,7 +366,7 @@ def _self_root(op: fx.Node, index: int) -> fx.Node:
 
 
 def _gradients(block: FusedOptimizerBlock) -> list[fx.Node]:
-    """One per lane: what it reads from outside that is neither its parameter nor its state. Empty if one has none."""
+    """One per lane: the value from outside that is neither its parameter nor its state. Empty if a lane has none."""
     optim = block.optim.optim_node
     if base_name(optim).startswith("_fused_"):
         return list(list(list_arguments(optim))[1][1])
@@ -388,7 +388,7 @@ def _gradients(block: FusedOptimizerBlock) -> list[fx.Node]:
 
 
 def _source(value: fx.Node) -> fx.Node:
-    """A gradient behind the copy of it that the optimizer keeps."""
+    """A gradient behind the optimizer's copy of it."""
     while node_meta(value).phase == "optimizer" and keeps_elements(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return value
@@ -401,7 +401,7 @@ def _is_made_here(value: fx.Node) -> bool:
 
 
 def _output(element: fx.Node) -> fx.Node | None:
-    """Where a new value goes: into a `copy_`, perhaps behind a choice between old and new, or out of the graph."""
+    """Where a new value is stored: by a `copy_`, possibly behind a selection of old or new, or as an output."""
     stack, leaves = [element], None
     seen: set[fx.Node] = set()
     while stack:

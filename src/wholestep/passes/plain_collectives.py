@@ -1,4 +1,4 @@
-"""Collectives in the one form that bucketing works on, whoever wrote the graph.
+"""Normalise collectives to the one form that bucketing works on, for graphs from any source.
 
     all_reduce(input=g, reduce_op='sum', group_name='0')     all_reduce(g, 'sum', '0')
     wait_tensor(wait_tensor(a))                              wait_tensor(a)
@@ -26,11 +26,11 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def make_plain(graph: fx.Graph, collectives: Iterable[fx.Node]) -> None:
-    """Give some collectives positional arguments, one wait each and values that are known."""
+    """Give some collectives positional arguments, one wait each and known values."""
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
         _by_position(wait)
         source = wait.args[0]
-        # To wait for what has arrived is nothing: `make_fx` of a step that waits by itself has two waits for each.
+        # Waiting for an arrived result does nothing: `make_fx` of a step that waits itself has two waits for each.
         if isinstance(source, fx.Node) and is_wait(source.target):
             wait.replace_all_uses_with(source)
             graph.erase_node(wait)
@@ -83,7 +83,7 @@ def _know_values(collectives: list[fx.Node]) -> None:
 
 
 def _from_tensor_meta(meta: Any, mode: FakeTensorMode) -> Tensor | list[Any] | None:
-    """What ShapeProp notes has no device; only sizes and dtypes matter here."""
+    """The fake for what ShapeProp records, which has no device; only sizes and dtypes matter here."""
     shape, stride, dtype = (getattr(meta, name, None) for name in ("shape", "stride", "dtype"))
     if shape is not None and stride is not None and dtype is not None:
         return fake_tensor(mode, shape, stride, dtype, torch.device("cpu"))
@@ -93,6 +93,6 @@ def _from_tensor_meta(meta: Any, mode: FakeTensorMode) -> Tensor | list[Any] | N
 
 
 def known_or_noted(node: fx.Node) -> Any:
-    """The value of a node, from `val` or from what ShapeProp noted."""
+    """The value of a node, from `val` or from the record of ShapeProp."""
     value = node.meta.get("val")
     return value if value is not None else _from_tensor_meta(node.meta.get("tensor_meta"), FakeTensorMode())

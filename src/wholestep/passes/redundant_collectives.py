@@ -1,4 +1,4 @@
-"""Communicate once what a step asks for twice: a weight that is read in two places, a norm that is summed up again.
+"""Communicate once what a step communicates twice: a weight that is read in two places, a norm that is reduced again.
 
     before                                       after
     a = all_gather_into_tensor(w, 2, '0')        a = all_gather_into_tensor(w, 2, '0')
@@ -9,12 +9,12 @@
 Needs: the normal form; a graph that writes outside of its epilogue is left alone.  Numerics: exact.
 Legal where operator, scalars, group and operands are the same, operands also where they are the same views, casts or
 padding of the same value, and no write-back stands between the two: the result of a collective is a fresh tensor that
-nothing writes.  What is gathered again on purpose (`NodeMeta.recompute`, `generation`) only merges with its like.  The
-first wait in graph order stays, so nothing is waited for later than before.  Two results that leave the graph stay two
+nothing writes.  Gathers that are repeated on purpose (`NodeMeta.recompute`, `generation`) only merge with each other.
+The first wait in graph order stays, so no wait is later than before.  Two results that leave the graph stay two
 tensors: the second becomes a copy of the first.  Nodes that write-backs name keep their names.  All ranks have the same
 graph and so remove the same collectives.  Cost: one walk over the graph; a merged result lives until its last use.
 
-Communicate nothing that nobody reads: capture keeps a collective and its wait although their result was dropped.
+Communicate nothing that no node reads: capture keeps a collective and its wait even if their result was dropped.
 
     before                                           after
     g = mul(x, 2)                                    loss = sum(x)
@@ -24,8 +24,8 @@ Communicate nothing that nobody reads: capture keeps a collective and its wait a
     output(loss)
 
 Needs: nothing.  Numerics: exact.  Legal where no wait of the collective has a user: its result is a fresh tensor.
-In-place collectives, and sends and receives between two ranks, stay.  Other nodes without users go too, unless they are
-random ops.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
+In-place collectives, and sends and receives between two ranks, stay.  Other nodes without users are removed too, unless
+they are random ops.  All ranks have the same graph and so drop the same ones.  Cost: one walk over the graph.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _MergePlanner:
         return self._numbers.setdefault(node, len(self._numbers))
 
     def _key(self, node: fx.Node) -> str | None:
-        """Equal for equal values; None for what cannot be compared."""
+        """Equal for equal values; None if it cannot be compared."""
         args, kwargs = replace_group(node, group_of(node))
         write = self._arguments.write
         try:
@@ -146,7 +146,7 @@ class _MergePlanner:
 
 
 def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
-    """Let later nodes use the earlier ones; the later ones go, with views and casts that only they read."""
+    """Let later nodes use the earlier ones; the later ones are erased, with views and casts that only they read."""
     written, leaving = _written_back(graph), sharing_with_outputs(graph)
     stands_for: dict[fx.Node, fx.Node] = {}
     orphans: list[fx.Node] = []
@@ -168,14 +168,14 @@ def apply_merges(graph: fx.Graph, plan: list[Merge]) -> None:
 
 
 def _take_the_place(node: fx.Node, of: fx.Node) -> None:
-    """Move a node to where its equal stands, so that it is that node under its own name."""
+    """Move a node to the place of its equal, so that it replaces that node under its own name."""
     of.prepend(node)
     node.args, node.kwargs = of.args, of.kwargs
     node.meta = dict(of.meta)
 
 
 def _written_back(graph: fx.Graph) -> set[fx.Node]:
-    """Values that a signature's write-backs know by name."""
+    """Values that write-backs of a signature name."""
     return {value for node in graph.nodes if _is_write_back(node) for value in node.all_input_nodes[1:]}
 
 
@@ -186,7 +186,7 @@ def _is_write_back(node: fx.Node) -> bool:
 
 @graph_optimization_pass(numerics="exact", allow_rerun=True)
 def remove_dead_collectives(gm: fx.GraphModule) -> int:
-    """Erase collectives without readers; returns how many."""
+    """Erase collectives whose results no node reads; returns how many."""
     graph, dropped = gm.graph, 0
     for node in reversed(list(graph.nodes)):
         if _is_droppable(node):

@@ -8,12 +8,12 @@
 For graphs from elsewhere: `ws.compile` does it by itself after all passes (`ir.reinplace`).  It ends the normal form
 and so is the last pass.  Numerics: exact.  Cost: one walk over the graph.
 
-Which operators of a graph could update in place, where nobody noted what eager ran.
+`note_updates` finds which operators of a graph could update in place, for graphs without a record of what eager ran:
 
-    m1 = lerp(m, g, 0.1); p1 = addcdiv(p, m1, d)     the values of write-backs, and what they are made from by their
-    copy_(m, m1); copy_(p, p1)                       first argument: lerp_ and addcdiv_ exist, so they are noted
+    m1 = lerp(m, g, 0.1); p1 = addcdiv(p, m1, d)     the values of write-backs, and their first
+    copy_(m, m1); copy_(p, p1)                       arguments: lerp_ and addcdiv_ exist
 
-Whether a noted operator may really write is for `reinplace` to find out.  Cost: the nodes that are looked at.
+`reinplace` decides whether a recorded operator may really write.  Cost: the nodes that are visited.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def reinplace_tail(gm: fx.GraphModule) -> None:
 
 
 def note_updates(graph: fx.Graph, write_backs: Iterable[fx.Node]) -> None:
-    """Note the in-place operator on each node that computes what is written back, if it has one."""
+    """Record the in-place operator on each node that computes a write-back, if it has one."""
     stack = [node.args[1] for node in write_backs]
-    seen: set[Any] = set(sharing_with_outputs(graph))  # a result that was a tensor of its own stays one
+    seen: set[Any] = set(sharing_with_outputs(graph))  # a result with memory of its own keeps it
     while stack:
         node = stack.pop()
         if not isinstance(node, fx.Node) or node in seen or node.op != "call_function":
             continue
         seen.add(node)
         if not isinstance(node.target, OpOverload):
-            stack += node.all_input_nodes  # a part of a list
+            stack += node.all_input_nodes  # an element of a list
             continue
         twin = in_place_twin(node.target)
         if twin is None or not node.args or node_meta(node).in_place is not None or not _is_known(node):
@@ -67,7 +67,7 @@ def note_updates(graph: fx.Graph, write_backs: Iterable[fx.Node]) -> None:
 
 @lru_cache(maxsize=1024)
 def in_place_twin(op: OpOverload) -> OpOverload | None:
-    """The operator that writes its first argument and takes the same ones: `add_.Tensor` for `add.Tensor`."""
+    """The operator with the same arguments that writes the first one: `add_.Tensor` for `add.Tensor`."""
     schema = schema_of(op)
     if schema.is_mutable:
         return None
@@ -84,7 +84,7 @@ def in_place_twin(op: OpOverload) -> OpOverload | None:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether results and first arguments are known to be of one kind: an in-place operator does not change dtypes."""
+    """Whether results and first arguments are known to have one dtype: an in-place operator does not change it."""
     first = node.args[0]
     targets = list(first) if isinstance(first, list | tuple) else [first]
     values = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, *targets)]

@@ -2,12 +2,12 @@
 
     before                                 after
     started = all_reduce(g, 'avg', '0')    started = all_reduce(g, 'avg', '0')
-    done = wait_tensor(started)            h2 = mm(..)                        computed while the ranks talk
+    done = wait_tensor(started)            h2 = mm(..)                        runs during the communication
     flat = view(done, [-1])                done = wait_tensor(started)
     h2 = mm(..)                            flat = view(done, [-1])
     p1 = add(p, flat)                      p1 = add(p, flat)
 
-Needs: comm_fusion_with_concat (moving waits of collectives that will be merged is work for nothing).  Numerics: exact.
+Needs: comm_fusion_with_concat (moving waits of collectives that will be merged is wasted work).  Numerics: exact.
 Legal because waits and views move down to their first real user, past nodes that do not read them, but never behind the
 first write-back of the epilogue, nor behind a write into what the collective is still sending (or a view still shows):
 a StepGraph has no such writes, graphs from elsewhere may.  The wait of a collective that works in place stays where it
@@ -34,7 +34,7 @@ def schedule_comm_wait(gm: fx.GraphModule) -> None:
 
 
 def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Which node goes right before which other, in graph order."""
+    """Pairs of a node and the node that it moves right before, in graph order."""
     nodes: list[fx.Node] = list(graph.nodes)
     place = dict(zip(nodes, range(len(nodes)), strict=True))
     followers = _followers(graph)
@@ -50,20 +50,20 @@ def plan_moves(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _next_writes(node: fx.Node, windows: WriteWindows, place: dict[fx.Node, int]) -> list[int]:
-    """Before which nodes a wait or a view must stand because they write what it, or its collective, reads."""
+    """The nodes before which a wait or a view must be placed, because they write what it, or its collective, reads."""
     if not windows.any:
         return []
     found = [windows.around([node, *node.all_input_nodes], place[node])[1]]
     if is_wait(node.target):
         started = _started_by(node)
         if writes(started):
-            return [place[node] + 1]  # whoever reads its operand reads the result
+            return [place[node] + 1]  # a reader of its operand reads the result
         found.append(windows.around(started.all_input_nodes, place[started])[1])
     return [int(each) for each in found if each != math.inf]
 
 
 def _started_by(wait: fx.Node) -> fx.Node:
-    """The collective that a wait ends, or the input that it comes from."""
+    """The collective that a wait completes, or the input that it waits for."""
     node = wait
     while (is_wait(node.target) or is_part(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -71,7 +71,7 @@ def _started_by(wait: fx.Node) -> fx.Node:
 
 
 def _followers(graph: fx.Graph) -> set[fx.Node]:
-    """Waits, and views of what they give."""
+    """Waits, and views of their results."""
     other = set[int]()
     waits: list[fx.Node] = []
     for node in graph.nodes:

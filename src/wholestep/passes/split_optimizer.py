@@ -6,9 +6,9 @@
     copy_(p0, new[0][0]); copy_(p1, new[0][1])        copy_(p0, x[0][0]); copy_(p1, y[0][0])
 
 Needs: an optimizer of functional list operators (`optimizer_blocks`).  Numerics: exact.
-Legal everywhere: element i of a list operator's results depends only on element i of its arguments, and the parts stand
-where the whole stood. Elements, write-backs and outputs keep their nodes and names; what all lanes share (a learning
-rate, the flag of a gradient scaler) is read by all parts.  Cost: the nodes of the optimizer.
+Legal everywhere: element i of a list operator's results depends only on element i of its arguments, and the parts are
+placed where the whole was. Elements, write-backs and outputs keep their nodes and names; what all lanes share (a
+learning rate, the flag of a gradient scaler) is read by all parts.  Cost: the nodes of the optimizer.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _PACKED = frozenset({"aten._foreach_addcdiv.Tensor", "aten._foreach_addcmul.Tens
 
 @dataclass(frozen=True)
 class ListSplit:
-    """Which elements of a list operator go into which part; empty parts are left out when applied."""
+    """The elements of a list operator in each part; empty parts are skipped when applied."""
 
     op: fx.Node
     parts: tuple[tuple[int, ...], ...]
 
     @property
     def is_trivial(self) -> bool:
-        """Whether one part has all elements: the operator stays what it is."""
+        """Whether one part has all elements: the operator stays unchanged."""
         return sum(1 for part in self.parts if part) == 1
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The lanes of each part of an optimizer, and what that means for its list operators."""
+    """The lanes of each part of an optimizer, and the resulting splits of its list operators."""
 
     lanes: tuple[tuple[int, ...], ...]
     splits: tuple[ListSplit, ...]
@@ -55,7 +55,7 @@ def split_fused_optimizer(
 ) -> tuple[FusedOptimizerBlock, FusedOptimizerBlock]:
     """Split off the parameters with some gradients: (their optimizer, that of the others).
 
-    Gradients of other optimizers are ignored. ValueError if one of both would have nothing to do.
+    Gradients of other optimizers are ignored. ValueError if one of the two would be empty.
     """
     if not split_gradients:
         raise OptionError("The given split_gradients is empty.", fix="give the gradients that the first part takes.")
@@ -74,7 +74,7 @@ def split_optimizer(
 
 
 def plan_split(block: FusedOptimizerBlock, gradients: Sequence[Collection[fx.Node]]) -> SplitPlan:
-    """Which lanes go where; the last part is the rest. Gradients in several collections belong to the first."""
+    """The lanes of each part; the last part is the rest. Gradients in several collections belong to the first."""
     part_of: dict[fx.Node, int] = {}
     for number, collection in enumerate(gradients):
         for gradient in collection:
@@ -102,7 +102,7 @@ def plan_split(block: FusedOptimizerBlock, gradients: Sequence[Collection[fx.Nod
 def apply_split(graph: fx.Graph, block: FusedOptimizerBlock, plan: SplitPlan) -> list[FusedOptimizerBlock]:
     """Replace each list operator by its parts; returns a block for each part."""
     made: dict[fx.Node, list[list[fx.Node]]] = {}
-    """For each old node: the nodes that stand for it in each part."""
+    """For each old node: the nodes that replace it in each part."""
     part_of_op: dict[fx.Node, int] = {}
     old_op: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = {}
     for split in plan.splits:
@@ -119,7 +119,7 @@ def apply_split(graph: fx.Graph, block: FusedOptimizerBlock, plan: SplitPlan) ->
 
 
 class _Blocks:
-    """The blocks of the parts, from that of the whole."""
+    """The blocks of the parts, derived from that of the whole."""
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class _Blocks:
 
 
 def _check(op: fx.Node) -> None:
-    """Raise UnsupportedError for an operator that cannot be taken apart by index."""
+    """Raise UnsupportedError for an operator that cannot be split by index."""
     why = ""
     if any(len(values) not in (0, width(op)) for _, values in list_arguments(op)):
         why = "its lists have different lengths"
     elif str(op.target) in _PACKED:
-        why = "the numbers of all its elements are in one tensor"
+        why = "the scalars of all its elements are in one tensor"
     for user in op.users:
         elements = list(user.users) if returns_several_lists(op) and user.target is operator.getitem else [user]
         if any(element_of(element) is None for element in elements):
@@ -176,7 +176,7 @@ def _check(op: fx.Node) -> None:
     if why:
         raise UnsupportedError(
             f"{op.name} cannot be split: {why}.",
-            fix="use operators that take and give lists element by element.",
+            fix="use operators that compute lists element by element.",
             node=format_node(op),
             location=node_meta(op).location,
         )
@@ -185,7 +185,7 @@ def _check(op: fx.Node) -> None:
 def _replace(
     graph: fx.Graph, split: ListSplit, made: dict[fx.Node, list[list[fx.Node]]]
 ) -> list[tuple[fx.Node | None, tuple[int, ...]]]:
-    """Put the parts in place of a list operator and let its elements read from them."""
+    """Replace a list operator by its parts and let its elements read from them."""
     op = split.op
     parts: list[tuple[fx.Node | None, tuple[int, ...]]] = []
     with graph.inserting_before(op):

@@ -70,7 +70,7 @@ def issues_of(
             known[name] = process_group_ranks(name)
         if not known[name]:
             raise OptionError(
-                f"nobody knows which ranks the process group {name!r} has.",
+                f"the ranks of the process group {name!r} are not known.",
                 fix=f"give groups={{{name!r}: [0, 1, ..]}}.",
             )
         found.append(Issue(known[name], plain(node.target)))

@@ -4,7 +4,7 @@
     machine = ws.simulate.calibrate(ws.simulate.H200, profile)
     ws.simulate.step(graph, machine=machine)
 
-A profile is data: times come from whoever measured them (CUDA events, the profiler, the clock of a CPU). Compiled code
+A profile is data: times come from any measurement (CUDA events, the profiler, the clock of a CPU). Compiled code
 is measured region by region; `regions` says which nodes a region computes, and each gets its share by the model.
 A collective takes on every rank until the last one has come to it: what the others wait is not communication, so of
 each run the shortest time of all ranks counts. Of several runs the median counts.

@@ -1,4 +1,4 @@
-"""A graph as arrays: what simulation and scheduling ask of it, read once, by the number of the node.
+"""A graph as arrays: what simulation and scheduling need of it, read once, by the index of the node.
 
     number   node                                     kind      stream
     7        g = mm(..)                               COMPUTE
@@ -71,7 +71,7 @@ class StepIndex:
     groups: tuple[str, ...]
     """Names of process groups in the order of first appearance."""
     group_ranks: tuple[int, ...]
-    """Their sizes; 1 where nobody knows."""
+    """Their sizes; 1 where unknown."""
     sizes: Integers
     """Bytes of each storage; 0 on another device than that of most bytes."""
     made: list[tuple[int, ...]]

@@ -389,7 +389,7 @@ def step(
 
 
 def machine_for(graph: fx.Graph) -> Machine:
-    """The machine that a graph is simulated on if nobody says which."""
+    """The machine that a graph is simulated on by default."""
     return CPU if main_device(graph).type == "cpu" else H100
 
 

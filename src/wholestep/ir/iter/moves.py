@@ -286,7 +286,7 @@ class IterationFacts:
 
 
 def note_iteration_facts(gm: fx.GraphModule, facts: IterationFacts) -> None:
-    """Capture notes on a graph module what passes that move nodes between iterations ask for."""
+    """Record on a graph module, at capture, what passes that move nodes between iterations need."""
     gm.meta[_FACTS] = facts
 
 

@@ -1,4 +1,4 @@
-"""What a pass promises, said where it is defined and checked whenever it runs.
+"""The contract of a pass: declared where the pass is defined, and checked whenever it runs.
 
     @graph_optimization_pass(prerequisites=[comm_fusion_with_concat], numerics="exact")
     def schedule_comm_wait(gm: fx.GraphModule) -> None: ...
@@ -6,17 +6,17 @@
     schedule_comm_wait(gm)                          runs, as PyTorch's `_spmd` passes did
     comm_fusion_with_concat(bucket_size_mb=25)      no graph: binds options, for `ws.compile(passes=[...])`
 
-Which passes ran is kept on each graph (`applied_passes`), never in the process: another graph starts anew.
+The passes that ran are recorded on each graph (`applied_passes`), never in the process: another graph starts anew.
 
 `Promises` compares the graph before and after a pass, without running anything:
 
-    collectives      a reduce op, root or group is what it was; groups exist
-    write-backs      no input is written that was not, none gets what another one should get
-    edges            two nodes do not read what the other one read (numerics="exact")
+    collectives      reduce op, root and group are unchanged; groups exist
+    write-backs      no further input is written, none receives the value of another
+    edges            two nodes have not exchanged their inputs (numerics="exact")
 
-A pass that only moves, merges and splits leaves these alone, so nothing here objects to a correct one: what was made
-new is not judged, and what is the same expression may stand for each other. Values are level 3's concern (`replay`).
-Cost: the nodes that changed.
+A pass that only moves, merges and splits leaves these unchanged, so a correct pass raises nothing: new nodes are not
+judged, and equal expressions may replace each other. Values are compared at level 3 (`replay`). Cost: the nodes that
+changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HISTORY = "wholestep_passes"
 
 @dataclass(frozen=True)
 class Contract:
-    """What must have run, what must not have, and what becomes of the numbers."""
+    """What must have run, what must not have run, and the effect on numerics."""
 
     name: str
     prerequisites: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ class Contract:
     """`exact`: the same bits; `reassociates`: the same sums in another order; `changes`: anything else."""
     allow_rerun: bool = False
     only_for: tuple[Any, ...] = ()
-    """Operators that the pass is about: a graph without any of them is left alone."""
+    """Operators that the pass works on: a graph without any of them is left alone."""
     ends_normal_form: bool = False
-    """Writes where a StepGraph may not: for graph modules only, after all other passes."""
+    """Whether it writes where a StepGraph may not: for graph modules only, after all other passes."""
 
 
 class GraphPass:
@@ -80,11 +80,11 @@ class GraphPass:
 
     @property
     def name(self) -> str:
-        """What messages, options and dumps call it."""
+        """The name in messages, options and dumps."""
         return self.contract.name
 
     def __call__(self, *args: Any, allow_rerun: bool = False, **options: Any) -> Any:
-        """With a graph first: run, verified at level `verify` (1). Otherwise: the pass with its options bound."""
+        """With a graph as first argument: run, verified at level `verify` (1). Otherwise: bind options."""
         from wholestep.passes.engine.manager import apply_pass, is_graph
 
         level = None if "verify" in self._signature.parameters else options.pop("verify", None)
@@ -97,12 +97,12 @@ class GraphPass:
             return apply_pass(self, args[0], args[1:], options, allow_rerun=allow_rerun, level=level)
         for given in (*args[:1], options.get(first)):
             if isinstance(given, fx.Graph | nn.Module):
-                raise self._no_graph(given)  # binding it as an option would do nothing, and say nothing
+                raise self._no_graph(given)  # binding it as an option would be a silent no-op
         self.check_options(args, options)
         return BoundPass(self, args, options, allow_rerun, level)
 
     def check_options(self, args: tuple[Any, ...], options: dict[str, Any], *, whole: bool = False) -> None:
-        """Raise OptionError if the pass does not take these, or (`whole`) needs more."""
+        """Raise OptionError if the pass does not take these options, or (`whole`) needs more."""
         _, *names = self._signature.parameters
         bind = self._signature.bind if whole else self._signature.bind_partial
         try:
@@ -127,14 +127,14 @@ class GraphPass:
 
 @dataclass(frozen=True)
 class BoundPass:
-    """A pass with its options, waiting for a graph."""
+    """A pass with its options, to be run on a graph."""
 
     graph_pass: GraphPass
     args: tuple[Any, ...] = ()
     options: Any = None
     allow_rerun: bool = False
     verify: int | None = None
-    """Level at which it is verified; None: that of the other passes."""
+    """Verification level; None: that of the other passes."""
 
     def check(self) -> None:
         """Raise OptionError if an option is missing or wrong."""
@@ -188,7 +188,7 @@ def graph_optimization_pass(
 ) -> Any:
     """Declare a pass. Prerequisites and `apply_after` are passes or their names, one or several.
 
-    `check` takes the options and raises if one of them is wrong, as soon as they are given.
+    `check` takes the options and raises if one of them is wrong, when they are bound.
     """
     if numerics not in _NUMERICS:
         raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}.")
@@ -219,13 +219,13 @@ def applied_passes(gm: fx.GraphModule) -> tuple[str, ...]:
 
 
 def applied_contracts(gm: fx.GraphModule) -> tuple[Contract, ...]:
-    """What the passes that ran on a graph promise: names alone would mix up two passes that are called the same."""
+    """The contracts of the passes that ran on a graph: two passes may have the same name."""
     found: tuple[Contract, ...] = gm.meta.get(HISTORY, ())
     return found
 
 
 def note_applied(gm: fx.GraphModule, contract: Contract) -> None:
-    """A pass ran on a graph."""
+    """Record that a pass ran on a graph."""
     gm.meta[HISTORY] = (*applied_contracts(gm), contract)
 
 
@@ -253,7 +253,7 @@ def check_order(contract: Contract, history: tuple[Contract, ...], *, allow_reru
 
 
 def check_list(passes: Iterable[BoundPass]) -> None:
-    """Raise what a new graph would raise: wrong options, or an order that cannot be."""
+    """Raise the errors that any graph would raise: wrong options, or an impossible order."""
     history: tuple[Contract, ...] = ()
     for bound in passes:
         bound.check()
@@ -279,14 +279,14 @@ Turned = dict[fx.Node, tuple[fx.Node, fx.Node]]
 
 
 class Promises:
-    """A graph before a pass, as nodes and what they were."""
+    """The nodes of a graph before a pass, with their arguments."""
 
     def __init__(self, graph: fx.Graph, table: NodeTable, signature: Signature | None) -> None:
         self._table, self._signature = table, signature
         self._before = _collectives(graph)
 
     def check(self, gm: fx.GraphModule, numerics: Numerics, rewired: Iterable[fx.Node]) -> None:
-        """Raise VerifyError about the first thing that no such pass does. `rewired`: nodes with other arguments."""
+        """Raise VerifyError for the first change that breaks the promises. `rewired`: nodes with other arguments."""
         found = _collectives(gm.graph)
         self._groups_exist(found)
         self._writes_are_known(gm.graph)
@@ -303,8 +303,6 @@ class Promises:
         if numerics == "exact":
             self._edges_are_not_swapped(turned)
 
-    # Collectives.
-
     def _groups_exist(self, found: dict[fx.Node, Key]) -> None:
         known = {key[2] for key in self._before.values()}
         known.update(spec.name for spec in (self._signature.groups if self._signature is not None else ()))
@@ -319,18 +317,16 @@ class Promises:
                 _fail(node, f"{node.name} was {_said(before)} before the pass and is {_said(key)} now.")
         was, now = Counter(self._before.values()), Counter(found.values())
         for key in now - was:
-            # More of one and fewer of another one that differs in what is done to the numbers only.
+            # A new collective and a removed one that differ only in what they do to the values.
             lost = [k for k in was - now if (k[0], k[2]) == (key[0], key[2]) and not _is_average(k, key)]
             new = [node for node, its in found.items() if its == key and node not in self._before]
             if lost and new:
                 _fail(new[0], f"{new[0].name} is {_said(key)}; the pass has removed {_said(lost[0])}.")
 
     def _rescaled(self, node: fx.Node) -> bool:
-        """Whether something new stands before or behind a collective: a sum may be divided there."""
+        """Whether a new node reads a collective or is read by it: a sum may be divided there."""
         users = [user for wait in comm_block(node).waits for user in wait.users]
         return any(near not in self._table.place for near in (*node.all_input_nodes, *users))
-
-    # Edges.
 
     def _writes_are_known(self, graph: fx.Graph) -> None:
         if self._signature is None:
@@ -367,18 +363,18 @@ class Promises:
         for (old, new), node in by_pair.items():
             other = by_pair.get((new, old))
             if other is None or {node, other} & {*node.all_input_nodes, *other.all_input_nodes}:
-                continue  # in a chain: the same terms in another order
+                continue  # a chain: the same terms in another order
             if not self._same_expression(old, new):
                 _fail(
                     node, f"{node.name} reads {new.name} instead of {old.name}, and {other.name} the other way round."
                 )
 
     def _made_from(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether a node was nothing but another one in another form, or the other way round."""
+        """Whether one node was only another form (views, casts) of the other."""
         return other in self._alone(one) or one in self._alone(other)
 
     def _alone(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of a node that has one, the input of that, and so on."""
+        """The input of a node that has a single one, the input of that, and so on."""
         found: list[fx.Node] = []
         table = self._table
         while node in table.place and len(sources := _sources(table.parts(node))) == 1 and len(found) < _MANY:
@@ -395,7 +391,7 @@ class Promises:
                 continue
             seen.add(pair)
             if len(seen) > _MANY:
-                return True  # nobody knows: then nobody complains
+                return True  # too large to decide: accepted
             if not all(map(self._table.place.__contains__, pair)):
                 return False
             left, right = map(self._table.parts, pair)
@@ -409,12 +405,12 @@ class Promises:
 
 
 def _turned(changed: Iterable[fx.Node], was: NodeTable, stay: set[fx.Node]) -> Turned:
-    """Nodes that read one other node of before instead of one that is still there."""
+    """Nodes that read one other old node in the place of one that still exists."""
     found = {}
     for node in changed:
         new = NODE_SOURCES(node)
         if not all(map(was.place.__contains__, new)):
-            continue  # it reads something that the pass has made
+            continue  # it reads a new node
         old = _sources(was.parts(node))
         gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
         if len(gone) == len(come) == 1 and gone[0] in stay:
@@ -457,7 +453,7 @@ def _key(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
 
 
 def _is_average(one: Key, other: Key) -> bool:
-    """Whether two collectives are the same but for the division by the number of ranks."""
+    """Whether two collectives differ only in the division by the number of ranks."""
     return {one[1], other[1]} == {"sum", "avg"} and (one[0], *one[2:]) == (other[0], *other[2:])
 
 

@@ -39,7 +39,7 @@ class PassDump:
         signature: Signature | None,
         seconds: float,
     ) -> None:
-        """One application of a pass."""
+        """Write one application of a pass."""
         prefix = self._prefix(name)
         for side, gm in (("before", before), ("after", after)):
             if gm is not None:
@@ -50,7 +50,7 @@ class PassDump:
     def write_failure(
         self, name: str, before: fx.GraphModule, failed: fx.GraphModule, signature: Signature | None, error: Exception
     ) -> None:
-        """A pass that failed, with the graph as it had left it, which may be no graph that anything can print."""
+        """Write a pass that failed, with the graph that it left, which may be invalid."""
         prefix = self._prefix(name)
         self._write(f"{prefix}.before", before, signature)
         try:
@@ -86,17 +86,17 @@ def enable_graph_optimization_dump(folder: str | Path = "") -> Path:
 
 
 def disable_graph_optimization_dump() -> None:
-    """Passes write no more."""
+    """Stop writing the graphs of passes."""
     _current.clear()
 
 
 def current_dump() -> PassDump | None:
-    """Where passes write by default."""
+    """The dump that passes write to by default."""
     return _current[0] if _current else None
 
 
 def summary(before: fx.GraphModule | None, after: fx.GraphModule, seconds: float) -> str:
-    """Time, nodes, displaced nodes and the operators whose number changed."""
+    """Time, nodes, displaced nodes and the operators whose count changed."""
     now = _counts(after.graph)
     if before is None:
         return f"{seconds:.3f} s, {sum(now.values())} nodes"

@@ -1,9 +1,9 @@
-"""Run passes on a graph: order checked before, everything else after each one, and nothing left half done.
+"""Run passes on a graph: order is checked before, everything else after each one, and a failed pass is rolled back.
 
-After a pass: dead code goes (never a live wait), new nodes get their metadata, the signature follows renamed
-write-backs, and the verifier looks at the result. If anything is wrong the graph is what it was before the pass.
+After a pass: dead code is removed (never a live wait), new nodes get metadata, the signature follows renamed
+write-backs, and the verifier checks the result. If anything is wrong the graph is restored to what it was before.
 
-`ModuleState`: what a graph module holds beside its graph (parameters, buffers, modules, plain attributes).
+`ModuleState`: what a graph module holds besides its graph (parameters, buffers, modules, plain attributes).
 
 A pass may return another module, whose graph reads constants of its own, or set attributes and then fail.
 """
@@ -57,7 +57,7 @@ _KEPT = ("val", "wholestep")
 
 
 def is_graph(value: Any) -> bool:
-    """Whether a pass runs on it at once."""
+    """Whether a pass runs on a value at once."""
     return isinstance(value, fx.GraphModule | StepGraph | IterGraphModule)
 
 
@@ -69,7 +69,7 @@ def run_passes(
     dump: PassDump | None = None,
 ) -> None:
     """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
-    from wholestep.passes.engine.registry import resolve  # that knows our passes, and they know us
+    from wholestep.passes.engine.registry import resolve  # it imports our passes, which import this module
 
     dump = current_dump() if dump is None else dump
     saved: _Saved | None = None
@@ -97,7 +97,7 @@ def apply_pass(
 
 
 def _graph_of(result: Any, step_graph: StepGraph | None) -> Any:
-    """What a pass returned, as far as it says anything: a graph that nobody would look at is refused."""
+    """The graph that a pass returned, if any; other results, which would be ignored, are refused."""
     if isinstance(result, PassResult):
         result = result.graph_module
     if isinstance(result, fx.GraphModule | IterGraphModule) or result is step_graph:
@@ -123,7 +123,7 @@ class _Application:
         self._level = level
         self._dump = dump
         self.still_true = saved
-        """The graph as it is, if that is known: from before, and afterwards if the pass changed nothing."""
+        """The current graph, if it is known: from before the pass, and after it if the pass changed nothing."""
 
     def run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
         with collector_paused():
@@ -157,7 +157,7 @@ class _Application:
                     if self._level >= 1 and not self._iterates:
                         saved.promises.check(gm, self._pass.contract.numerics, changes.rewired)
                     self._check(changes.affected() if self._level == 1 else ())
-                except IterMoveError as error:  # a fault of the pass, not of what it was asked for
+                except IterMoveError as error:  # a fault of the pass, not of its arguments
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
             if replay is not None:
                 replay.compare(self._whole(), self._pass.contract.numerics)
@@ -170,7 +170,7 @@ class _Application:
             if isinstance(error, VerifyError) and self._step_graph is None:
                 self._check_before(error)
             if isinstance(error, IterMoveError | OptionError | PassError | PassOrderError):
-                raise  # bad arguments, a graph that it cannot work on, or another pass inside: its own words
+                raise  # bad arguments, an unsuitable graph, or a nested pass: raised as it is
             if returned and isinstance(error, WholestepError):
                 raise self._broken(error) from None  # all that the author of the pass needs is in it
             raise self._raised(error) from error
@@ -184,7 +184,7 @@ class _Application:
         return result
 
     def _adopted(self, result: Any) -> Any:
-        """Let the graph be what a pass returned, if that is another one; moves of an IterGraphModule become marks."""
+        """Adopt the graph that a pass returned, if it is another one; moves of an IterGraphModule become marks."""
         gm = self._gm
         if not isinstance(result, fx.GraphModule | IterGraphModule) or result is gm or result is self._given:
             return result
@@ -199,7 +199,7 @@ class _Application:
         return result
 
     def _is_about_nothing(self) -> bool:
-        """Whether the graph has none of the operators that the pass is about (torch.fx keeps an index of them)."""
+        """Whether the graph has none of the operators that the pass works on (torch.fx keeps an index of them)."""
         about, graph = self._pass.contract.only_for, self._gm.graph
         if not about or self._iterates or self._dump is not None or self._level >= 2:
             return False
@@ -221,7 +221,7 @@ class _Application:
         return changes
 
     def _whole(self) -> fx.GraphModule:
-        """What one iteration computes: of an IterGraphModule the graph as if nothing had moved."""
+        """The graph of a whole iteration: of an IterGraphModule the graph without its moves."""
         graph = self._gm.graph
         return fx.GraphModule(self._gm, single_graph(graph)) if isinstance(graph, IterGraph) else self._gm
 
@@ -239,7 +239,7 @@ class _Application:
         verify_bare(self._whole(), self._level, changed)
 
     def _check_before(self, error: VerifyError) -> None:
-        """A graph from elsewhere may have been wrong before: then the pass is not to blame."""
+        """A graph from elsewhere may have been wrong before: then it is not the fault of the pass."""
         try:
             verify_bare(self._whole(), 2)
         except VerifyError as earlier:
@@ -250,7 +250,7 @@ class _Application:
             ) from error
 
     def _broken(self, error: WholestepError) -> PassError:
-        """What the author of a pass is told about the graph that it left."""
+        """The error for the author of a pass about the graph that it left."""
         name = self._pass.name
         return PassError(
             f"{name} left a graph that breaks a rule: {error.what}",
@@ -271,7 +271,7 @@ class _Application:
 
 
 class _Saved:
-    """A graph as it was, to go back to: what each node was, in order. Nodes are made again only if needed."""
+    """A snapshot of a graph to restore: what each node was, in order. Nodes are recreated only if needed."""
 
     def __init__(self, gm: fx.GraphModule, step_graph: StepGraph | None) -> None:
         self._gm = gm
@@ -279,7 +279,7 @@ class _Saved:
         self._step_graph = step_graph
         self._moved = gm.graph.moved if isinstance(gm.graph, IterGraph) else None
         self._codegen = codegen_of(gm.graph)
-        """What takes and gives trees, where `make_fx` made the graph."""
+        """The codegen for pytrees, if `make_fx` made the graph."""
         self._signature = None if step_graph is None else step_graph.signature
         self._nodes: list[fx.Node] = list(gm.graph.nodes)
         self._table = NodeTable(self._nodes)
@@ -288,7 +288,7 @@ class _Saved:
         self.promises = Promises(gm.graph, self._table, self._signature)
 
     def follow_meta(self) -> None:
-        """The passes noted on the graph module are more than they were; all else is the same."""
+        """Take the record of applied passes on the graph module, which grew; all else is the same."""
         self._meta = dict(self._gm.meta)
 
     def graph_module(self) -> fx.GraphModule:
@@ -303,7 +303,7 @@ class _Saved:
         return self._table.is_current() and all(map(all, same_known))
 
     def changes(self) -> _Changes:
-        """What is not as it was."""
+        """The differences from the snapshot."""
         return _Changes(list(self._gm.graph.nodes), self._table, self._known)
 
     def _graph(self) -> fx.Graph:
@@ -329,7 +329,7 @@ class _Saved:
 
 
 class _Changes:
-    """What a pass did to a graph: new nodes and changed ones, found without Python code for the others."""
+    """The changes that a pass made to a graph: new and changed nodes, found without Python code for the others."""
 
     def __init__(self, nodes: list[fx.Node], table: NodeTable, known: list[list[Any]]) -> None:
         self._table = table
@@ -339,7 +339,7 @@ class _Changes:
         self._was = known
         self._is = [list(each) for each in _known(table.nodes)]
         self.filled: list[fx.Node] = []
-        """Nodes whose `val` was computed after the pass, which fits."""
+        """Nodes whose `val` was computed after the pass, and is therefore right."""
 
     def without(self, key: str) -> list[fx.Node]:
         """The nodes that have no metadata of a key, in order."""
@@ -350,11 +350,11 @@ class _Changes:
 
     @cached_property
     def rewired(self) -> list[fx.Node]:
-        """Nodes of before that call another target, or have other arguments."""
+        """Old nodes with another target or other arguments."""
         return [node for node in self._table.changed() if node in self._stay]
 
     def affected(self) -> list[fx.Node]:
-        """The nodes whose metadata may not fit any more: new, with other arguments or `val`, or reading such."""
+        """The nodes whose metadata may be out of date: new, with other arguments or `val`, or reading such nodes."""
         found = dict.fromkeys(self._new)
         found.update((node, None) for node in self.rewired if not _reads_alike(node, self._table.parts(node)))
         for node in compress(self._table.nodes, map(is_not, self._is[0], self._was[0])):
@@ -366,7 +366,7 @@ class _Changes:
 
 
 def _reads_alike(node: fx.Node, was: NodeParts) -> bool:
-    """True if a node is what it was but for nodes among its arguments whose values say the same."""
+    """True if a node differs only in arguments that were replaced by nodes with equal metadata."""
     args = node.args
     if node.target is not was.target or len(args) != len(was.args) or node.kwargs != was.kwargs:
         return False
@@ -382,7 +382,7 @@ def _says_the_same(now: Any, old: Any) -> bool:
 
 
 def _known(nodes: list[fx.Node]) -> list[Iterable[Any]]:
-    """What the metadata of nodes say, key by key. No Python code runs per node."""
+    """The metadata of nodes, key by key. No Python code runs per node."""
     metas = list(map(attrgetter("meta"), nodes))
     return [map(dict.get, metas, repeat(key), repeat(_ABSENT)) for key in _KEPT]
 
@@ -395,7 +395,7 @@ def drop_dead_code(graph: fx.Graph) -> None:
 
 
 def _renamed_write_backs(graph: StepGraph) -> Signature:
-    """Write-backs are the `copy_` nodes into inputs: their values may have new names."""
+    """The signature with the new names of the values that the `copy_` nodes write back."""
     found: list[WriteBack] = []
     for node in reversed(graph.gm.graph.nodes):
         if node.op == "output":
@@ -406,12 +406,12 @@ def _renamed_write_backs(graph: StepGraph) -> Signature:
         found.append(WriteBack(target.name, str(node.args[1])))
     lost = {write.target for write in graph.signature.write_backs} - {write.target for write in found}
     if lost:
-        return graph.signature  # the verifier says which
+        return graph.signature  # the verifier names it
     return replace(graph.signature, write_backs=tuple(reversed(found)))
 
 
 def _inherit_meta(nodes: Iterable[fx.Node]) -> None:
-    """New nodes belong to the module and line of what they are made from."""
+    """Give new nodes the module and line of the nodes that they are computed from."""
     for node in nodes:
         if node.op == "call_function":
             sources = [node_meta(source) for source in node.all_input_nodes if source.op != "placeholder"]
@@ -420,7 +420,7 @@ def _inherit_meta(nodes: Iterable[fx.Node]) -> None:
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = frozenset({"_graph", "_code", "meta"})
-"""Kept by the pass manager itself, or made anew from the graph."""
+"""Kept by the pass manager itself, or computed anew from the graph."""
 
 
 class ModuleState:
@@ -433,7 +433,7 @@ class ModuleState:
         self._plain = {name: value for name, value in held.items() if name not in _TABLES and name not in _OF_TORCH}
 
     def restore(self) -> None:
-        """Give the module back what it had."""
+        """Restore the attributes of the module."""
         held = vars(self._gm)
         for name, content in self._tables.items():
             held[name].clear()
@@ -444,7 +444,7 @@ class ModuleState:
 
 
 def adopt(gm: fx.GraphModule, made: fx.GraphModule) -> None:
-    """Let a graph module have what the graph of another one reads: constants, buffers, modules."""
+    """Copy to a graph module what the graph of another one reads: constants, buffers, modules."""
     for node in made.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             _set(gm, str(node.target).split("."), made)

@@ -31,7 +31,7 @@ DEFAULT: tuple[GraphPass, ...] = (
     bucket_all_gather,
     schedule_comm_wait,
 )
-"""What `passes="default"` runs: communication in buckets, waited for as late as possible."""
+"""The passes of `passes="default"`: communication in buckets, with waits as late as possible."""
 
 
 _BY_NAME: tuple[GraphPass, ...] = (
@@ -49,12 +49,12 @@ _TAKEN = {each.name: each for each in (*_BY_NAME, iter_move_grads_and_optimizers
 
 
 def known_passes() -> dict[str, GraphPass]:
-    """Every pass of ours that can be given by name. Entry points are loaded when they are asked for."""
+    """Every pass of ours that has a name. Entry points are loaded when they are first used."""
     return {each.name: each for each in _BY_NAME}
 
 
 def automatic(*, communicates: bool, exact: bool) -> tuple[GraphPass, ...]:
-    """What `passes="auto"` runs: the default list where the step communicates, otherwise nothing.
+    """The passes of `passes="auto"`: the default list if the step communicates, otherwise none.
 
     `exact`: only passes that keep every bit, and of these only those whose prerequisites do, too.
     """
@@ -85,7 +85,7 @@ def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
     names = [
         {bound.name, each} if isinstance(each, str) else {bound.name} for each, bound in zip(given, found, strict=True)
     ]
-    """What each may be called: an entry point may have another name than its pass."""
+    """The names of each pass: an entry point may have another name than its pass."""
     all_names = set().union(*names)
     unknown = [name for name in disabled if name not in all_names]
     if unknown:
@@ -131,7 +131,7 @@ def _named(name: str) -> GraphPass | BoundPass:
 
 
 def _loaded(name: str, points: list[EntryPoint]) -> GraphPass | BoundPass:
-    """What the one distribution that offers a name has under it."""
+    """The pass under a name that exactly one distribution offers."""
     if name in _TAKEN:
         raise OptionError(
             f"the name {name!r} is that of a pass of wholestep and of an entry point of {_sources(points)}.",

@@ -2,21 +2,19 @@
 
     exact            the same bits, and no result that has become one of the inputs
     reassociates     as far apart as sums in another order may be: some rounding errors of the largest element, and what
-                     rounding errors of the inputs change by themselves (`made_up.nudged`)
+                     rounding errors of the inputs change by themselves (`nudged`)
 
-Inputs are made up (`made_up`), the other ranks are computed (`pretend_ranks`). A graph that runs on none of the made-up
-inputs is not replayed; the log says so.
+Inputs are generated (`draws`) for a graph of which only shapes and dtypes are known, in several kinds from the
+likeliest to the safest. If an operator refuses one (an index out of range, a matrix that is not positive definite),
+or the result has NaNs (the logarithm of a negative number), the next kind is tried. A graph that runs on none of them
+is not replayed; the log says so.
 
-Inputs for a graph of which only shapes and dtypes are known, in several draws from the likeliest to the safest.
-
-A draw that an operator refuses (an index out of range, a matrix that is not positive definite), or that gives numbers
-which are none (the logarithm of a negative one), is followed by the next.
-
-A graph with collectives in one process: what the other ranks would send is computed from what this one has.
+`PretendRanks` runs a graph with collectives in one process: what the other ranks would send is computed from what this
+rank has.
 
 Rank k has (1 + k/8) times the floats of this rank and (1 + k) times its integers: linear, so that concatenating,
 splitting and adding agree with it, and different for each rank, so that shards in a wrong order, another root and
-another reduce op are seen. Booleans are the same everywhere. This rank is rank 0.
+another reduce op are detected. Booleans are the same everywhere. This rank is rank 0.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def _large(shape: list[int], generator: torch.Generator) -> Tensor:
 
 
 def _like_identity(shape: list[int], generator: torch.Generator) -> Tensor:
-    """Symmetric, positive definite and not the identity where that is possible."""
+    """Symmetric, positive definite and, where possible, not the identity."""
     if len(shape) < 2 or shape[-1] != shape[-2]:
         return _near_one(shape, generator)
     noise = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.1
@@ -86,7 +84,7 @@ _DRAWS: tuple[tuple[str, Draw, Draw], ...] = (
 
 
 def draws(graph: fx.Graph) -> Iterator[tuple[str, list[Any]]]:
-    """Values of the placeholders, with what they are called."""
+    """Inputs for the placeholders, with a name for the kind."""
     values = [known_or_noted(node) for node in graph.find_nodes(op="placeholder")]
     for name, floats, integers in _DRAWS:
         generator = torch.Generator().manual_seed(SEED)
@@ -94,7 +92,7 @@ def draws(graph: fx.Graph) -> Iterator[tuple[str, list[Any]]]:
 
 
 def nudged(inputs: list[Any]) -> list[Any]:
-    """The same inputs with every float changed by a rounding error: what that changes is not told apart."""
+    """The same inputs with every float changed by a rounding error: differences that this causes are ignored."""
     generator = torch.Generator().manual_seed(SEED)
     return [_nudged(value, generator) if isinstance(value, Tensor) else value for value in inputs]
 
@@ -128,7 +126,7 @@ def _made_up(value: Any, floats: Draw, integers: Draw, generator: torch.Generato
 
 
 def _mask(shape: list[int], generator: torch.Generator) -> Tensor:
-    """Mostly true, and never false along a whole row: a softmax over nothing is no number. A flag alone is false."""
+    """Mostly true, and never false along a whole row: a softmax over nothing is NaN. A single flag is false."""
     if not shape:
         return torch.zeros(shape)
     mask = torch.rand(shape, generator=generator) < 0.75
@@ -167,7 +165,7 @@ class PretendRanks(fx.Interpreter):
 
     @staticmethod
     def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Collectives that work in place, or have an `out`, give what they wrote."""
+        """The result of a collective that writes in place or to `out`: what it wrote."""
         if not written_positions(op):
             return result
         into = kwargs.get("out", args[0])
@@ -177,7 +175,7 @@ class PretendRanks(fx.Interpreter):
 
 
 def collective(name: str, args: tuple[Any, ...], size: int) -> Any:
-    """What rank 0 gets from a collective."""
+    """The result of a collective on rank 0."""
     operand = args[0]
     if isinstance(operand, list | tuple):
         return [collective(name, (one, *args[1:]), size) for one in operand]
@@ -202,7 +200,7 @@ def _of_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _reduced(operand: Tensor, op: str, size: int) -> Tensor:
-    """Of ranks that are multiples of each other. The ends have the least and the most."""
+    """The reduction over ranks that are multiples of each other. The end ranks have the least and the most."""
     if op in _BITWISE:
         return functools.reduce(_BITWISE[op], (_of_rank(operand, k) for k in range(size)))
     if operand.dtype is torch.bool:
@@ -217,11 +215,11 @@ def _reduced(operand: Tensor, op: str, size: int) -> Tensor:
     total = operand * (int(sum(factors)) if whole else sum(factors))
     if op == "avg":
         return total // size if whole else operand * (sum(factors) / size)
-    return total  # sum, and scaled sums of which nobody knows the scale
+    return total  # sum, and scaled sums with an unknown scale
 
 
 def _exchanged(operand: Tensor, args: tuple[Any, ...], size: int) -> Tensor:
-    """Rank k sends us its first rows: as many as we expect of it."""
+    """Rank k sends us its first rows: as many as we expect from it."""
     rows = operand.shape[0]
     expected = list(args[1]) if len(args) > 1 and args[1] else [rows // size] * size
     pieces = []
@@ -235,14 +233,15 @@ def _exchanged(operand: Tensor, args: tuple[Any, ...], size: int) -> Tensor:
 _ROUNDINGS = 32
 """How many rounding errors of the largest element sums in another order may be apart; half types: a fraction of it."""
 _NOISE = 64
-"""How many times more than one rounding error of each input they may be apart."""
+"""How many times the effect of one rounding error of each input they may differ by."""
 _AT_MOST = 1e-4
-"""However noisy a step is, of its largest element (or of 1)."""
+"""An upper limit for noisy steps, relative to the largest element (or to 1)."""
 
 
 @dataclass
 class _Results:
-    """What a graph gave: results, contents of the inputs afterwards, and which inputs each result lives in."""
+    """The results of one run: outputs, contents of the inputs afterwards, and the inputs that each output shares memory
+    with."""
 
     outputs: list[Any]
     inputs: list[Any]
@@ -258,16 +257,16 @@ class _Trial:
 
 
 class Replay:
-    """What a graph computes from made-up inputs."""
+    """What a graph computes from generated inputs."""
 
     def __init__(self, gm: fx.GraphModule, name: str = "the pass", *, noise: bool = True) -> None:
-        """`noise`: also find out what rounding errors change, which only sums in another order need."""
+        """`noise`: also measure the effect of rounding errors, which only `reassociates` needs."""
         self._trials: list[_Trial] = []
         error: Exception | None = None
         for called, inputs in draws(gm.graph):
             try:
                 trial = _Trial(called, inputs, _run(gm, inputs))
-            except Exception as raised:  # whatever an operator says about inputs that do not fit
+            except Exception as raised:  # any error of an operator about unsuitable inputs
                 error = raised if error is None else error
                 continue
             if _all_finite(trial.before):
@@ -279,7 +278,7 @@ class Replay:
         for trial in self._trials if noise else ():
             try:
                 trial.nudged = _run(gm, nudged(trial.inputs))
-            except Exception:  # at the edge of what an operator takes: then nothing is known about noise
+            except Exception:  # nudged inputs are invalid: nothing is known about noise
                 log.debug("inputs %s with rounding errors do not run", trial.name, exc_info=True)
 
     @staticmethod
@@ -290,7 +289,7 @@ class Replay:
         log.warning("%s is not replayed: the graph does not run on made-up inputs (%s).%s", name, what, hint)
 
     def compare(self, gm: fx.GraphModule, numerics: Numerics) -> None:
-        """Raise VerifyError if the graph now gives other results than the contract allows."""
+        """Raise VerifyError if the results differ by more than the contract allows."""
         for trial in self._trials:
             after = _run(gm, trial.inputs)
             if len(after.outputs) != len(trial.before.outputs):
@@ -330,7 +329,7 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(SEED)
-        # Some operators keep what their backward needs only while gradients are on (mkldnn's RNN).
+        # Some operators keep what their backward needs only if gradients are on (mkldnn's RNN).
         with torch.set_grad_enabled(not any(p.requires_grad for p in gm.parameters())):
             result = PretendRanks(gm).run(*own, enable_io_processing=False)
     finally:
@@ -348,12 +347,12 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _apart(value: Any) -> Any:
-    """A result as it is now: another one may be written through."""
+    """A copy of a result: the original may be written through another one."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The values of an output node, those that are None too."""
+    """The values of an output node, including None."""
     return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
 
 
@@ -395,7 +394,7 @@ def _same(before: Any, after: Any, noisy: Any, numerics: Numerics) -> bool:
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     if not _is_inexact(before):
-        # Where a rounding error moves a whole number (the place of a maximum), so may another order of a sum.
+        # Where a rounding error changes an integer (the index of a maximum), another order of a sum may too.
         unstable = numerics != "exact" and isinstance(noisy, Tensor) and not torch.equal(before, noisy)
         return unstable or torch.equal(before, after)
     noise = noisy if isinstance(noisy, Tensor) and noisy.shape == before.shape else None
@@ -416,7 +415,7 @@ def _close(before: Tensor, after: Tensor, noisy: Tensor | None, numerics: Numeri
     roundings = _ROUNDINGS * eps if eps < 1e-4 else 4 * eps
     noise = float((before - noisy).abs().nan_to_num(0, 0, 0).max()) if noisy is not None else 0.0
     allowed = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
-    return bool((gap <= allowed).all())  # a gap that is no number is none that is allowed
+    return bool((gap <= allowed).all())  # a NaN gap is not allowed
 
 
 def _difference(before: Any, after: Any) -> str:

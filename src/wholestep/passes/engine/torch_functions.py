@@ -1,4 +1,4 @@
-"""Python functions of torch that a pass inserted become the operators that they run.
+"""Replace Python functions of torch that a pass inserted by the operators that they run.
 
     before                                after
     s = torch.add(a, b)                   s = aten.add.Tensor(a, b)
@@ -6,8 +6,8 @@
     t = g.t()               (a method)    t = aten.t.default(g)
 
 A StepGraph has operators only: the verifier, the lowering, files and the comparison of ranks know no other functions.
-The function runs once on fake tensors and what it dispatches takes its place. A function that fails, that gives
-something else than tensors, or that does not use its arguments stays; whoever needs a name for it says so. Cost: none
+The function runs once on fake tensors and is replaced by what it dispatches. A function that fails, that returns other
+than tensors, or that does not use its arguments stays, and the code that needs its metadata reports it. Cost: none
 without such functions (torch.fx has an index of targets); otherwise a walk over the graph, and one run of each.
 """
 
@@ -30,7 +30,7 @@ _KNOWN = frozenset(PYTHON_FUNCTIONS.values())
 
 
 def replace_torch_functions(gm: fx.GraphModule) -> None:
-    """Let each function of torch be the operators that it runs."""
+    """Replace each function of torch by the operators that it runs."""
     graph = gm.graph
     functions = {target for target in call_targets(graph) if _is_function(target)}
     if not functions and not graph.find_nodes(op="call_method", sort=False):
@@ -49,14 +49,14 @@ def _is_function(target: Any) -> bool:
 
 
 class _Recorder(DispatchMode):
-    """Notes operators; a result of one is found among the arguments of the next by its identity."""
+    """Records operators; a result of one is found among the arguments of the next by its identity."""
 
     def __init__(self, graph: fx.Graph, known: dict[int, fx.Node]) -> None:
         super().__init__()
         self._graph = graph
         self._known = known
         self._alive: list[Any] = []
-        """An id is that of one object only while it lives."""
+        """Keeps the objects alive: an id is unique only while its object lives."""
         self.made: list[fx.Node] = []
 
     def node_of(self, value: Tensor) -> fx.Node | None:
@@ -105,7 +105,7 @@ def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
             with torch.no_grad(), mode, recorder:
                 result = target(*args, **kwargs)
         except Exception:
-            _erase(recorder.made)  # whoever computes its value next says what is wrong with it
+            _erase(recorder.made)  # the error is raised where its metadata is computed
             return
     if isinstance(result, Tensor):
         found = recorder.node_of(result)
