@@ -97,7 +97,7 @@ def test_a_write_that_the_recorder_does_not_see_is_found(monkeypatch: pytest.Mon
     assert_lost(run, "writes to model.count, and the graph does not")
 
 
-def test_an_optimizer_that_nobody_noticed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_whose_call_was_not_detected_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hiding:
         __slots__ = ("inner",)
 

@@ -150,7 +150,7 @@ class Packed(torch.Tensor):
         return args[0] if func is torch.ops.aten.lerp_.Scalar else out
 
 
-def test_optimizer_state_of_a_tensor_subclass_is_refused_and_eager_goes_on() -> None:
+def test_optimizer_state_of_a_tensor_subclass_is_refused_and_eager_continues() -> None:
     model = mlp(torch.device("cpu"))
     optimizer = Copying(model.parameters(), lambda p: Packed(p.data.clone()))
     with pytest.raises(ws.errors.UnsupportedError, match="Packed; tensor subclasses are not captured") as caught:

@@ -130,7 +130,7 @@ def test_an_exception_at_some_operators_of_a_larger_step_leaves_the_process_as_i
 @pytest.mark.parametrize(
     "kind", [GeneratorExit, KeyboardInterrupt, MemoryError, SystemExit, StopIteration, StoppedError]
 )
-def test_the_next_capture_works_and_eager_goes_on(stop_at: Any, kind: type[BaseException]) -> None:
+def test_the_next_capture_works_and_eager_continues(stop_at: Any, kind: type[BaseException]) -> None:
     world = World(fresh=False)
     before = world.look()
     step = ws.compile(plain_step)

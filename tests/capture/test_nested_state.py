@@ -358,7 +358,7 @@ def test_a_set_of_tensors_in_state_is_refused() -> None:
         ws.compile(run.step)(*run.arguments(0))
 
 
-def test_an_object_with_tensors_in_state_is_refused_and_eager_goes_on() -> None:
+def test_an_object_with_tensors_in_state_is_refused_and_eager_continues() -> None:
     class Projector:
         def __init__(self, like: Tensor) -> None:
             self.mean = torch.zeros_like(like)

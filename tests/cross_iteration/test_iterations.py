@@ -363,7 +363,7 @@ def a_gradient_of_an_older_step_keeps_its_value(rank: int) -> None:
     training.check_complete()
 
 
-def test_pending_work_is_done_before_anybody_sees_that_it_is_not() -> None:
+def test_pending_updates_complete_before_user_code_reads_the_state() -> None:
     def code(rank: int) -> list[str]:
         failed = []
         for each in CHECKS:

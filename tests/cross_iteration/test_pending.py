@@ -150,7 +150,7 @@ def nothing_is_left_behind(rank: int) -> None:
     assert no_method_is_replaced()
 
 
-def test_whoever_gets_to_all_parameters_gets_them_complete() -> None:
+def test_code_that_reads_all_parameters_gets_completed_updates() -> None:
     def code(rank: int) -> None:
         for each in CHECKS:
             each(rank)

@@ -78,7 +78,7 @@ def test_other_random_numbers_of_the_device_are_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
-def test_first_calls_are_checked_and_training_goes_on(lower: str) -> None:
+def test_first_calls_are_checked_and_training_continues(lower: str) -> None:
     model = network()
     optimizer = adamw(model)
     step = ws.compile(train_step, lower=lower, check_first=3)

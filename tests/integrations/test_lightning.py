@@ -198,7 +198,7 @@ def test_a_training_batch_is_one_graph_of_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Regression, Manual])
-def test_training_resumed_from_a_checkpoint_goes_on_as_lightning_does(make: Any, tmp_path: Path) -> None:
+def test_training_resumed_from_a_checkpoint_continues_as_in_lightning(make: Any, tmp_path: Path) -> None:
     found = []
     for name in ("eager", "graphs"):
         ours = [WholestepCallback() if name == "graphs" else None for _ in range(2)]

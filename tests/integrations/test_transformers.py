@@ -128,7 +128,7 @@ def test_the_whole_update_is_one_graph(tmp_path: Path) -> None:
     assert len(update.last.signature.write_backs) >= 3 * len(list(ours.model.parameters())), written
 
 
-def test_training_resumed_from_a_checkpoint_goes_on_as_trainer_does(tmp_path: Path) -> None:
+def test_training_resumed_from_a_checkpoint_continues_as_in_trainer(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "save_strategy": "steps",
         "save_steps": 4,
@@ -207,7 +207,7 @@ def test_the_mixin_compiles_a_users_own_trainer(tmp_path: Path) -> None:
     assert [step.options.name for step in ours.compiled_steps] == ["OwnCompiled.update", "OwnCompiled.training_step"]
 
 
-def test_a_second_call_of_train_goes_on_as_trainer_does(tmp_path: Path) -> None:
+def test_a_second_call_of_train_continues_as_in_trainer(tmp_path: Path) -> None:
     found = []
     for kind in (Trainer, WholestepTrainer):
         trainer = trainer_of(kind, tmp_path / kind.__name__, max_steps=3)

@@ -223,7 +223,7 @@ def test_the_users_own_tensor_may_be_returned_updated() -> None:
     verify(step, level=2)
 
 
-def test_a_view_of_an_input_that_nobody_writes_may_be_returned() -> None:
+def test_a_view_of_an_input_that_is_never_written_may_be_returned() -> None:
     step = make_step(lambda x: (x.t(),), [("x", InputKind.BATCH, "batch", torch.randn(2, 3))])
     verify(step, level=2)
 
@@ -313,7 +313,7 @@ def test_a_dropped_wait_is_found(coalesced: bool, view: bool, which: int) -> Non
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_a_collective_nobody_waits_on_is_found(coalesced: bool) -> None:
+def test_a_collective_without_a_wait_is_found(coalesced: bool) -> None:
     step = communicating(coalesced=coalesced)
     graph = step.gm.graph
     wait = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)[-1]

@@ -209,7 +209,7 @@ def test_the_first_call_may_be_the_last_one() -> None:
     assert run_ranks(code, 2) == [[], []]
 
 
-def test_a_flush_on_one_rank_waits_for_nobody_who_has_not_come() -> None:
+def test_a_flush_on_one_rank_does_not_wait_for_absent_ranks() -> None:
     """Rank 1 goes away for good after its step; rank 0 saves."""
 
     def code(rank: int) -> list[str]:

@@ -327,7 +327,7 @@ def looks(case: Case, sharded: bool) -> list[str]:
     return lines + apart(torchs, ours, rtol=0)
 
 
-def test_gradients_that_somebody_looks_at_between_two_calls_are_those_of_this_step() -> None:
+def test_gradients_read_between_two_calls_are_those_of_this_step() -> None:
     found = [each for each in cases([PASS]) if "zeroed first" in each.name]
     all_of(lambda case: looks(case, False) + looks(case, True), found)
 

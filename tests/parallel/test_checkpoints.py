@@ -201,7 +201,7 @@ def test_ranks_that_start_apart_are_made_equal_to_the_first() -> None:
         assert torch.equal(tensors[-1], ranks[0][0][-1])
 
 
-def test_a_look_at_the_sharded_model_communicates_nothing() -> None:
+def test_reading_the_sharded_model_communicates_nothing() -> None:
     def code(rank: int) -> int:
         ours = Compiled(CASE, ws.FullyShard(world_mesh()))
         ours.run_all()

@@ -94,7 +94,7 @@ def test_random_draws_are_never_merged() -> None:
     assert plan_merges(build.graph) == []
 
 
-def test_memory_that_nobody_filled_and_shapes_that_depend_on_data_are_not_merged() -> None:
+def test_uninitialised_memory_and_data_dependent_shapes_are_not_merged() -> None:
     for target in (aten.empty_like.default, aten.nonzero.default, aten._local_scalar_dense.default):
         graph = fx.Graph()
         x = graph.placeholder("x")

@@ -69,7 +69,7 @@ def test_the_plan_names_the_collective_and_its_wait() -> None:
 
 
 @pytest.mark.parametrize("second", [{"group": "1"}, {"size": 2, "group": "7"}, {"recompute": True}])
-def test_another_group_or_a_gather_that_is_made_again_on_purpose_is_kept(second: dict[str, Any]) -> None:
+def test_another_group_or_a_gather_repeated_on_purpose_is_not_merged(second: dict[str, Any]) -> None:
     build = gather_twice(**second)
     check(build.finish(*build.used), removed=0)
 
@@ -82,7 +82,7 @@ def test_other_reduce_ops_operands_and_operators_are_kept() -> None:
     check(build.finish(*[build.wait(each) for each in started]), removed=0)
 
 
-def test_what_is_made_again_twice_is_made_again_once() -> None:
+def test_a_gather_that_is_repeated_twice_is_repeated_once() -> None:
     build = Build()
     w = build.input("w", 4, 2)
     first = build.wait(build.gather(w))

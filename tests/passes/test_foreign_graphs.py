@@ -391,7 +391,7 @@ def test_what_is_no_graph_module_is_not_taken_for_an_option(given: Any) -> None:
             BoundPass(each)(given)
 
 
-def test_finders_refuse_nodes_that_are_not_what_they_look_for() -> None:
+def test_finders_refuse_nodes_of_another_kind() -> None:
     for make in (of_python, by_hand):
         gm, _ = make()
         for node in gm.graph.nodes:

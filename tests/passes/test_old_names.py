@@ -104,7 +104,7 @@ def test_descendants_of_nothing_fail_as_they_did() -> None:
 
 
 @pytest.mark.parametrize("kind", ["graph", "another step"])
-def test_a_graph_that_a_pass_returns_and_nobody_would_use_is_refused(kind: str) -> None:
+def test_a_graph_that_a_pass_returns_and_that_would_be_ignored_is_refused(kind: str) -> None:
     step = optimizer_step("SGD", {})
 
     @wp.graph_optimization_pass()

@@ -64,7 +64,7 @@ def test_both_halves_are_the_whole(name: str, options: dict[str, Any], more: dic
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=name_of)
-def test_training_goes_on_as_in_eager(name: str, options: dict[str, Any]) -> None:
+def test_training_continues_as_in_eager(name: str, options: dict[str, Any]) -> None:
     """Real steps: the split graph, run on the tensors of the model, next to eager."""
     step_function, args = training_step(name, options)
     eager = copy.deepcopy(args)

@@ -122,7 +122,7 @@ def test_all_steps_of_a_process_share_one_channel_and_a_new_group_gets_a_new_one
     assert run_ranks(code, 2, deadline=30) == [[True] * 5] * 2
 
 
-def test_a_group_that_is_made_again_does_not_see_old_failures(tmp_path: Path):
+def test_a_recreated_group_does_not_see_old_failures(tmp_path: Path):
     def code(rank: int) -> str:
         store = dist.FileStore(str(tmp_path / "store"), 2)
         dist.destroy_process_group()
@@ -354,7 +354,7 @@ def test_an_error_of_the_rank_itself_is_raised_unchanged_and_posted_once():
     assert run_ranks(code, 2, deadline=30) == [("PeerFailedError", 1), ("ZeroDivisionError", 1)]
 
 
-def test_groups_of_a_broken_rank_can_be_destroyed_and_made_again(tmp_path: Path):
+def test_groups_of_a_broken_rank_can_be_destroyed_and_recreated(tmp_path: Path):
     def code(rank: int) -> list[float]:
         error_of(lambda: one_fails(rank))
         dist.destroy_process_group()

@@ -60,7 +60,7 @@ def test_a_fake_loss_of_sequences_has_the_geometry_of_the_real_one() -> None:
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
-def test_gradients_of_a_recurrent_layer_on_a_gpu_look_like_what_they_are_of() -> None:
+def test_gradients_of_a_recurrent_layer_on_a_gpu_have_its_layout() -> None:
     with new_fake_mode(None):
         x, hidden = torch.empty(5, 2, 3, device="cuda"), torch.empty(1, 2, 4, device="cuda")
         weights = [torch.empty(*size, device="cuda") for size in ((16, 3), (16, 4), (16,), (16,))]

@@ -58,7 +58,7 @@ def resolve(name: str) -> Any:
     return found
 
 
-def test_there_are_names_to_look_at() -> None:
+def test_there_are_private_names() -> None:
     assert len(private_names()) > 60
 
 
