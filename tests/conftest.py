@@ -20,6 +20,7 @@ from wholestep.capture.results import global_state
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WHOLESTEP_LOWER", "eager")  # bit for bit, and no compiler; tests/lower asks for Inductor itself
+os.environ.setdefault("WHOLESTEP_PROGRESS", "0")  # what is said while a test compiles belongs to no test
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiling processes beside pytest's own
 if (
     "ATEN_CPU_CAPABILITY" in os.environ

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "wholestep"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- import graph: written by tests/import_graph.py -->\n", "<!-- end of the import graph -->"
 
-BASE = ("torch_private", "errors", "ir", "options", "simulate")
+BASE = ("torch_private", "errors", "ir", "options", "progress", "simulate")
 """What any package may import."""
 LEAVES = ("compat", "compilers", "debug", "inspect", "integrations")
 """Nothing is built on these."""

@@ -20,6 +20,7 @@ WITHIN_BASE: dict[str, set[str]] = {
     "simulate": {"errors", "ir", "torch_private"},
     "options": {"errors", "ir"},
     "errors": set(),
+    "progress": set(),
     "torch_private": set(),
 }
 """What packages of the base may import of it: nothing that is built on them."""

@@ -59,6 +59,7 @@ class CompileOptions(TypedDict, total=False):
     max_recompiles: int
     hooks: Literal["refuse", "trace"]
     on_refusal: Literal["raise", "eager"]
+    progress: bool | None
     name: str
 
 
@@ -88,6 +89,7 @@ def compile(
     max_recompiles: int = 8,
     hooks: Literal["refuse", "trace"] = "refuse",
     on_refusal: Literal["raise", "eager"] = "raise",
+    progress: bool | None = None,
     name: str = "",
     **unknown: Any,
 ) -> Any:
@@ -129,6 +131,9 @@ def compile(
             it runs as the plain function, with one `EagerWarning` that has the code, the line and the fix; after three
             such calls no other capture is tried. On several ranks all of them run the plain function, or none; they
             then agree before every call.
+        progress: Whether captures and compilations that take more than a second say on stderr what they do and how far
+            they are: a line with a bar on a terminal, one line at the start and one at the end elsewhere. None: unless
+            the environment variable WHOLESTEP_PROGRESS is 0.
         name: What messages call this step; the name of its function by default.
 
     Raises:
@@ -150,6 +155,7 @@ def compile(
         max_recompiles=max_recompiles,
         hooks=hooks,
         on_refusal=on_refusal,
+        progress=progress,
         name=name,
         **unknown,
     )
@@ -244,4 +250,6 @@ def build(
         )
     chosen = {"lower_options": lower_options, "memory_budget": memory_budget, "policy": policy}
     given = Options.of(cuda_graph=cuda_graph, verify=verify, lower=lower, **chosen)
-    return compile_step(step_graph.copy(), resolve(given), Shared.of(given))
+    shared = Shared.of(given, name="a captured graph")
+    with shared.progress.compiling():
+        return compile_step(step_graph.copy(), resolve(given), shared)

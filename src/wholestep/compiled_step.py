@@ -43,6 +43,7 @@ from wholestep.step import (
     with_plan_of_models,
 )
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
+from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.modes import mode_that_needs_eager
 
 P = ParamSpec("P")
@@ -92,7 +93,7 @@ class CompiledStep(Generic[P, R]):
         self._pending: Pending | None = None
         """The pending updates of the last call; valid while `_pending_work.exists`."""
         self._calls = 0
-        self._shared = Shared.of(self.options)
+        self._shared = self._new_shared()
         self._warned = False
         self._modes_warned: set[str] = set()
         self._refusals = Refusals()
@@ -100,6 +101,10 @@ class CompiledStep(Generic[P, R]):
         self._pending_work = PendingWork()
         weakref.finalize(self, finally_flush, self._pending_work).atexit = False
         self._has_own_last = has_parameter(fn, LAST)
+
+    def _new_shared(self) -> Shared:
+        """The state before the first capture under these options. It does not hold the step."""
+        return Shared.of(self.options, self._name, functools.partial(_speaks, weakref.ref(self)))
 
     def _ranks_of_plan(self) -> Ranks | None:
         plan = self.options.parallel
@@ -253,7 +258,8 @@ class CompiledStep(Generic[P, R]):
         else:
             if options is not self.options:
                 self.flush()
-                self.options, self._shared = options, Shared.of(options)
+                self.options = options
+                self._shared = self._new_shared()
                 self._ranks = self._ranks_of_plan()
             return
         self._ranks = self._ranks or Ranks(self._name, RankOptions(DEADLINE))
@@ -367,7 +373,8 @@ class CompiledStep(Generic[P, R]):
             reason = nearest.guards.why_not(call.leaves, call.structure, state)
             changed = nearest.guards.changed_scalars(call.leaves, call.structure, state)
             self._shared.scalars = self._shared.scalars.with_changed(changed)
-        entry = compile_step(self._capture(call), self.options, self._shared)
+        with self._shared.progress.compiling(self._calls):
+            entry = compile_step(self._capture(call), self.options, self._shared)
         seconds = entry.captured.seconds
         self._entries.append(entry)
         if len(self._entries) > _MAX_GRAPHS:
@@ -454,6 +461,15 @@ class BoundStep:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)
+
+
+def _speaks(step: weakref.ref[CompiledStep[Any, Any]]) -> bool:
+    """Whether this process is the one that says how far a compilation is."""
+    found = step()
+    if found is None or found._ranks is None:
+        group = default_group()
+        return group is None or group.rank() == 0
+    return found._ranks.speaks(found._calls)
 
 
 def _complete(executor: CrossingExecutor, updates: Pending, ranks: Ranks | None, call: int) -> None:

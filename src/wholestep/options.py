@@ -3,7 +3,8 @@
 The docstring of `ws.compile` says what each of them means. `step.resolve` reads names of passes, budgets and plans.
 The environment variables that wholestep reads, all of them, only set the default of an option:
 
-    WHOLESTEP_LOWER    inductor (the default) or eager: `lower=` of `ws.compile`
+    WHOLESTEP_LOWER       inductor (the default) or eager: `lower=` of `ws.compile`
+    WHOLESTEP_PROGRESS    0 or 1 (the default): `progress=` of `ws.compile`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.captured_step import Dim as Dim
 
 LOWER = "WHOLESTEP_LOWER"
+PROGRESS = "WHOLESTEP_PROGRESS"
 _LOWERINGS = ("inductor", "eager", "debug")
 _OF_TORCH_COMPILE = {
     "backend": 'there is one graph of the whole step, and lower= says how it runs: lower="inductor" compiles it, '
@@ -35,6 +37,11 @@ _OF_TORCH_COMPILE = {
 def default_lower() -> str:
     """How steps run where `lower=` does not say."""
     return os.environ.get(LOWER, "") or "inductor"
+
+
+def default_progress() -> bool:
+    """Whether steps say what they compile where `progress=` does not say."""
+    return os.environ.get(PROGRESS, "") not in ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Options:
     max_recompiles: int = 8
     hooks: str = "refuse"
     on_refusal: str = "raise"
+    progress: bool | None = None
     name: str = ""
     """What messages call this step; its function's name by default."""
 
@@ -78,6 +86,8 @@ class Options:
             raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
         if self.on_refusal not in ("raise", "eager"):
             raise invalid_value("on_refusal", self.on_refusal, 'use "raise" or "eager".')
+        if self.progress not in (True, False, None):
+            raise invalid_value("progress", self.progress, f"use True, False or None (then {PROGRESS} decides).")
         _check_dynamic(self.dynamic)
 
     def _check_checking(self) -> None:

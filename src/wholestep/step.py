@@ -31,12 +31,13 @@ from wholestep.ir.meta import warn_user
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
+from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.cuda_graph import Program
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, measure_step, record_step
-from wholestep.options import Options
+from wholestep.options import Options, default_progress
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, check_list
 from wholestep.passes.engine.dump import PassDump
@@ -44,6 +45,7 @@ from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.engine.registry import DEFAULT, automatic
 from wholestep.passes.engine.registry import resolve as resolve_passes
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
+from wholestep.progress import SILENT, Progress
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import Budget, policy_of
 from wholestep.runtime.executor import Executor, Gather
@@ -172,11 +174,14 @@ class Shared:
     scalars: ScalarPolicy = field(default_factory=ScalarPolicy)
     """Which Python scalars are inputs of the graph."""
     lowering: LoweringCache = field(default_factory=LoweringCache)
+    progress: Progress = SILENT
 
     @classmethod
-    def of(cls, options: Options) -> Shared:
-        """The state before the first capture."""
-        return cls(EarlierTraces(options))
+    def of(cls, options: Options, name: str = "", speaks: Callable[[], bool] = lambda: True) -> Shared:
+        """The state before the first capture. `speaks`: whether this process reports progress."""
+        wanted = default_progress() if options.progress is None else options.progress
+        progress = Progress(name, wanted and bool(name), speaks)
+        return cls(EarlierTraces(options), lowering=LoweringCache(RegionCache(progress=progress)), progress=progress)
 
 
 @overload
@@ -196,14 +201,17 @@ def compile_step(
     """
     if isinstance(start, StepCall):
         # capture/: trace the function on fake tensors, under the plan of parallel/; no state changes.
-        trace = functools.partial(trace_step, start.fn, start.args, start.kwargs, options, earlier=shared.earlier)
+        trace = functools.partial(
+            trace_step, start.fn, start.args, start.kwargs, options, earlier=shared.earlier, progress=shared.progress
+        )
         captured, shared.scalars = trace_with_scalars(trace, shared.scalars)
         # guards/, runtime/executor.py: bind the graph to the user's objects.
         graph = BoundGraph.of(captured, start)
         # passes/: ours, then those of the user; the graph is verified after each.
         run_passes(graph, ALWAYS if graph.signature.groups else (), level=0)
         verify(graph, min(options.verify, 2))
-        run_passes(graph, options.passes, level=options.verify, dump=_dump_of(options))
+        dump = _dump_of(options)
+        run_passes(graph, options.passes, level=options.verify, dump=dump, progress=shared.progress)
     else:
         graph = start
     if end == "graph":
@@ -212,7 +220,8 @@ def compile_step(
     lower_options, once, lowered = _lowering_of(graph, options), graph.captured.runs_once, None
     if options.memory_budget is not None:
         measure = measure_step(graph, lower_options, shared.lowering.regions, runs_once=once)
-        fitted = fit_to_budget(graph, options.memory_budget, policy_of(options.policy), measure=measure)
+        policy, progress = policy_of(options.policy), shared.progress
+        fitted = fit_to_budget(graph, options.memory_budget, policy, measure=measure, progress=progress)
         graph.memory, lowered = fitted.report, fitted.executable
         verify(graph, min(options.verify, 2))
     # cross_iteration/: setup and main graphs, if a pass moved updates into the next iteration.
@@ -291,7 +300,9 @@ def capture_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     pending.flush_all()
     if chosen.parallel is not None:
         find_models(fn, args, kwargs, chosen).run()
-    return compile_step(StepCall.of(fn, args, kwargs), chosen, Shared.of(chosen), end="graph")
+    shared = Shared.of(chosen, name=chosen.name or getattr(fn, "__qualname__", type(fn).__qualname__))
+    with shared.progress.compiling():
+        return compile_step(StepCall.of(fn, args, kwargs), chosen, shared, end="graph")
 
 
 class Executable:

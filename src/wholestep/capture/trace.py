@@ -64,6 +64,7 @@ from wholestep.parallel.place import Placing, placed_by_plan, plan_hooks, shardi
 from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
 from wholestep.parallel.wrapped import flags_of, plan_of_wrappers
+from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
@@ -96,6 +97,7 @@ def trace_step(
     numbers: ScalarPolicy = ScalarPolicy(),  # noqa: B008  (frozen)
     seen: set[str] | None = None,
     earlier: EarlierTraces | None = None,
+    progress: Progress = SILENT,
 ) -> CapturedStep:
     """Capture one call of a step. Nothing is computed and nothing of the user's is changed.
 
@@ -111,6 +113,7 @@ def trace_step(
         def new() -> Capture:
             capture = Capture(fn, args, kwargs, options, numbers, set() if seen is None else seen, earlier)
             capture.interrupts = interrupts
+            progress.stage("capture", _operators_of(capture.graph))
             return capture
 
         while True:
@@ -140,6 +143,17 @@ def trace_step(
     facts = IterationFacts(captured.late_outputs(), signature.creates_optimizer_state)
     note_iteration_facts(captured.step_graph.gm, facts)
     return replace(captured, seconds=time.perf_counter() - started)
+
+
+def _operators_of(graph: fx.Graph) -> Callable[[], str]:
+    """How far a trace is; the graph is not held."""
+    found = weakref.ref(graph)
+
+    def text() -> str:
+        traced = found()
+        return "capture" if traced is None else f"capture, {len(traced.nodes):,} operators so far"
+
+    return text
 
 
 def find_models(

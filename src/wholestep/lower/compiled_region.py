@@ -30,6 +30,7 @@ from wholestep.lower.regions import Region, order_of
 from wholestep.lower.retrace import Retraced, device_of
 from wholestep.lower.scalar_inputs import SizeConditions
 from wholestep.lower.supported_nodes import EXACT_SETTINGS
+from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.autograd import is_profiling
 from wholestep.torch_private.fake_tensors import why_unreadable
 from wholestep.torch_private.fx_graphs import lazy_graph_module
@@ -288,6 +289,7 @@ class RegionCache:
     hits: int = 0
     conditions_before: dict[Any, int] = field(default_factory=dict)
     """By shape environment: how many guards on sizes there were before the first region was compiled."""
+    progress: Progress = SILENT
 
     def compile(self, retraced: Retraced, config: Mapping[str, Any], how: CompileRegion) -> Compiled:
         """The compiled form of a region, or of an equal one that was compiled the same way."""

@@ -161,7 +161,7 @@ class _RegionRewriter:
 
     def run(self) -> Lowering:
         sizes = WatchedSizes(self._gm.graph, self._cache.conditions_before)
-        compiled = [self._compile(region) for region in self._plan.regions]
+        compiled = self._compile_regions()
         conditions = sizes.conditions()
         for node in self._gm.graph.find_nodes(op="placeholder"):
             self._copy(node)
@@ -192,6 +192,16 @@ class _RegionRewriter:
         self._graph.lint()
         self._gm.graph = self._graph
         return self._report
+
+    def _compile_regions(self) -> list[_Compiled]:
+        found: list[_Compiled] = []
+        regions, before = self._plan.regions, 0
+        total = sum(region.operators for region in regions)
+        for number, region in enumerate(regions, 1):
+            with self._cache.progress.region(number, len(regions), region.operators, before, total):
+                found.append(self._compile(region))
+            before += region.operators
+        return found
 
     def _compile(self, region: Region) -> _Compiled:
         """The compiled region, or why there is none."""

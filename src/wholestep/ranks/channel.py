@@ -184,6 +184,22 @@ class Channel:
             found.clear()
         return found[0] if found else replace(failure, running=True)
 
+    def waits(self, rank: int, step: str, call: int) -> bool:
+        """Whether another rank waits in a call: for the other ranks, or in a graph. False if that is not known."""
+        peers = self.watchdog.peers
+
+        def poll(store: StoreClient) -> bool:
+            peers.refresh(store, [rank])
+            return True
+
+        try:
+            self.perform(Job(poll), _EVENT_SECONDS)
+        except StoreGoneError:
+            return False
+        beat = peers.beat(rank)
+        waiting = (RankState.AGREEING, RankState.RUNNING)
+        return beat is not None and any(beat.position == Position(state, step, call) for state in waiting)
+
     def perform(self, job: Job, limit: float) -> bool:
         """Run a job on the watchdog's thread. Returns whether it was done within `limit` seconds; raises its error."""
         watchdog = self.watchdog

@@ -26,6 +26,7 @@ from wholestep.ranks.agreement_records import (
 from wholestep.ranks.channel import Channel
 from wholestep.ranks.scalar_watch import ScalarHistory
 from wholestep.ranks.shared_scalars import Named, SharedScalars, update_constants
+from wholestep.torch_private.distributed import default_group
 
 _steps: dict[str, itertools.count[int]] = {}
 _NO_CONTEXT = nullcontext()
@@ -149,6 +150,14 @@ class Ranks:
             self._history_of = channel
         history.note(call, agreed.scalars, agreed.scalars.read(state, call))
         return channel.running(self._step, call, agreed.digest, self._members)
+
+    def speaks(self, call: int) -> bool:
+        """Whether this rank says how far its compilation is: rank 0, or one that rank 0 waits for in this call."""
+        channel = Channel.current()
+        if channel is None:
+            group = default_group()
+            return group is None or group.rank() == 0
+        return channel.rank == 0 or channel.waits(0, self._step, call)
 
     def completing(self, call: int) -> AbstractContextManager[None]:
         """Context for completing pending updates of an earlier call: it waits for collectives and starts none."""

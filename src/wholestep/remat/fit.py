@@ -43,6 +43,7 @@ from torch import Tensor, fx
 from wholestep.ir.graph_walks import collector_paused, copy_graph, tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
 from wholestep.ir.step_graph import MemoryReport, SavedTensor, StepGraph, shown
+from wholestep.progress import SILENT, Progress
 from wholestep.remat.measure import E, Measure, Measured, order_of, set_opaque_sizes
 from wholestep.remat.options import Budget, Policy, policy_of
 from wholestep.remat.problem import Plan, RematProblem, check_policy
@@ -216,11 +217,13 @@ class FittedStep(Generic[E]):
     """What the measure built for the chosen candidate; None if it compiles nothing."""
 
 
-def fit_to_budget(step_graph: StepGraph, budget: Budget, policy: Policy, *, measure: Measure[E]) -> FittedStep[E]:
+def fit_to_budget(
+    step_graph: StepGraph, budget: Budget, policy: Policy, *, measure: Measure[E], progress: Progress = SILENT
+) -> FittedStep[E]:
     """Rewrite a graph in normal form so that its peak is within a budget; raises MemoryBudgetError if it cannot be."""
     started = time.perf_counter()
     with nullcontext() if measure.compiles else collector_paused():
-        fitted = _Fit(step_graph, policy, measure).run(budget)
+        fitted = _Fit(step_graph, policy, measure, progress).run(budget)
     log.info("%s", fitted.report)
     log.info("planned in %.1f s, %d candidates built", time.perf_counter() - started, fitted.report.plans_tried)
     return fitted
@@ -233,7 +236,9 @@ def _effort(nodes: int, compiles: bool) -> Effort:
 
 
 class _Fit(Generic[E]):
-    def __init__(self, step_graph: StepGraph, policy: Policy, measure: Measure[E]) -> None:
+    def __init__(self, step_graph: StepGraph, policy: Policy, measure: Measure[E], progress: Progress) -> None:
+        progress.stage("passes", lambda: "memory budget: estimating plans")
+        self._progress = progress
         self._step_graph = step_graph
         self._measure = measure
         self._later: dict[Candidate, int] = {}
@@ -283,7 +288,16 @@ class _Fit(Generic[E]):
         recompute(graph, self._problem, candidate.plan)
         return graph
 
+    def _say(self) -> None:
+        """What is built now, and how many builds may follow it at most."""
+        built = self._plans.tried + self._cuts.tried
+        left = self._plans.most_left + self._cuts.most_left
+        what = "compilation" if self._measure.compiles else "plan"
+        text = f"memory budget, {what} {built + 1} (at most {max(left - 1, 0)} left)"
+        self._progress.stage("compilation", lambda: text, lambda: built / max(built + left, 1), prefix=text)
+
     def _build(self, candidate: Candidate) -> Measured[E]:
+        self._say()
         found = self._measure(self._graph(candidate), candidate.shed)
         if found.later_peak:
             self._later[candidate] = found.later_peak
@@ -310,6 +324,7 @@ class _Fit(Generic[E]):
     def _cut_within(self, most: int) -> Trial[E] | None:
         """The compiler's own cut, if it is allowed here and fits, with fewer bytes saved if need be."""
         if not self._measure.may_cut or self._is_decided:
+            self._cuts.most_left = 0
             return None
         found = self._cuts.within(most, self._plans.least_built)
         return None if found is not None and found.candidate.shed and self._plans.fits_without(most) else found

@@ -362,6 +362,12 @@ class PlanSearch(Generic[E]):
         """How many plans were built."""
         return len(self._tried)
 
+    @property
+    def most_left(self) -> int:
+        """How many plans may still be built, at most: the plain one, those of the low end, one for each halving."""
+        smallest = self._effort.smallest
+        return max(1 + smallest + (smallest > 1) + self._effort.levels - len(self._tried), 0)
+
     def smallest(self) -> Trial[E]:
         """The lowest peak that was found, after building plans of the low end."""
         for step in range(self._effort.smallest):
@@ -502,6 +508,8 @@ class CutSearch(Generic[E]):
     def __init__(self, build: Build[E]) -> None:
         self._build = build
         self._tried: dict[int, Trial[E]] = {}
+        self.most_left = 1 + _LEVELS
+        """How many candidates may still be built, at most."""
 
     @property
     def tried(self) -> int:
@@ -522,15 +530,18 @@ class CutSearch(Generic[E]):
         """The first candidate whose peak fits; None if none does, or if its peak is below `least`."""
         first = self._try(0)
         if not first.measured.cuts:
+            self.most_left = 0
             return None
         steps = shed_steps(first.measured.cuts)
         found = first if first.peak <= most else self._first_that_fits(most, first.peak, steps)
+        self.most_left = 0
         return found if found is not None and found.peak >= least else None
 
     def _first_that_fits(self, most: int, peak: int, steps: list[tuple[int, int]]) -> Trial[E] | None:
         number = _first(steps, peak - most, 0)
         trial = None
         while number is not None:
+            self.most_left = len(steps) - number
             is_second = trial is not None
             trial = self._try(steps[number][0])
             if trial.peak <= most:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, filterfalse, repeat
 from operator import attrgetter, is_, is_not, not_
 from typing import Any
@@ -46,6 +46,7 @@ from wholestep.passes.engine.contract import (
 from wholestep.passes.engine.dump import PassDump, current_dump
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.engine.torch_functions import replace_torch_functions
+from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.fx_graphs import NodeParts, NodeTable, codegen_of
 
 log = logging.getLogger("wholestep.passes")
@@ -67,13 +68,17 @@ def run_passes(
     *,
     level: int = 1,
     dump: PassDump | None = None,
+    progress: Progress = SILENT,
 ) -> None:
     """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
     from wholestep.passes.engine.registry import resolve  # it imports our passes, which import this module
 
     dump = current_dump() if dump is None else dump
     saved: _Saved | None = None
-    for bound in resolve(passes):
+    found = resolve(passes)
+    for number, bound in enumerate(found):
+        text = f"pass {number + 1} of {len(found)}, {bound.name}"
+        progress.stage("passes", partial(str, text), partial(float, number / len(found)))
         bound.check()
         own = level if bound.verify is None else bound.verify
         application = _Application(bound.graph_pass, step_graph, own, dump, saved)
