@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.cross_iteration.pending import suspend
+from wholestep.cross_iteration.pending_updates import suspend
 from wholestep.ir.effects import is_collective
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, U
 from torch import fx
 
 from wholestep.compiled_step import BoundStep, CompiledStep, has_parameter
-from wholestep.cross_iteration import pending
+from wholestep.cross_iteration import pending_updates
 from wholestep.errors import OptionError
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.options import LowerOptions
@@ -207,7 +207,7 @@ def check(
             "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
             fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
         )
-    pending.flush_all()
+    pending_updates.flush_all()
     calls = calls_of(function, args, named, steps, batches)
     # What the step sets in context variables stays in the copy.
     return contextvars.copy_context().run(check_calls, CompiledStep(function, found), calls, between)

@@ -18,9 +18,9 @@ from torch import fx
 
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.trace import find_models, is_tracing
-from wholestep.cross_iteration import pending
+from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, Pending
-from wholestep.cross_iteration.pending import PendingWork, finally_flush
+from wholestep.cross_iteration.pending_updates import PendingWork, finally_flush
 from wholestep.errors import EagerWarning, OptionError, RecompileWarning
 from wholestep.ir.meta import warn_user
 from wholestep.ir.step_graph import StepGraph
@@ -162,13 +162,13 @@ class CompiledStep(Generic[P, R]):
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
         refusal: Refusal | None = None
-        pending.suspend()
+        pending_updates.suspend()
         try:
             result = self._run_one(StepCall(fn, args, kwargs, leaves, structure))
         except CannotCaptureError as error:
             refusal = error.refusal
         finally:
-            pending.resume()
+            pending_updates.resume()
         if refusal is not None:
             result = self._run_refused(fn, args, kwargs, refusal)
         if last:
@@ -188,7 +188,7 @@ class CompiledStep(Generic[P, R]):
                 EagerWarning,
             )
         self.flush()
-        pending.flush_all()
+        pending_updates.flush_all()
         return fn(*args, **kwargs)
 
     def _prepare(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
@@ -196,19 +196,21 @@ class CompiledStep(Generic[P, R]):
         if mode_that_needs_eager() is not None:
             return
         leaves, structure = leaves_of((args, kwargs))
-        pending.suspend()
+        pending_updates.suspend()
         self._calls += 1
         try:
             if self._find(leaves, structure) is None:
                 self._compile(StepCall(fn, args, kwargs, leaves, structure))
         finally:
             self._calls -= 1
-            pending.resume()
+            pending_updates.resume()
 
     def _run_one(self, call: StepCall) -> Any:
         """Run a call by a graph. Raises CannotCaptureError before anything ran, if on_refusal is "eager"."""
         leaves = call.leaves
-        pending.flush_others(self._pending_work, lambda: None if self._last is None else self._last.gather.read(leaves))
+        pending_updates.flush_others(
+            self._pending_work, lambda: None if self._last is None else self._last.gather.read(leaves)
+        )
         found = self._find_pending(leaves, call.structure) or self._find(leaves, call.structure)
         if found is None:
             self._take_plan(call)
@@ -284,7 +286,7 @@ class CompiledStep(Generic[P, R]):
     def _run_refused(self, fn: Function, args: Args, kwargs: Kwargs, refusal: Refusal) -> Any:
         """Run the plain function for a call that cannot be captured; on several ranks, all of them do."""
         self.flush()
-        pending.flush_all()
+        pending_updates.flush_all()
         if not refusal.may_be_the_users:
             self._refusals.warn(self._name, self._calls, refusal)
         plan = self.options.parallel
@@ -365,7 +367,7 @@ class CompiledStep(Generic[P, R]):
     def _compile(self, call: StepCall) -> tuple[Executable, list[Any]]:
         """Compile an executable for a call for which no guards hold. Also returns its inputs."""
         reason = None
-        pending.flush_all()
+        pending_updates.flush_all()
         if self._last is not None:
             similar = (e for e in reversed(self._entries) if e.guards.same_structure(call.leaves, call.structure))
             nearest = next(similar, self._last)  # scalars are compared with those of a call with the same structure

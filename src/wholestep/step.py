@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import find_models, is_tracing, plan_of_models, trace_step
-from wholestep.cross_iteration import pending
+from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, IterationGraphs, iteration_graphs
 from wholestep.errors import GuardError, LowerWarning, OptionError, UnsupportedError
 from wholestep.guards.all_guards import Guards
@@ -33,10 +33,17 @@ from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.compiled_region import RegionCache
 from wholestep.lower.cuda_graph import Program
+from wholestep.lower.lower_step import (
+    LoweredStep,
+    LoweringCache,
+    lower_iteration,
+    lower_step,
+    measure_step,
+    record_step,
+)
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
-from wholestep.lower.step import LoweredStep, LoweringCache, lower_iteration, lower_step, measure_step, record_step
 from wholestep.options import Options, default_progress
 from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, check_list
@@ -49,7 +56,7 @@ from wholestep.progress import SILENT, Progress
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import Budget, policy_of
 from wholestep.runtime.executor import Executor, Gather
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 from wholestep.torch_private.modes import mode_that_needs_eager
 
 ALWAYS = (remove_duplicate_collectives, remove_dead_collectives)
@@ -297,7 +304,7 @@ def capture_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if mode is not None:
         raise needs_eager(mode)
     chosen = with_plan_of_models(fn, args, kwargs, resolve(options))
-    pending.flush_all()
+    pending_updates.flush_all()
     if chosen.parallel is not None:
         find_models(fn, args, kwargs, chosen).run()
     shared = Shared.of(chosen, name=chosen.name or getattr(fn, "__qualname__", type(fn).__qualname__))
@@ -338,7 +345,7 @@ class Executable:
         if mode is not None:
             raise needs_eager(mode)
         leaves, structure = leaves_of((args, kwargs))
-        pending.flush_all()
+        pending_updates.flush_all()
         state = self.read(leaves, structure)
         if state is None:
             reason = self.guards.why_not(leaves, structure, self.gather.read(leaves))

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 import wholestep as ws
 from wholestep.lower.cuda_graph import GraphPool, NotRecordableError, cuda_graph_step, split_host_and_device
 from wholestep.lower.scalar_inputs import pack_scalars
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 
 aten = torch.ops.aten
 MODE = FakeTensorMode()

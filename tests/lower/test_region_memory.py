@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
-from wholestep.lower.step import RegionMemory
+from wholestep.lower.lower_step import RegionMemory
 from wholestep.remat.measure import OperatorMemory, example_of
 
 pytestmark = pytest.mark.compiles

@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, compare, look, numbers, world_mesh
-from wholestep.cross_iteration.pending import LateTensor
+from wholestep.cross_iteration.pending_updates import LateTensor
 from wholestep.passes.iter_move import marked_moves, overlap_optimizer_with_next_forward
 
 STEPS = 14

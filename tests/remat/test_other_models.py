@@ -12,7 +12,7 @@ import wholestep as ws
 from remat.steps import Trained
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.meta import node_meta
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 
 
 class Recurrent(nn.Module):

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from wholestep.ir.effects import find_storages
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.remat.measure import bytes_at_most, held_bytes, timeline
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 
 
 def graph_of(function, *inputs):

@@ -22,7 +22,7 @@ from wholestep.ir.signature import InputKind, InputSpec, Signature
 from wholestep.ranks.agreement import Agreement, GraphDigest, difference, digest_of
 from wholestep.ranks.agreement_records import first_difference
 from wholestep.ranks.channel import Channel
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 
 ops = torch.ops._c10d_functional
 aten = torch.ops.aten

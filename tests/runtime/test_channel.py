@@ -24,7 +24,7 @@ from ranks import run_ranks as run_unmet_ranks
 from wholestep.errors import DesyncError, Location, PeerFailedError
 from wholestep.ir.meta import NodeMeta, set_node_meta
 from wholestep.ranks.channel import Channel
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 from wholestep.torch_private.distributed import gloo_addresses
 
 ops = torch.ops._c10d_functional

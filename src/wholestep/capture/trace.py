@@ -60,10 +60,10 @@ from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, name_l
 from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options
-from wholestep.parallel.place import Placing, placed_by_plan, plan_hooks, sharding_hooks
+from wholestep.parallel.place_models import Placing, placed_by_plan, plan_hooks, sharding_hooks
 from wholestep.parallel.plan import Plan
 from wholestep.parallel.session import Session
-from wholestep.parallel.wrapped import flags_of, plan_of_wrappers
+from wholestep.parallel.torch_wrappers import flags_of, plan_of_wrappers
 from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from wholestep.cross_iteration.pending import LateTensor
+from wholestep.cross_iteration.pending_updates import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.effects import is_collective, shared_inputs
@@ -38,7 +38,7 @@ from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import MemoryReport, StepGraph
 from wholestep.ir.user_objects.slots import GradSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.runtime.executor import Executor
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
 

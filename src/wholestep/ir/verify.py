@@ -4,7 +4,7 @@
     level 1   the graph is well formed and functional, its epilogue and outputs are those of the signature, nothing is
               read after it was written, every collective is waited on before it is used, values are known
               and, given the nodes that a pass changed, their shapes, strides, dtypes and devices are what the operators
-              give for what their inputs say (propagate.py)
+              give for what their inputs say (propagate_metadata.py)
     level 2   also: the same for all nodes
 
 A fault raises VerifyError with the node, the user's line and the nodes around it.
@@ -37,7 +37,7 @@ from wholestep.ir.effects import (
 from wholestep.ir.graph_functions import call_on_copies, get_rng_state
 from wholestep.ir.graph_walks import epilogue, reachable
 from wholestep.ir.meta import node_meta
-from wholestep.ir.propagate import propagate, propagate_changed
+from wholestep.ir.propagate_metadata import propagate, propagate_changed
 from wholestep.ir.readable import describe_value, format_node
 from wholestep.ir.signature import Signature, TensorSpec
 from wholestep.ir.step_graph import StepGraph

@@ -26,7 +26,7 @@ from wholestep.errors import ParameterDataError
 from wholestep.ir.meta import update_node_meta, user_location
 from wholestep.ir.trace_protocol import TracedValue, TraceRecorder
 from wholestep.parallel.collectives import Collectives
-from wholestep.parallel.place import GatheredLayout
+from wholestep.parallel.place_models import GatheredLayout
 from wholestep.parallel.plan import FullyShard
 from wholestep.torch_private.autograd import graph_task
 from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of

@@ -3,8 +3,8 @@
     Replicate     whole parameters on every rank, gradients all-reduced, as in DistributedDataParallel
     FullyShard    each rank stores a shard of each parameter, gathered before use; gradients reduce-scattered (FSDP2)
 
-A plan is a frozen description. `place.py` shards or broadcasts model and optimizer at the first call; a `Session`
-turns reads of parameters and gradients into nodes of the graph during a trace.
+A plan is a frozen description. `place_models.py` shards or broadcasts model and optimizer at the first call; a
+`Session` turns reads of parameters and gradients into nodes of the graph during a trace.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Plan:
     reduces: bool = field(default=True)
     """False: gradients are not reduced (see `no_sync`)."""
     wrapped: bool = field(default=False, repr=False)
-    """The model has a wrapper of torch, and the plan does in the graph what the wrapper does (`wrapped.py`)."""
+    """The model has a wrapper of torch, and the plan does in the graph what the wrapper does (`torch_wrappers.py`)."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__

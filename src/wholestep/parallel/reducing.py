@@ -31,7 +31,7 @@ from wholestep.ir.trace_protocol import TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Sharded
 from wholestep.parallel.plan import Axis, FullyShard, Plan, axes_of
-from wholestep.parallel.wrapped import Wrappers
+from wholestep.parallel.torch_wrappers import Wrappers
 from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, respec, spec_of
 
 Norm = Callable[..., Tensor]

@@ -28,10 +28,10 @@ from wholestep.ir.signature import InputKind
 from wholestep.ir.trace_protocol import TracedTensor, TraceRecorder
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Gathering, Sharded
-from wholestep.parallel.place import placement_of
+from wholestep.parallel.place_models import placement_of
 from wholestep.parallel.plan import FullyShard, Plan, axes_of
 from wholestep.parallel.reducing import Reducer, Whole
-from wholestep.parallel.wrapped import Wrappers
+from wholestep.parallel.torch_wrappers import Wrappers
 from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, respec, spec_of
 from wholestep.torch_private.fx_graphs import pytree
 

@@ -6,7 +6,7 @@ pipeline    pipeline schedules (`wholestep.simulate.pipeline`)
 """
 
 from wholestep.simulate import pipeline as pipeline
-from wholestep.simulate.exposed import ExposedCollective
+from wholestep.simulate.exposed_collectives import ExposedCollective
 from wholestep.simulate.issue_order import Issue, IssueConflict, deadlock, issues_of
 from wholestep.simulate.machine import (
     A100,

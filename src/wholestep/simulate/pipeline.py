@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.simulate.engine import UNSET, Blocked, Deadlock, Engine, Run, find_deadlock
-from wholestep.simulate.program import Network, ScheduleProgram, build_program
 from wholestep.simulate.schedule import (
     Action,
     ActionKind,
@@ -36,6 +34,8 @@ from wholestep.simulate.schedule import (
     parse,
     with_communication,
 )
+from wholestep.simulate.schedule_engine import UNSET, Blocked, Deadlock, Engine, Run, find_deadlock
+from wholestep.simulate.schedule_program import Network, ScheduleProgram, build_program
 from wholestep.simulate.timeline import (
     Bytes,
     Record,

@@ -32,7 +32,7 @@ from wholestep.ir.effects import main_device
 from wholestep.ir.meta import location_of_node, module_path
 from wholestep.ir.step_graph import StepGraph, shown
 from wholestep.simulate.cost_model import node_costs, sent_bytes, spread_of
-from wholestep.simulate.exposed import ExposedCollective, explain_exposed, without
+from wholestep.simulate.exposed_collectives import ExposedCollective, explain_exposed, without
 from wholestep.simulate.machine import CPU, H100, GroupSpread, Machine
 from wholestep.simulate.step_index import (
     COMPUTE,

@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep.errors import ScheduleError
-from wholestep.simulate.engine import Deadlock
 from wholestep.simulate.schedule import (
     COMPUTE,
     RECEIVES,
@@ -58,6 +57,7 @@ from wholestep.simulate.schedule import (
     at,
     counterpart,
 )
+from wholestep.simulate.schedule_engine import Deadlock
 
 
 class Span(NamedTuple):

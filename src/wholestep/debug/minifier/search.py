@@ -36,7 +36,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_walks import reachable
-from wholestep.ir.propagate import fill_values
+from wholestep.ir.propagate_metadata import fill_values
 from wholestep.torch_private.fake_tensors import FakeTensorMode
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 

@@ -30,7 +30,7 @@ from wholestep.ir.graph_walks import collector_paused, erase_unread
 from wholestep.ir.iter.graph import IterGraph, single_graph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.meta import NodeMeta, node_meta, set_node_meta
-from wholestep.ir.propagate import fill_values, has_same_layout
+from wholestep.ir.propagate_metadata import fill_values, has_same_layout
 from wholestep.ir.signature import Signature, WriteBack
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.verify import complain_about, verify, verify_bare

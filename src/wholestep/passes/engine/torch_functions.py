@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS
-from wholestep.ir.propagate import fakes_for
+from wholestep.ir.propagate_metadata import fakes_for
 from wholestep.torch_private.fake_tensors import DispatchMode
 from wholestep.torch_private.fx_graphs import call_targets, pytree
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wholestep.errors import PlanError, WrappedError
 from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan, check_device
-from wholestep.parallel.wrapped import groups_of
+from wholestep.parallel.torch_wrappers import groups_of
 from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of
 from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
 

@@ -14,8 +14,8 @@ from wholestep.ir.graph_walks import epilogue
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower import LowerOptions
 from wholestep.lower.compiled_region import RegionCache
-from wholestep.lower.step import LoweredStep, is_compiled, lower_step, record_step
-from wholestep.runtime.program import program
+from wholestep.lower.lower_step import LoweredStep, is_compiled, lower_step, record_step
+from wholestep.runtime.python_program import program
 
 
 def captured(optimizer: str = "SGD") -> StepGraph:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from wholestep.simulate.program import AWAITING, COMPUTING, RECEIVING, SENDING, Network, ScheduleProgram
 from wholestep.simulate.schedule import Action
+from wholestep.simulate.schedule_program import AWAITING, COMPUTING, RECEIVING, SENDING, Network, ScheduleProgram
 
 UNSET = -1
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cross_iteration.test_iterations import Training
 from ranks import run_ranks
-from wholestep.cross_iteration.pending import replace_methods, restore_methods
+from wholestep.cross_iteration.pending_updates import replace_methods, restore_methods
 from wholestep.errors import PendingError
 from wholestep.torch_private.modules_and_optimizers import PARAMETER_ACCESS_METHODS
 

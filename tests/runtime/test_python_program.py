@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import fx
 
-from wholestep.runtime.program import program
+from wholestep.runtime.python_program import program
 
 aten = torch.ops.aten
 
