@@ -13,7 +13,7 @@ from torch import fx
 from ir.collectives import Build, comm
 from ir.step_graphs import aten
 from wholestep.errors import WholestepError
-from wholestep.passes.graph_utils import get_all_comm_blocks, get_comm_block
+from wholestep.passes.comm_blocks import get_all_comm_blocks, get_comm_block
 
 
 class CommType(str, Enum):  # noqa: UP042 (as in the old API)

@@ -3,6 +3,7 @@
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.reinplace import reinplace
+from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
@@ -11,13 +12,10 @@ from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.graph_utils import (
     OP,
-    CommBlock,
     CommType,
     clone_subgraph,
     dump_graphs_to_files,
     find_node,
-    get_all_comm_blocks,
-    get_comm_block,
     get_node_tensor_metadata,
     get_output,
     is_leaf_subgraph,
