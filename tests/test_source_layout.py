@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -31,3 +33,25 @@ def test_a_class_name_is_used_once_in_the_package() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_every_dotted_name_of_the_package_in_the_pages_exists() -> None:
+    pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts)]
+    names = {name for page in pages for name in re.findall(r"\bwholestep(?:\.[a-z_]+){2,}", page.read_text())}
+    assert "wholestep.passes.comm_blocks" in names
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False

@@ -109,7 +109,7 @@ def minify(
     job = TrialJob(case, Edit(), test, where / "values.safetensors", _SEED)
     place = place_for(isolate, job, timeout, where / "trial.log")
     try:
-        with Progress(progress, case.size[0]) as bar:
+        with MinifyProgress(progress, case.size[0]) as bar:
             run = _Minification(case, test, place, TrialLog(where, case), bar, max_trials)
             run.begin(error, crash, hang, assume_fails=assume_fails)
             run.search(shapes, longest_run)
@@ -167,7 +167,7 @@ class _Minification:
         predicate: Predicate | None,
         place: Isolation,
         answers: TrialLog,
-        progress: Progress,
+        progress: MinifyProgress,
         max_trials: int | None,
     ) -> None:
         self.case = case
@@ -274,7 +274,7 @@ _EVERY = 0.1
 _WIDTH = 24
 
 
-class Progress:
+class MinifyProgress:
     """A bar that fills as the graph becomes smaller. The line is gone at the end."""
 
     def __init__(self, wanted: bool | None, nodes: int) -> None:
