@@ -48,24 +48,24 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One torch thread per worker: two workers with two threads each would fight over two cores. Tests that leave something
-# behind in their process (a fake process group, Inductor) run in processes from which no rank is forked (5: ARGS
-# selected none of them). Each worker takes one half of the tests, in order, and then some of what the other has left.
+# One torch thread per worker: two workers with two threads each would fight over two cores. With `load` each worker runs
+# its tests in the order of tests/conftest.py: those after which no rank can be forked from their process (a fake process
+# group, Inductor) come last. Bytecode is written: every test process would compile the same modules again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist load
+
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (fake_group or compiles or $(LONG))" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(fake_group or compiles) and not ($(LONG))" $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "not ($(LONG))" $(ARGS)
 
 optimizers: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/packages $(ARGS)
+	$(PYTEST) tests/packages $(ARGS)
 
 # 2,000 random programs, 50 of them also compiled; SHOW=17 prints and runs the program of one seed.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
 
 test-all: test fuzz optimizers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "long and not (fake_group or compiles)" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "long and (fake_group or compiles)" $(ARGS) || test $$? -eq 5
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m every_lowered_case $(ARGS)
+	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) -m every_lowered_case $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

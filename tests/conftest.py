@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -67,10 +69,33 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that compile: ranks forked from a process that has used Inductor may hang."""
+    """Tests that leave something behind in their process, from which no rank must be forked any more, run last.
+
+    A worker of xdist runs its share in this order, with `--dist load`.
+    """
     for item in items:
         if item.path.parent.name in _COMPILES and item.path.name != _COMPILES_ON_RANKS:
             item.add_marker("compiles")
+    items.sort(key=_leaves_something_behind)
+
+
+def _leaves_something_behind(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("compiles", "fake_group"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a compiler these tests would fail one by one, deep inside of Inductor."""
+    if item.get_closest_marker("compiles") and not _has_compiler():
+        pytest.fail(
+            "Inductor needs a C++ compiler, and there is none: install g++ (or set CXX), or select other tests "
+            "(make unit ARGS='-m \"not compiles\"').",
+            pytrace=False,
+        )
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
 
 
 @pytest.hookimpl(wrapper=True)

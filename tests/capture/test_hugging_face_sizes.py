@@ -25,8 +25,15 @@ def losses(model: Any, step: Any, sizes: list[tuple[int, int]]) -> torch.Tensor:
     return torch.stack([step(model, optimizer, torch.randint(0, 64, size)) for size in sizes])
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("Llama", 0.5),
+        ("GPT2", None),
+        pytest.param("Llama", None, marks=pytest.mark.long),
+        pytest.param("GPT2", 0.5, marks=pytest.mark.long),
+    ],
+)
 def test_batches_and_sequences_of_any_size_run_in_one_graph(name: str, budget: float | None) -> None:
     sizes = [(4, 8), (2, 8), (3, 12), (1, 5)]
     torch.manual_seed(0)

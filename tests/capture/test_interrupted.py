@@ -109,6 +109,7 @@ def test_an_exception_at_any_operator_of_a_small_step_leaves_the_process_as_it_w
         assert_same_process(process)
 
 
+@pytest.mark.long  # at any operator of a small step, above
 def test_an_exception_at_some_operators_of_a_larger_step_leaves_the_process_as_it_was(stop_at: Any) -> None:
     counted = stop_at(-1, StoppedError())
     world = World(fresh=False)
@@ -353,7 +354,7 @@ _CAPTURES_UNDER_FIRE = """
 """
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_process_survives_interrupts_at_random_times(seed: int) -> None:
     turns = 12
     source = textwrap.dedent(_CAPTURES_UNDER_FIRE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import wholestep as ws
 from compilers.networks import SMALL, assert_trains_as_in_eager, hugging_face
+from selection import each_now
 from wholestep.compilers import boxed
 
 COMPILERS = ("nop", "print_compile", "ts_compile", "simple_ts_compile", "draw", "debug_nop", "debug_compile")
@@ -55,7 +56,7 @@ def test_a_compiler_runs_a_graph_of_symbolic_sizes(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at the gradient of what it resumes with
-@pytest.mark.parametrize("network", ["GPT2", "Bert"])
+@pytest.mark.parametrize("network", each_now(["GPT2", "Bert"], "Bert"))
 def test_hugging_face_models_train_through_torch_compile_with_every_compiler(network: str, tmp_path: Path) -> None:
     graphs = 0
 

@@ -10,6 +10,7 @@ import torch
 
 import wholestep as ws
 from remat.steps import Net, Trained
+from selection import each_now
 from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
 from wholestep.lower.options import LowerOptions
@@ -23,7 +24,7 @@ def shallow() -> Net:
     return Net(blocks=3)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("fraction", each_now([0.0, 0.5], "0.5"))
 def test_compiled_steps_stay_within_their_budget_and_train_as_eager(fraction):
     eager = Trained(shallow, eager=True)
     ours = Trained(shallow, memory_budget=fraction, lower="inductor")

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from lower.graphs import aten, graph_of, report
+from selection import each_now
 from wholestep.lower import LowerOptions, partial_lower, plan_regions
 from wholestep.torch_private.inductor import keeps_roundings
 
@@ -100,7 +101,7 @@ def test_a_scalar_that_low_precision_cannot_represent_stays_outside() -> None:
     assert len(found) >= 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", each_now([torch.float32, torch.bfloat16], "torch.float32"))
 def test_a_step_trains_bitwise_equal_to_eager(dtype: torch.dtype) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

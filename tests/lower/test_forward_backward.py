@@ -13,6 +13,8 @@ from torch.nn import functional as F
 import wholestep as ws
 from wholestep.lower.report import lowering_of
 
+LONG = pytest.mark.long
+
 
 class Gain(nn.Module):
     """The backward needs what a buffer held before the forward wrote it; cheap enough to compute again from it."""
@@ -129,8 +131,8 @@ def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list
         pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics"),
         pytest.param(lambda: nn.Linear(16, 16), noisy, id="draws_on_both_sides_of_the_cut"),
         pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order"),
-        pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same"),
-        pytest.param(lambda: nn.Linear(16, 16), noise_on_gradients, id="draws_like_what_the_backward_has"),
+        pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same", marks=LONG),
+        pytest.param(lambda: nn.Linear(16, 16), noise_on_gradients, id="draws_like_what_the_backward_has", marks=LONG),
     ],
 )
 def test_a_step_in_two_calls_trains_as_eager(make: Callable[[], nn.Module], step: Callable[..., Any]) -> None:

@@ -362,7 +362,9 @@ class TestCompiling:
         assert step(torch.ones(7, 3)) < first
     """
 
-    @pytest.mark.parametrize(("lines", "compiled"), [(GRAPH, 1), (STEP, 2)], ids=["graph", "step"])
+    @pytest.mark.parametrize(
+        ("lines", "compiled"), [pytest.param(GRAPH, 1, marks=pytest.mark.long), (STEP, 2)], ids=["graph", "step"]
+    )
     def test_a_second_process_finds_regions_in_the_cache_on_disk(self, lines: str, compiled: int) -> None:
         head = """
             import torch

@@ -45,14 +45,14 @@ def trained(settings: dict[str, Any], dtype: torch.dtype, places: int, how: Any)
     return losses, [p.detach() for p in model.parameters()]
 
 
-CASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
-    ({"is_causal": True}, torch.float32, 12),
-    ({"is_causal": True}, torch.float64, 5),
-    ({"scale": 0.7}, torch.float32, 5),
+CASES = [
+    pytest.param({"is_causal": True}, torch.float32, 12, id="causal", marks=pytest.mark.long),
+    pytest.param({"is_causal": True}, torch.float64, 5, id="causal-fewer-queries"),
+    pytest.param({"scale": 0.7}, torch.float32, 5, id="scale", marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("settings", "dtype", "places"), CASES, ids=["causal", "fewer-queries", "scale"])
+@pytest.mark.parametrize(("settings", "dtype", "places"), CASES)
 def test_a_step_trains_as_in_eager(
     settings: dict[str, Any], dtype: torch.dtype, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

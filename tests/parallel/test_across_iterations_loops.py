@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, apart, compare, look, numbers, world_mesh
+from selection import some_now
 from wholestep.passes import (
     bucket_all_gather,
     bucket_reduce_scatter,
@@ -234,6 +236,15 @@ def local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
+FIRST = ("zeroed first, to None, SGD", "zeroed last, to zeros, SGD", "accumulated, zeroed first, AdamW, foreach")
+OTHER = (
+    "zeroed first, to zeros, AdamW, foreach",
+    "zeroed last, to None, AdamW, fused",
+    "accumulated, zeroed last, SGD",
+)
+"""What `make test` runs: each way to clear gradients by one of the plans."""
+
+
 def cases(passes: list[Any]) -> list[Case]:
     names = list(OPTIMIZERS)
     made = []
@@ -243,22 +254,26 @@ def cases(passes: list[Any]) -> list[Case]:
     return made
 
 
-def test_replicas_through_a_whole_loop(tmp_path: Path) -> None:
-    all_of(lambda case: Story(case, False, tmp_path / case.name).tell(), cases([PASS]))
+@pytest.mark.parametrize("found", some_now(cases([PASS]), *FIRST))
+def test_replicas_through_a_whole_loop(found: list[Case], tmp_path: Path) -> None:
+    all_of(lambda case: Story(case, False, tmp_path / case.name).tell(), found)
 
 
-def test_shards_through_a_whole_loop(tmp_path: Path) -> None:
-    all_of(lambda case: Story(case, True, tmp_path / case.name).tell(), cases([PASS]))
+@pytest.mark.parametrize("found", some_now(cases([PASS]), *OTHER))
+def test_shards_through_a_whole_loop(found: list[Case], tmp_path: Path) -> None:
+    all_of(lambda case: Story(case, True, tmp_path / case.name).tell(), found)
 
 
-def test_buckets_of_two_ranks_through_a_whole_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", some_now(cases(BUCKETED)[::2], "accumulated, zeroed first, AdamW, foreach"))
+def test_buckets_of_two_ranks_through_a_whole_loop(found: list[Case], tmp_path: Path) -> None:
     def check(case: Case) -> list[str]:
         replicas = Story(case, False, tmp_path / f"{case.name}, replicas").tell()
         return replicas + Story(case, True, tmp_path / f"{case.name}, shards").tell()
 
-    all_of(check, cases(BUCKETED)[::2])
+    all_of(check, found)
 
 
+@pytest.mark.long  # of two ranks above, to the bit
 def test_four_ranks_through_a_whole_loop(tmp_path: Path) -> None:
     def check(case: Case) -> list[str]:
         both = []
@@ -327,8 +342,15 @@ def looks(case: Case, sharded: bool) -> list[str]:
     return lines + apart(torchs, ours, rtol=0)
 
 
-def test_gradients_read_between_two_calls_are_those_of_this_step() -> None:
-    found = [each for each in cases([PASS]) if "zeroed first" in each.name]
+@pytest.mark.parametrize(
+    "found",
+    some_now(
+        [each for each in cases([PASS]) if "zeroed first" in each.name],
+        FIRST[0],
+        "accumulated, zeroed first, to zeros, AdamW, fused",
+    ),
+)
+def test_gradients_read_between_two_calls_are_those_of_this_step(found: list[Case]) -> None:
     all_of(lambda case: looks(case, False) + looks(case, True), found)
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, apart, beside_ddp, numbers, world_mesh
 from ranks import run_ranks
+from selection import each_now, some_now
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -98,17 +99,19 @@ def as_in_ddp(case: Case, **options: Any) -> list[str]:
     return lines if found == expected else [*lines, f"strides {found} instead of {expected}"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", each_now([1, 2, 3], "3"))
 def test_gathered_weights_have_the_strides_of_the_parameters_and_the_bits_of_ddp(ranks: int) -> None:
     """Rows do not divide by the number of ranks in most cases."""
     all_of(as_in_ddp, LOCAL, ranks=ranks)
 
 
-def test_weights_that_are_kept_for_the_backward_have_their_strides() -> None:
-    all_of(lambda case: as_in_ddp(case, reshard_after_forward=False), LOCAL)
+@pytest.mark.parametrize("cases", some_now(LOCAL, "conv2d", "turned"))
+def test_weights_that_are_kept_for_the_backward_have_their_strides(cases: list[Case]) -> None:
+    all_of(lambda case: as_in_ddp(case, reshard_after_forward=False), cases)
 
 
-def test_replicas_keep_the_strides_of_parameters_and_gradients() -> None:
+@pytest.mark.parametrize("cases", some_now(CASES, "conv3d", "turned", "mixed"))
+def test_replicas_keep_the_strides_of_parameters_and_gradients(cases: list[Case]) -> None:
     def check(case: Case) -> list[str]:
         lines = beside_ddp(case)
         side = Compiled(case, ws.Replicate(world_mesh()))
@@ -116,7 +119,7 @@ def test_replicas_keep_the_strides_of_parameters_and_gradients() -> None:
         side.run_all()
         return lines if strides(side.model) == before else [*lines, "other strides"]
 
-    all_of(check, CASES)
+    all_of(check, cases)
 
 
 class Strides(fx.Interpreter):
@@ -159,7 +162,7 @@ def test_two_axes_keep_strides() -> None:
         # Four gradients are added in another order.
         return apart(other, one, 1e-6)
 
-    all_of(check, LOCAL[:1] + LOCAL[-2:], ranks=4)
+    all_of(check, LOCAL[-1:], ranks=4)
 
 
 def lower_precision(rank: int) -> tuple[Any, ...]:

@@ -121,9 +121,16 @@ def language_case(name: str) -> Case:
     return Case(name, lambda: language_model(name), step=step, batch=batch, steps=4)
 
 
-@pytest.mark.parametrize("check", [beside_ddp, beside_fully_shard])
-def test_language_models_have_the_bits_of_torchs_wrappers(check: Callable[[Case], list[str]]) -> None:
-    names = ("GPT2", "Llama", "Bert")
+@pytest.mark.parametrize(
+    ("check", "names"),
+    [
+        (beside_ddp, ["GPT2"]),
+        (beside_fully_shard, ["Llama"]),
+        pytest.param(beside_ddp, ["Llama", "Bert"], marks=pytest.mark.long),
+        pytest.param(beside_fully_shard, ["GPT2", "Bert"], marks=pytest.mark.long),
+    ],
+)
+def test_language_models_have_the_bits_of_torchs_wrappers(check: Callable[[Case], list[str]], names: list[str]) -> None:
     for name in names:
         language_model(name)  # what it imports is there before the ranks start
     all_of(check, [language_case(name) for name in names])

@@ -21,6 +21,7 @@ from parallel.pairs import (
     sharded_beside_ddp,
     world_mesh,
 )
+from selection import some_now
 
 FORM = [(name, form) for name, forms in FORMS.items() for form, (_, devices) in forms.items() if "cpu" in devices]
 FIRST_FORM = [(name, next(iter(forms))) for name, forms in FORMS.items()]
@@ -65,23 +66,48 @@ def two_groups(model: nn.Module) -> Optimizer:
     return build("AdamW", [{"params": vectors, "lr": 0.1, "weight_decay": 0.0}, {"params": matrices}], lr=0.01)
 
 
-def test_replicated_training_has_the_bits_of_ddp() -> None:
-    all_of(beside_ddp, every_variant(*FIRST_FORM) + one_variant(*OTHER_FORMS))
+def names(cases: list[Case]) -> list[str]:
+    return [case.name for case in cases]
 
 
-def test_sharded_training_has_the_bits_of_fully_shard() -> None:
-    others = [changed_every_step(name, "single") for name in ("SGD", "AdamW", "NAdam")]
-    others.append(Case("two groups", optimizer=two_groups))
-    once = [each for each in OTHER_FORMS if each in AS_FULLY_SHARD]
-    all_of(
-        beside_fully_shard,
-        [*every_variant(*(each for each in FIRST_FORM if each in AS_FULLY_SHARD)), *one_variant(*once), *others],
-    )
+REPLICATED = every_variant(*FIRST_FORM) + one_variant(*OTHER_FORMS)
+SHARDED = [
+    *every_variant(*(each for each in FIRST_FORM if each in AS_FULLY_SHARD)),
+    *one_variant(*(each for each in OTHER_FORMS if each in AS_FULLY_SHARD)),
+    *(changed_every_step(name, "single") for name in ("SGD", "AdamW", "NAdam")),
+    Case("two groups", optimizer=two_groups),
+]
+OWN = [Case(kind.__name__, optimizer=lambda m, kind=kind: kind(m.parameters())) for kind in (Lion, TensorStepAdam)]
+FORMS_OF_TWO = [each for each in FORM if each[0] in ("SGD", "AdamW")]
 
 
-def test_optimizers_that_torch_has_not_for_shards_have_the_bits_of_whole_parameters() -> None:
-    own = [Case(kind.__name__, optimizer=lambda m, kind=kind: kind(m.parameters())) for kind in (Lion, TensorStepAdam)]
-    all_of(sharded_beside_ddp, own + every_variant(*NOT_ON_DTENSORS, *BY_WHOLE_MATRICES))
+@pytest.mark.parametrize("cases", some_now(REPLICATED, *names(one_variant(*FORMS_OF_TWO))))
+def test_replicated_training_has_the_bits_of_ddp(cases: list[Case]) -> None:
+    all_of(beside_ddp, cases)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    some_now(
+        SHARDED,
+        *names(one_variant(*(each for each in FIRST_FORM if each in AS_FULLY_SHARD))),
+        *names(one_variant(("AdamW", "foreach"), ("AdamW", "fused"))),
+        *names(SHARDED[-4:]),
+    ),
+)
+def test_sharded_training_has_the_bits_of_fully_shard(cases: list[Case]) -> None:
+    all_of(beside_fully_shard, cases)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    some_now(
+        OWN + every_variant(*NOT_ON_DTENSORS, *BY_WHOLE_MATRICES),
+        *names(OWN + one_variant(*NOT_ON_DTENSORS, *BY_WHOLE_MATRICES)),
+    ),
+)
+def test_optimizers_that_torch_has_not_for_shards_have_the_bits_of_whole_parameters(cases: list[Case]) -> None:
+    all_of(sharded_beside_ddp, cases)
 
 
 def test_a_fused_kernel_on_shards_agrees_with_it_on_whole_parameters_but_for_its_last_elements() -> None:
@@ -89,6 +115,7 @@ def test_a_fused_kernel_on_shards_agrees_with_it_on_whole_parameters_but_for_its
     all_of(partial(sharded_beside_ddp, rtol=1e-6), every_variant(("SGD", "fused")))
 
 
+@pytest.mark.long  # the bits of torch's wrappers, above
 @pytest.mark.parametrize("plan", [ws.Replicate, ws.FullyShard])
 def test_training_agrees_with_one_process_on_all_batches(plan: type[ws.Replicate] | type[ws.FullyShard]) -> None:
     all_of(lambda case: beside_one_process(case, plan(world_mesh())), one_variant(*FIRST_FORM))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -22,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, apart, beside, compare, numbers, world_mesh
+from selection import some_now
 from wholestep.ir.effects import is_collective
 from wholestep.passes import (
     bucket_all_gather,
@@ -113,15 +115,23 @@ def bits(kind: str) -> Callable[[Case], list[str]]:
     return check
 
 
-def test_two_ranks_have_the_bits_of_ddp() -> None:
-    all_of(bits("replicate"), CASES)
+@pytest.mark.parametrize("cases", some_now(CASES, "default, AdamW, fused", "small buckets, AdamW", "overlap, AdamW"))
+def test_two_ranks_have_the_bits_of_ddp(cases: list[Case]) -> None:
+    all_of(bits("replicate"), cases)
 
 
-def test_two_ranks_have_the_bits_of_fully_shard() -> None:
-    all_of(bits("shard"), CASES)
+@pytest.mark.parametrize(
+    "cases", some_now(CASES, "default, SGD", "reduce-scatter, AdamW, fused", "exact, SGD", "overlap, AdamW")
+)
+def test_two_ranks_have_the_bits_of_fully_shard(cases: list[Case]) -> None:
+    all_of(bits("shard"), cases)
 
 
-def test_four_ranks_agree_within_reassociation_and_exact_passes_to_the_bit() -> None:
+ON_FOUR_RANKS = [CASES[2], *(each for each in CASES if each.name.startswith(("exact", "overlap")))]
+
+
+@pytest.mark.parametrize("cases", some_now(ON_FOUR_RANKS, "exact, SGD"))
+def test_four_ranks_agree_within_reassociation_and_exact_passes_to_the_bit(cases: list[Case]) -> None:
     def check(given: Case) -> list[str]:
         lines = []
         for kind in ("replicate", "shard"):
@@ -136,10 +146,11 @@ def test_four_ranks_agree_within_reassociation_and_exact_passes_to_the_bit() -> 
             lines += [f"{kind}: {line}" for line in apart(torchs, ours, rtol=1e-4)]
         return lines
 
-    all_of(check, [CASES[2], *(each for each in CASES if each.name.startswith(("exact", "overlap")))], ranks=4)
+    all_of(check, cases, ranks=4)
 
 
-def test_hybrid_sharding_with_buckets_and_updates_that_cross() -> None:
+@pytest.mark.parametrize("cases", some_now([CASES[3], CASES[-1]], CASES[-1].name))
+def test_hybrid_sharding_with_buckets_and_updates_that_cross(cases: list[Case]) -> None:
     def check(given: Case) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         torchs, ours = pair(given, "shard", mesh)
@@ -152,14 +163,20 @@ def test_hybrid_sharding_with_buckets_and_updates_that_cross() -> None:
         fewer = [] if found < collectives(plain) else [f"{found} collectives"]
         return fewer + apart(torchs, ours, rtol=1e-4)
 
-    all_of(check, [CASES[3], CASES[-1]], ranks=4)
+    all_of(check, cases, ranks=4)
 
 
 def collectives(side: Compiled) -> int:
     return sum(is_collective(n.target) for n in side.step.last.gm.graph.nodes)
 
 
-def test_a_save_a_resume_into_a_fresh_model_and_an_eval_in_the_middle(tmp_path: Path) -> None:
+OVERLAPPING = [
+    case(name, name, [*SMALL, overlap_optimizer_with_next_forward]) for name in OPTIMIZERS if name != "AdamW"
+]
+
+
+@pytest.mark.parametrize("cases", some_now(OVERLAPPING, "AdamW, foreach"))
+def test_a_save_a_resume_into_a_fresh_model_and_an_eval_in_the_middle(cases: list[Case], tmp_path: Path) -> None:
     def check(given: Case) -> list[str]:
         """The save happens while updates are pending; the fresh model goes on from it beside torch's wrapper."""
         lines = []
@@ -190,8 +207,7 @@ def test_a_save_a_resume_into_a_fresh_model_and_an_eval_in_the_middle(tmp_path: 
             lines += [f"{kind}: {line}" for line in apart(torchs, ours, rtol=0)]
         return lines
 
-    overlap = [*SMALL, overlap_optimizer_with_next_forward]
-    all_of(check, [case(name, name, overlap) for name in OPTIMIZERS if name != "AdamW"])
+    all_of(check, cases)
 
 
 def test_the_default_list_and_the_passes_by_name_are_these() -> None:

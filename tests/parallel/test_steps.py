@@ -24,6 +24,7 @@ from parallel.pairs import (
     world_mesh,
 )
 from ranks import run_ranks
+from selection import some_now
 from wholestep import errors
 
 
@@ -178,10 +179,21 @@ CASES += [Case(model.__name__, model, steps=4) for model in MODELS]
 KEPT = Case("gradients kept", step=gradients_kept, steps=4)
 
 
-@pytest.mark.parametrize("check", [beside_ddp, sharded_beside_ddp])
-def test_steps_and_models_have_the_bits_of_ddp(check: Any) -> None:
-    more = [Case("gradients returned", step=gradients_returned), Case("looked at", step=gradients_looked_at)]
-    all_of(check, CASES + more)
+MORE = [Case("gradients returned", step=gradients_returned), Case("looked at", step=gradients_looked_at)]
+
+
+@pytest.mark.parametrize(
+    ("check", "cases"),
+    [
+        (sharded_beside_ddp, CASES + MORE),
+        *(
+            pytest.param(beside_ddp, *each.values, marks=each.marks)
+            for each in some_now(CASES + MORE, "two_updates", "evaluation_around", "Embedded", "gradients returned")
+        ),
+    ],
+)
+def test_steps_and_models_have_the_bits_of_ddp(check: Any, cases: list[Case]) -> None:
+    all_of(check, cases)
 
 
 @pytest.mark.parametrize("check", [beside_ddp, beside_fully_shard])

@@ -92,8 +92,15 @@ def errors(rank: int, kind: str, data: int) -> dict[str, Any]:
     return {"worst": worst, "graphs": len(compiled.graphs), "state": state, "collectives": count}
 
 
-@pytest.mark.parametrize("kind", ["replicate", "fully shard"])
-@pytest.mark.parametrize(("world", "data"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("kind", "world", "data"),
+    [
+        ("replicate", 2, 1),
+        ("fully shard", 4, 2),
+        pytest.param("fully shard", 2, 1, marks=pytest.mark.long),
+        pytest.param("replicate", 4, 2, marks=pytest.mark.long),
+    ],
+)
 def test_tensor_parallel_steps_are_those_of_a_single_process(kind: str, world: int, data: int) -> None:
     results = run_ranks(errors, world, kind, data, deadline=90)
     for result in results:

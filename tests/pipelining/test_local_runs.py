@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipelining.models import CASES, make
+from selection import each_now
 from wholestep.pipelining import Pipe, pipeline
 from wholestep.torch_private.fx_graphs import pytree
 
@@ -42,7 +43,7 @@ def assert_like_eager(pipe: Pipe, model: nn.Module, args: Any, kwargs: Any) -> N
         assert value is None or torch.equal(value, found_left[name]), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_now(CASES, *(name for name in CASES if name not in ("t5", "llama"))))
 def test_outputs_gradients_and_buffers_equal_those_of_the_model_in_both_modes(name):
     model, args, kwargs = make(name)
     before = copy.deepcopy(model.state_dict())

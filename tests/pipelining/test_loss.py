@@ -50,7 +50,15 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sharing"), [*((name, "replicate") for name in CASES), ("skip", "transmit"), ("gpt2", "transmit")]
+    ("name", "sharing"),
+    [
+        *(
+            pytest.param(name, "replicate", marks=pytest.mark.long if name in ("t5", "llama", "gpt2") else ())
+            for name in CASES
+        ),
+        ("skip", "transmit"),
+        ("gpt2", "transmit"),
+    ],
 )
 def test_a_call_accumulates_the_gradients_of_autograd(name, sharing):
     inner, args, kwargs = make(name)

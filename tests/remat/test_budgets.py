@@ -9,6 +9,7 @@ import torch
 
 import wholestep as ws
 from remat.steps import Images, Net, Trained, pictures
+from selection import each_now
 from wholestep.errors import MemoryBudgetError
 from wholestep.ir.meta import node_meta
 
@@ -21,7 +22,7 @@ def trained(case: str, **options):
     return Trained(make, *(() if batch is None else (batch,)), **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each_now(CASES, "net", "images"))
 def test_peaks_are_as_planned_within_the_budget_and_grow_with_it(case):
     eager = trained(case, eager=True)
     peaks, again = [], []

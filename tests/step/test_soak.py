@@ -81,6 +81,7 @@ def _capture_often(step: Any, times: int) -> None:
             step.reset()
 
 
+@pytest.mark.long  # the tests around it have fewer captures
 def test_two_hundred_captures_of_new_models_and_shapes_keep_memory_flat() -> None:
     step = ws.compile(lambda trainer, x, weight: trainer.step(x, weight), lower="eager")
     _capture_often(step, 30)
@@ -127,7 +128,7 @@ class _Refused(nn.Module):
         return x * x.sum().item()
 
 
-def test_a_hundred_refused_captures_leave_nothing_behind() -> None:
+def test_forty_refused_captures_leave_nothing_behind() -> None:
     step = ws.compile(lambda model, x: model(x), lower="eager")
 
     def refuse(times: int) -> None:
@@ -137,8 +138,8 @@ def test_a_hundred_refused_captures_leave_nothing_behind() -> None:
 
     refuse(20)
     before, caches = live_objects(), cache_sizes()
-    refuse(100)
-    assert not grown(before, live_objects(), by=50)
+    refuse(40)
+    assert not grown(before, live_objects(), by=30)
     assert cache_sizes() == caches
 
 
@@ -158,11 +159,11 @@ def test_new_compiled_steps_do_not_add_up() -> None:
 
 
 def test_what_torch_remembers_of_fake_operators_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_tensors, "_MOST_FAKE_RULES", 200)
+    monkeypatch.setattr(fake_tensors, "_MOST_FAKE_RULES", 60)
     step = ws.compile(lambda x: (x * 2).sin().sum(), lower="eager")
     sizes = []
-    for rows in range(2, 102):
+    for rows in range(2, 42):
         step(torch.randn(rows, 3))
         sizes.append(len(fake_tensors.FakeTensorMode.cache))
-    assert max(sizes) < 250
+    assert max(sizes) < 90
     assert sizes != sorted(sizes)

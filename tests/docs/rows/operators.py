@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.optim import Optimizer
@@ -248,10 +250,27 @@ def without_a_code() -> None:
     assert "[WS-" not in str(caught.value)
 
 
-@row("wrappers that communicate")
-def wrappers() -> None:
+@row("`DistributedDataParallel` (also")
+def wrappers_that_are_captured() -> None:
+    def code(rank: int) -> bool:
+        same = []
+        for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+            seen = []
+            for step in (train, ws.compile(train)):
+                wrapped = wrap(network())
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+                seen.append([step(wrapped, optimizer, batch_of(device(), i, 5, 6)).detach() for i in range(3)])
+            same += [torch.equal(one, other) for one, other in zip(*seen, strict=True)]
+        return all(same)
+
+    assert run_ranks(code, 1) == [True]
+
+
+@row("`FullyShardedDataParallel` (FSDP1)")
+def wrappers_that_are_refused() -> None:
     def code(rank: int) -> str:
         wrapped = nn.parallel.DistributedDataParallel(network())
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
         try:
             ws.compile(train)(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), batch_of(device(), 0, 5, 6))
         except ws.errors.WholestepError as error:

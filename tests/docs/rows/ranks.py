@@ -396,7 +396,7 @@ def wrapped_models() -> list[str]:
     return [code_of(replicate, model=lambda: nn.parallel.DistributedDataParallel(net()))]
 
 
-@row("a model that is wrapped, or has DTensors already")
+@row("a model that is wrapped, together with `parallel=`")
 def wrapped() -> None:
     refused(wrapped_models, "WS-WRAPPED")
 
