@@ -194,7 +194,7 @@ def interrupted(rank: int, error: BaseException) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2), RuntimeError("no memory")], ids=repr)
 def test_an_interrupted_capture_is_told_to_the_other_ranks(error: BaseException) -> None:
-    (message, goes_on), (_, also) = run_ranks(interrupted, 2, error, deadline=60)
+    (message, can_continue), (_, also) = run_ranks(interrupted, 2, error, deadline=60)
     assert f"Rank 1 raised while compiling call 1 of train_step:\n    {type(error).__name__}" in message
-    assert goes_on
+    assert can_continue
     assert also

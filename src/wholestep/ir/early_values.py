@@ -1,16 +1,16 @@
-"""Values that are known before a graph runs: scalars computed from single-element state, comparisons of random draws.
+"""Values that are known before a graph runs: scalars computed from single-element state, comparisons of random numbers.
 
 `state["step"].item()` in an optimizer, `if self.n_averaged == 0` in an EMA: the graph computes them, and a branch
 on them becomes a guard. The graph itself is the recipe: the few nodes behind the value are run on the real state,
 when the step is captured and again when the guard is checked.
 
-Some branches on random numbers always go the same way: `torch.rand([]) < 0.0` is False whatever is drawn. Models with
-layer drop ask so before each layer, also where the probability is 0:
+Some branches on random numbers always go the same way: `torch.rand([]) < 0.0` is False for every number. Models with
+layer drop evaluate it before each layer, also where the probability is 0:
 
     if torch.rand([]) < self.layerdrop:      layerdrop == 0.0: never taken; the trace continues
-        continue                             layerdrop == 0.1: depends on the draw; tracing fails as before
+        continue                             layerdrop == 0.1: depends on the number; tracing fails as before
 
-The draw itself stays in the graph, so that the generator advances as in eager.
+The random operator stays in the graph, so that the generator advances as in eager.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ _BELOW = -1e-3
 
 
 class KnownDraws(TorchFunctionMode):
-    """While it is on, a question about a draw whose answer is known is answered without the value of the draw."""
+    """While it is on, comparisons of a random number whose result is known are answered without its value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class KnownDraws(TorchFunctionMode):
 
 
 def compared(sign: str, number: Any) -> bool | None:
-    """What every number from 0 on and below 1 gives in a comparison; None where some give True and some False."""
+    """The result of a comparison for every number from 0 on and below 1; None if it differs between them."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return None
     less = sign in ("<", "<=")

@@ -73,7 +73,7 @@ def renamed_groups(groups: Iterable[GroupSpec], names: Mapping[str, str]) -> tup
 
 
 class GroupNumbers:
-    """Gives each group of one graph, in the order in which it is asked for them, what all ranks call it."""
+    """Numbers the groups of one graph in the order of first use, which is the same on all ranks; with axis and size."""
 
     def __init__(self, groups: Iterable[GroupSpec] = ()) -> None:
         self._specs = {spec.name: spec for spec in groups}
@@ -85,7 +85,7 @@ class GroupNumbers:
         return [self._numbers.setdefault(name, len(self._numbers)), spec.axis, spec.size]
 
     def spec(self, name: str) -> GroupSpec:
-        """What the table says of a group."""
+        """The entry of a group in the table."""
         return self._specs.get(name) or GroupSpec(name)
 
 

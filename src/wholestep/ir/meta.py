@@ -44,13 +44,13 @@ class NodeMeta:
     in_place: OpOverload | None = None
     """The mutating operator that eager ran here; re-inplacing may turn the node back into it."""
     recompute: bool = False
-    """Made again in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
+    """Recomputed in the backward: by activation checkpointing, or a parameter that is gathered a second time."""
     parameter: str = ""
     """The parameter that a collective gathers or whose gradient it reduces."""
     move: int = 0
     """Runs in the next iteration, with all nodes of the same number; 0: in its own (`passes.crossing`)."""
     generation: int = 0
-    """Number of the forward or backward that a parameter was gathered for; gathers of two are apart on purpose."""
+    """Number of the forward or backward that a parameter was gathered for; gathers of two are not merged."""
     begins: bool = False
     """A part of the step begins here: no compiled call reaches over it."""
 

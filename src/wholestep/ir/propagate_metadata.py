@@ -1,7 +1,7 @@
-"""Run a graph on fake tensors once more and compare what comes out with what its nodes say (`val`).
+"""Run a graph on fake tensors once more and compare the results with the recorded metadata of its nodes (`val`).
 
     propagate            the whole graph, each node from what was computed before it
-    propagate_changed    some nodes, each from what its inputs say: enough if all others were right before
+    propagate_changed    some nodes, each from the recorded values of its inputs: enough if all others were right before
     fill_values          give a `val` to nodes that have none
 
 Nothing real runs: no data, no random op, no communication. Where a result depends on data, or an operator cannot be
@@ -72,7 +72,7 @@ def propagate(gm: fx.GraphModule, fail: Fail) -> None:
 
 
 def propagate_changed(gm: fx.GraphModule, changed: Collection[fx.Node], fail: Fail) -> None:
-    """Call `fail` for the first of some nodes whose recorded value is not what its operator gives for its inputs.
+    """Call `fail` for the first of some nodes whose recorded value is not the result of its operator on its inputs.
 
     Costs only these nodes, and operators on equal arguments run once: a layer is like the one before it.
     """
@@ -246,7 +246,7 @@ class _NoKeyError(Exception):
 
 
 def _is_checkable(node: fx.Node, recorded: Any) -> bool:
-    """True if a node's value follows from what its inputs say."""
+    """True if a node's value follows from the recorded values of its inputs."""
     if node.op != "call_function" or not isinstance(recorded, Tensor | list | tuple) or _is_opaque(node.target):
         return False
     return all("val" in source.meta for source in NODE_SOURCES(node))
@@ -275,14 +275,14 @@ def has_same_layout(one: Any, other: Any) -> bool:
 
 
 class _Lookup:
-    """What operators give for arguments that were seen before, by the layouts of tensors."""
+    """Results of operators for arguments that were seen before, by the layouts of tensors."""
 
     def __init__(self) -> None:
         self._layouts: dict[fx.Node, Any] = {}
         self._devices: set[torch.device] = set()
 
     def confirms(self, node: fx.Node, recorded: Any) -> bool:
-        """True if a node gives what it says. False if it does not, or where only a run of the node itself can tell."""
+        """True if a node's recorded value is its result. False if it is not, or if only a run of the node can tell."""
         try:
             if node.target is operator.getitem:
                 source, index = node.args

@@ -231,7 +231,7 @@ class IterGraphModule(nn.Module):
         if self._codegen is not None:
             args, kwargs = tuple(self._codegen.process_inputs(*args, **kwargs)), {}
         inputs = self._bound(args, kwargs)
-        if self.has_pending and not self._left.goes_on(inputs):
+        if self.has_pending and not self._left.can_continue(inputs):
             self._left.flush()  # other tensors: the update belongs to those of the last iteration
         last = last_iter or last_train_step or self._iter + 1 == self._max_iters
         if self.has_pending:
@@ -368,14 +368,14 @@ class PendingUpdates:
         self._left = list(range(len(self.flushes)))
         self._versions = self._seen()
 
-    def goes_on(self, inputs: Mapping[str, Any]) -> bool:
+    def can_continue(self, inputs: Mapping[str, Any]) -> bool:
         """True if an iteration with these inputs can apply all of them: it has the same tensors."""
         if len(self._left) != len(self.flushes):
             return False
         return all(_is_same(inputs[name], value) for name, value in self._state.items())
 
     def check_unchanged(self) -> None:
-        """Raise PendingError, once, if someone wrote to a tensor whose update is pending."""
+        """Raise PendingError, once, if a tensor was written while its update is pending."""
         before, self._versions = self._versions, self._seen()
         for name, then, now in zip(self._state, before, self._versions, strict=True):
             if then != now:

@@ -53,7 +53,7 @@ def own_dict(obj: Any) -> dict[str, Any]:
 
 
 _GRAPH_NUMBERS = (torch.SymInt, torch.SymFloat)
-"""Numbers of the graph say that they are an int or a float; comparing two of them would be a branch of the step."""
+"""Symbolic scalars report int or float; comparing two of them would be a branch of the step."""
 
 
 def same_plain(now: Any, before: Any) -> bool:

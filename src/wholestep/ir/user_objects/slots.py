@@ -203,7 +203,7 @@ class BatchGradSlot(Slot):
 
 @dataclass(frozen=True, eq=False)
 class LocalSlot(Slot):
-    """A slot that holds a DTensor; the graph sees what this rank has of it."""
+    """A slot that holds a DTensor; the graph sees its local shard."""
 
     inner: Slot
     spec: Any
@@ -221,13 +221,13 @@ class LocalSlot(Slot):
 
 
 def in_users_objects(slot: Slot) -> Slot:
-    """The slot in the user's objects, where another may stand for it."""
+    """The slot in the user's objects, behind one that wraps it."""
     return slot.inner if isinstance(slot, LocalSlot) else slot
 
 
 @dataclass(frozen=True, eq=False)
 class GeneratorSlot(Slot):
-    """A random generator that the step draws from by name."""
+    """A random generator that the step passes to a random operator."""
 
     generator: torch.Generator
 
