@@ -30,6 +30,7 @@ from wholestep.passes import (
     graph_optimization_pass,
     iter_move_grads_and_optimizers,
     merge_common_subexpressions,
+    overlap_communication,
     overlap_optimizer_with_next_forward,
     reinplace_tail,
     remove_copy_from_optimizer,
@@ -53,6 +54,7 @@ PASSES: tuple[GraphPass, ...] = (
     merge_common_subexpressions,
     remove_duplicate_collectives,
     remove_dead_collectives,
+    overlap_communication,
     overlap_optimizer_with_next_forward,
     iter_move_grads_and_optimizers,
 )

@@ -31,6 +31,7 @@ from wholestep.passes.optimizer_blocks import (
     get_all_fused_optimizer_blocks,
     get_fused_optimizer_block,
 )
+from wholestep.passes.overlap_communication import overlap_communication
 from wholestep.passes.redundant_collectives import (
     dedup_collectives,
     drop_dead_collectives,
@@ -77,6 +78,7 @@ __all__ = [
     "is_leaf_subgraph",
     "iter_move_grads_and_optimizers",
     "merge_common_subexpressions",
+    "overlap_communication",
     "overlap_optimizer_with_next_forward",
     "rebuild_graph",
     "reinplace",

@@ -20,6 +20,7 @@ from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, GraphPass
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.overlap_communication import overlap_communication
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.reinplace_tail import reinplace_tail
 from wholestep.passes.schedule_comm_wait import schedule_comm_wait
@@ -41,6 +42,7 @@ _BY_NAME: tuple[GraphPass, ...] = (
     merge_common_subexpressions,
     remove_duplicate_collectives,
     remove_dead_collectives,
+    overlap_communication,
     overlap_optimizer_with_next_forward,
     reinplace_tail,
 )
