@@ -26,8 +26,8 @@ from wholestep.errors import invalid_value
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.overlap.choice import choose
 from wholestep.passes.overlap.task_graph import task_graph
+from wholestep.simulate.cost_model import node_costs
 from wholestep.simulate.machine import Machine
-from wholestep.simulate.step_costs import node_costs
 from wholestep.simulate.step_index import costs_by, index_step
 from wholestep.simulate.step_timeline import machine_for, stream_rules
 

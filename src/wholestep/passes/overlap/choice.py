@@ -17,7 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from wholestep.passes.overlap.list_schedule import MemoryGrowth, Need, Policy, Run, Schedule, in_order
+from wholestep.passes.overlap.list_schedule import (
+    ListPolicy,
+    ListSchedule,
+    ListScheduler,
+    MemoryGrowth,
+    NeededTimes,
+    in_order,
+)
 from wholestep.passes.overlap.settle import settle
 from wholestep.passes.overlap.task_graph import TaskGraph
 from wholestep.simulate.step_index import INPUT, OUTPUT, Order, StepIndex, memory_of
@@ -35,7 +42,7 @@ _WITHOUT = ((0.0, 10.0), (0.0, 1.0), (0.0, 40.0), (2.0, 20.0))
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A schedule, as the simulator sees it."""
 
     order: Sequence[int]
@@ -47,7 +54,7 @@ class Found:
 
 def choose(
     graph: TaskGraph, rules: StreamRules, limit: float | None = None, max_displaced: float | None = None
-) -> tuple[Found, Found]:
+) -> tuple[Candidate, Candidate]:
     """The schedule to use, and the graph as it is. `limit`: bytes; without, 1.05 times the peak as it is."""
     index = graph.index
     live, _ = memory_of(index)
@@ -60,7 +67,7 @@ def choose(
     return best(tried, most, max_displaced), as_is
 
 
-def best(tried: Iterable[Found], limit: float, max_displaced: float | None = None) -> Found:
+def best(tried: Iterable[Candidate], limit: float, max_displaced: float | None = None) -> Candidate:
     """The schedule that the rules above choose."""
     all_of_them = list(tried)
     lowest = min(each.peak for each in all_of_them)
@@ -77,24 +84,26 @@ def best(tried: Iterable[Found], limit: float, max_displaced: float | None = Non
     return min(good, key=lambda each: (each.peak, each.displaced, each.time))
 
 
-def _schedules(graph: TaskGraph, growth: MemoryGrowth, limit: float) -> Iterator[Schedule]:
+def _schedules(graph: TaskGraph, growth: MemoryGrowth, limit: float) -> Iterator[ListSchedule]:
     """Runs of the scheduler, from the most promising policy on."""
     runs = min(max(_RUNS_OF_NODES // max(len(graph), 1), _FEWEST_RUNS), _MOST_RUNS)
     gather = _typical([graph.cost[c] for c in graph.index.collectives if graph.is_pull[c]])
     plain = in_order(graph)
-    first = Run(graph, Policy(0.0, 3.0 * gather, 10.0 * gather, limit), Need(graph, plain), growth.copy()).run()
+    first = ListScheduler(
+        graph, ListPolicy(0.0, 3.0 * gather, 10.0 * gather, limit), NeededTimes(graph, plain), growth.copy()
+    ).run()
     yield first
     stall = _typical(list(first.stalls.values()))
     if not stall:
         return
 
-    def twice(left: float, early: float) -> Iterator[Schedule]:
-        policy = Policy(left * stall, early * gather, 4.0 * max(stall, gather) + left * stall, limit)
-        need = Need(graph, plain)
+    def twice(left: float, early: float) -> Iterator[ListSchedule]:
+        policy = ListPolicy(left * stall, early * gather, 4.0 * max(stall, gather) + left * stall, limit)
+        need = NeededTimes(graph, plain)
         for _ in range(2):
-            found = Run(graph, policy, need, growth.copy()).run()
+            found = ListScheduler(graph, policy, need, growth.copy()).run()
             yield found
-            need = Need(graph, found.start, found.progress)
+            need = NeededTimes(graph, found.start, found.progress)
 
     filled = list(islice(twice(4.5, 10.0), runs - 1))
     yield from filled
@@ -109,11 +118,11 @@ def _typical(times: list[float]) -> float:
     return times[int(0.9 * (len(times) - 1))] if times else 0.0
 
 
-def _measure(graph: TaskGraph, rules: StreamRules, order: Order) -> Found:
+def _measure(graph: TaskGraph, rules: StreamRules, order: Order) -> Candidate:
     index = graph.index
     found = replay(index, graph.cost, order, rules)
     live, _ = memory_of(index, order)
-    return Found(order, found.step, int(live.max()), displaced(index, order))
+    return Candidate(order, found.step, int(live.max()), displaced(index, order))
 
 
 def displaced(index: StepIndex, order: Order) -> float:

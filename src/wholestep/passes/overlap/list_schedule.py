@@ -27,7 +27,7 @@ _MOST_FILLERS = 6
 
 
 @dataclass(frozen=True)
-class Policy:
+class ListPolicy:
     """The choices of one run."""
 
     reserve: float = 0.0
@@ -41,7 +41,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ListSchedule:
     """An order of all nodes, and what it costs."""
 
     order: list[int]
@@ -53,10 +53,10 @@ class Schedule:
     """How long computation stood still for each collective."""
     progress: list[tuple[float, float]]
     """How much was computed, and when."""
-    policy: Policy
+    policy: ListPolicy
 
 
-class Need:
+class NeededTimes:
     """When collectives are needed, by the times of an earlier run."""
 
     def __init__(self, graph: TaskGraph, when: Sequence[float], progress: Sequence[tuple[float, float]] = ()) -> None:
@@ -103,10 +103,12 @@ def in_order(graph: TaskGraph) -> list[float]:
     return found
 
 
-class Run:
+class ListScheduler:
     """One run of the scheduler."""
 
-    def __init__(self, graph: TaskGraph, policy: Policy, need: Need, growth: MemoryGrowth | None = None) -> None:
+    def __init__(
+        self, graph: TaskGraph, policy: ListPolicy, need: NeededTimes, growth: MemoryGrowth | None = None
+    ) -> None:
         index = graph.index
         self._graph, self._policy, self._need, self._growth = graph, policy, need, growth
         self._kind, self._cost, self._sources, self._after = index.kind, graph.cost, index.sources, graph.after
@@ -138,7 +140,7 @@ class Run:
         self._push: list[list[tuple[float, int]]] = [[] for _ in self._free]
         self._pull: list[list[tuple[float, int]]] = [[] for _ in self._free]
 
-    def run(self) -> Schedule:
+    def run(self) -> ListSchedule:
         """Place everything."""
         graph = self._graph
         for i in graph.tasks:
@@ -159,7 +161,7 @@ class Run:
             left -= 1
         self._finish()
         time = max([self.clock, *self._free])
-        return Schedule(self.order, time, self.peak, self.start, self.stalls, self._progress, self._policy)
+        return ListSchedule(self.order, time, self.peak, self.start, self.stalls, self._progress, self._policy)
 
     def _is_ready(self, i: int) -> None:
         if self._kind[i] == ISSUE:

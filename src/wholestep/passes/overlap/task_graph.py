@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wholestep.ir.effects import GraphEffects, is_collective, order_edges
-from wholestep.ir.graphs import epilogue
+from wholestep.ir.graph_walks import epilogue
 from wholestep.simulate.step_index import COMPUTE, FREE, INPUT, ISSUE, OUTPUT, READ, WAIT, StepIndex
 
 _INSIDE_US = 0.5
