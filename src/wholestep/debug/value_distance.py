@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wholestep.passes.engine.contract import Numerics
-from wholestep.torch_private.fx_graphs import pytree
+from wholestep.passes.engine.replay import leaves_of_output, widened
 
 _ROUNDINGS = 64
 _NOISE = 64
@@ -50,7 +50,7 @@ def gap_between(a: Any, b: Any, noisy: Any, numerics: Numerics, eps: float = 0.0
 
     `noisy`: `a` of nudged inputs. `eps`: the rounding error of the coarsest type on the way to `a`.
     """
-    left, right, noise = _leaves(a), _leaves(b), _leaves(noisy)
+    left, right, noise = leaves_of_output(a), leaves_of_output(b), leaves_of_output(noisy)
     if len(left) != len(right):
         return Gap("type", text=f"{len(left)} values became {len(right)}")
     noise = noise if len(noise) == len(left) else [None] * len(left)
@@ -58,13 +58,9 @@ def gap_between(a: Any, b: Any, noisy: Any, numerics: Numerics, eps: float = 0.0
     return next((gap for gap in gaps if gap is not None), None)
 
 
-def _leaves(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
-
-
 def eps_of(value: Any) -> float:
     """The largest rounding error of the types of a value; 0 where nothing is rounded."""
-    leaves = [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves_of_output(value) if isinstance(leaf, Tensor)]
     return max((torch.finfo(v.dtype).eps for v in leaves if v.is_floating_point() or v.is_complex()), default=0.0)
 
 
@@ -85,7 +81,7 @@ def _gap(a: Any, b: Any, noisy: Any, numerics: Numerics, eps: float) -> Gap | No
 
 
 def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics, eps: float) -> Gap | None:
-    wide_a, wide_b = _wide(a), _wide(b)
+    wide_a, wide_b = widened(a), widened(b)
     differ = ~((wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan()))
     if not bool(differ.any()):
         return None
@@ -98,7 +94,7 @@ def _distance(a: Tensor, b: Tensor, noisy: Any, numerics: Numerics, eps: float) 
 
 
 def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None, eps: float) -> bool:
-    noise = 0.0 if noisy is None else float((wide - _wide(noisy)).abs().nan_to_num(0, 0, 0).max())
+    noise = 0.0 if noisy is None else float((wide - widened(noisy)).abs().nan_to_num(0, 0, 0).max())
     if not (a.is_floating_point() or a.is_complex()):
         return noise > 0  # where a rounding error moves an integer, so may a reassociated sum
     finite = wide[wide.isfinite()]
@@ -107,10 +103,6 @@ def _allowed(a: Tensor, wide: Tensor, apart: Tensor, noisy: Tensor | None, eps: 
     roundings = _ROUNDINGS * eps if eps < 1e-4 else 8 * eps
     limit = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
     return bool((apart <= limit).all())
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
 
 def max_ulps(a: Tensor, b: Tensor) -> int | None:

@@ -51,6 +51,7 @@ from wholestep.simulate.step_index import (
     plain,
 )
 from wholestep.simulate.step_replay import StepReplay, StreamRules, replay
+from wholestep.simulate.timeline import naming_event
 
 _MOST_ROWS = 8
 
@@ -441,9 +442,9 @@ def step_events(
     rows = {stream: row for row, stream in enumerate(streams)}
     titles = ("predicted", "measured") if measured else ("predicted",)
     for process, title in enumerate(titles):
-        yield _name("process_name", process, 0, title)
+        yield naming_event("process_name", process, 0, title)
         for stream, row in rows.items():
-            yield _name("thread_name", process, row, stream if stream in _FIRST_ROWS else f"group {stream}")
+            yield naming_event("thread_name", process, row, stream if stream in _FIRST_ROWS else f"group {stream}")
     for span in spans:
         yield _complete(span.name, _PREDICTED, rows[span.stream], span.start, span.end)
     stream_of = {span.name: span.stream for span in spans}
@@ -458,7 +459,3 @@ def step_events(
 
 def _complete(name: str, process: int, row: int, start: float, end: float) -> TraceEvent:
     return {"ph": "X", "name": name, "pid": process, "tid": row, "ts": start, "dur": end - start}
-
-
-def _name(what: str, process: int, row: int, name: str) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}}

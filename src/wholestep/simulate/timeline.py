@@ -518,13 +518,13 @@ def _events(timeline: Timeline, process: int, title: str, per_unit: float) -> It
     def when(at: Number) -> float:
         return float(at) * per_unit
 
-    yield _name("process_name", process, 0, title)
+    yield naming_event("process_name", process, 0, title)
     for rank in range(len(timeline.schedule.ranks)):
-        yield _name("thread_name", process, rank, f"rank {rank}")
+        yield naming_event("thread_name", process, rank, f"rank {rank}")
     links = sorted({(span.rank, span.to) for span in timeline.transfers if span.to is not None})
     row_of = {link: _LINKS + index for index, link in enumerate(links)}
     for (sender, receiver), row in row_of.items():
-        yield _name("thread_name", process, row, f"rank {sender} to rank {receiver}")
+        yield naming_event("thread_name", process, row, f"rank {sender} to rank {receiver}")
     for span in timeline.spans:
         yield _complete(span, process, span.rank, when)
     used = {leaf: span for span in timeline.spans for leaf in span.action.leaves()}
@@ -571,5 +571,6 @@ def _live_activations(timeline: Timeline, process: int, when: Any) -> Iterator[E
                     yield {"ph": "C", "name": name, "pid": process, "ts": at, "args": {"alive": alive}}
 
 
-def _name(what: str, process: int, row: int, name: str) -> Event:
+def naming_event(what: str, process: int, row: int, name: str) -> Event:
+    """The event by which Perfetto names a process or a row."""
     return {"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}}

@@ -41,7 +41,7 @@ from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.ir.io.arguments import DTYPES, TargetReader
 from wholestep.ir.io.node_values import hint_of, tensor_spec
 from wholestep.ir.io.repro import constants_of, repro_script
-from wholestep.ir.io.serialize import RecordReader, write_record
+from wholestep.ir.io.serialize import RecordReader, refuse_bare_number, write_record
 from wholestep.ir.io.tensor_file import can_write, from_bytes, to_bytes
 from wholestep.ir.signature import InputKind, InputSpec, OutputKind, OutputSpec, Signature
 from wholestep.ir.step_graph import StepGraph
@@ -526,7 +526,9 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 def read_json(path: Path, format_name: str, version: int) -> dict[str, Any]:
     """The document of a wholestep file of this format and version."""
     try:
-        document = json.loads(read_bytes(path, MOST_JSON), parse_constant=_refuse, parse_float=_refuse)
+        document = json.loads(
+            read_bytes(path, MOST_JSON), parse_constant=refuse_bare_number, parse_float=refuse_bare_number
+        )
     except DumpError:
         raise
     except (ValueError, RecursionError) as error:
@@ -546,7 +548,3 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"a bare number {text[:40]!r}; floats are written in hexadecimal")

@@ -125,7 +125,7 @@ def _parse(text: object) -> dict[str, Any]:
     if not isinstance(text, str):
         raise GraphFormatError(f"expected the text of a StepGraph, found {type(text).__name__}.")
     try:
-        document = json.loads(text, parse_constant=_no_constant, parse_float=_no_constant)
+        document = json.loads(text, parse_constant=refuse_bare_number, parse_float=refuse_bare_number)
     except (ValueError, RecursionError) as error:
         raise GraphFormatError(f"the text is not JSON of a StepGraph: {str(error)[:200]}.") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -138,7 +138,8 @@ def _parse(text: object) -> dict[str, Any]:
     return document
 
 
-def _no_constant(text: str) -> float:
+def refuse_bare_number(text: str) -> float:
+    """The `parse_constant` and `parse_float` of files in which floats are hexadecimal text."""
     raise ValueError(f"a bare number {text[:40]!r}; floats are written in hexadecimal")
 
 

@@ -338,7 +338,7 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
             for tensor, content in kept:
                 if not torch.equal(tensor, content):
                     tensor.copy_(content)
-    outputs = _leaves(result)
+    outputs = leaves_of_output(result)
     return _Results([_apart(value) for value in outputs], own, [_inside(value, own) for value in outputs])
 
 
@@ -351,7 +351,7 @@ def _apart(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of_output(value: Any) -> list[Any]:
     """The values of an output node, including None."""
     return pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
 
@@ -370,7 +370,7 @@ Named = tuple[str, fx.Node | None]
 
 
 def _names(gm: fx.GraphModule) -> tuple[list[Named], list[Named]]:
-    outputs = _leaves(gm.graph.output_node().args[0])
+    outputs = leaves_of_output(gm.graph.output_node().args[0])
     results = [(f"output {i}", value if isinstance(value, fx.Node) else None) for i, value in enumerate(outputs)]
     return results, [(f"input {n.name}, after the step,", n) for n in gm.graph.find_nodes(op="placeholder")]
 
@@ -398,10 +398,11 @@ def _same(before: Any, after: Any, noisy: Any, numerics: Numerics) -> bool:
         unstable = numerics != "exact" and isinstance(noisy, Tensor) and not torch.equal(before, noisy)
         return unstable or torch.equal(before, after)
     noise = noisy if isinstance(noisy, Tensor) and noisy.shape == before.shape else None
-    return _close(_wide(before), _wide(after), None if noise is None else _wide(noise), numerics, before.dtype)
+    return _close(widened(before), widened(after), None if noise is None else widened(noise), numerics, before.dtype)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in float64; a complex one as pairs."""
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
 
@@ -421,6 +422,6 @@ def _close(before: Tensor, after: Tensor, noisy: Tensor | None, numerics: Numeri
 def _difference(before: Any, after: Any) -> str:
     if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape:
         different = before != after
-        gap = (_wide(before) - _wide(after)).abs().max().item() if before.numel() else 0.0
+        gap = (widened(before) - widened(after)).abs().max().item() if before.numel() else 0.0
         return f"{int(different.sum())} of {before.numel()} elements differ, by at most {gap:.3g}"
     return f"{before!r:.80} became {after!r:.80}"
