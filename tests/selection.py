@@ -6,7 +6,7 @@
     @pytest.mark.parametrize("name", each_now(NAMES, "slice", "power"))            a test for each
     def test_a_compiled_step_follows_an_int_that_changes(name: str) -> None:
 
-The named ones stand for each mechanism once. A case is called by its `name`, or by its text.
+The named ones stand for each mechanism once. A case is called by its `name` or `__name__`, or by its text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def each_now(cases: Iterable[Any], *names: str) -> list[Any]:
 
 def _divided(cases: Iterable[Any], names: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
     cases = list(cases)
-    called = [str(getattr(case, "name", case)) for case in cases]
+    called = [str(getattr(case, "name", getattr(case, "__name__", case))) for case in cases]
     unknown = [name for name in names if name not in called]
     assert not unknown, f"there is no {unknown} among {called}"
     pairs = list(zip(cases, called, strict=True))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import wholestep as ws
 from cases.huggingface import VOCABULARY, language_model
 from parallel.pairs import Case, Compiled, Side, all_of, beside, beside_ddp, beside_fully_shard, numbers, world_mesh
+from selection import some_now
 
 
 class Recomputed(nn.Module):
@@ -85,8 +86,9 @@ LOCAL_BUFFERS = Case("batch norm", normed, steps=4)
 RECOMPUTED = Case("recomputed", Recomputed, steps=4)
 
 
-def test_networks_have_the_bits_of_ddp() -> None:
-    all_of(beside_ddp, [*CASES, RECOMPUTED])
+@pytest.mark.parametrize("cases", some_now([*CASES, RECOMPUTED], "dropout", "attention", "recomputed"))
+def test_networks_have_the_bits_of_ddp(cases: list[Case]) -> None:
+    all_of(beside_ddp, cases)
 
 
 def test_networks_have_the_bits_of_fully_shard() -> None:
@@ -124,9 +126,8 @@ def language_case(name: str) -> Case:
 @pytest.mark.parametrize(
     ("check", "names"),
     [
-        (beside_ddp, ["GPT2"]),
         (beside_fully_shard, ["Llama"]),
-        pytest.param(beside_ddp, ["Llama", "Bert"], marks=pytest.mark.long),
+        pytest.param(beside_ddp, ["GPT2", "Llama", "Bert"], marks=pytest.mark.long),
         pytest.param(beside_fully_shard, ["GPT2", "Bert"], marks=pytest.mark.long),
     ],
 )

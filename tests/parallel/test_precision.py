@@ -23,6 +23,7 @@ from parallel.pairs import (
     numbers,
     world_mesh,
 )
+from selection import each_now
 
 HALF = torch.bfloat16
 POLICIES = {
@@ -43,7 +44,7 @@ def autocast_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor)
     return loss
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", each_now([True, False], "True"))
 def test_policies_have_the_bits_of_fully_shard(again: bool) -> None:
     cases = [Case(name, steps=4) for name in POLICIES]
     all_of(lambda case: beside_fully_shard(case, mp_policy=POLICIES[case.name], reshard_after_forward=again), cases)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import wholestep as ws
 from cases.parts import train_step
 from ranks import run_ranks
+from selection import each_now
 
 PLANS = {"replicate": ws.Replicate, "fully shard": ws.FullyShard}
 SECONDS = 20.0
@@ -244,7 +245,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", each_now(PLANS, "replicate"))
 def test_what_changes_on_one_rank_is_named_with_the_call(kind: str) -> None:
     for messages in run_ranks(changes_while_running, 2, kind, list(VALUES), deadline=60):
         for name, (path, here, there) in VALUES.items():
@@ -376,7 +377,7 @@ def what_may_differ(rank: int, kind: str) -> int:
     return run_for(5, *(make(rank, plan) for make in makers))
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", each_now(PLANS, "fully shard"))
 def test_nothing_is_raised_for_what_may_differ(kind: str) -> None:
     """Numbers that only scale the loss, schedules, equal values of other types, paths that the plan excludes."""
     first, second = run_ranks(what_may_differ, 2, kind, deadline=60)

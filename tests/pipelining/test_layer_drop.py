@@ -53,6 +53,7 @@ def test_a_pipe_captured_in_eval_names_the_line_that_prevents_training():
         pipe(numbers(4, 8))
 
 
+@pytest.mark.long  # a model that others wrote; the mechanism is above
 def test_bart_is_trained():
     torch.manual_seed(0)
     config = transformers.BartConfig(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
+from selection import each_now
 from wholestep.pipelining import Pipe, SplitPoint, clip_grad_norm_, pipeline, schedule
 
 
@@ -92,7 +93,7 @@ def train(rank: int, cases: list[tuple[str, bool, Pipe]]) -> None:
                 eager.zero_grad()
 
 
-@pytest.mark.parametrize("mode", ["replicate", "transmit"])
+@pytest.mark.parametrize("mode", each_now(["replicate", "transmit"], "transmit"))
 def test_parameters_shared_by_stages_train_like_eager(mode):
     cases = [("Interleaved1F1B", False), ("InterleavedZeroBubble", False), ("ZBVZeroBubble", True)]
     run_ranks(train, 2, [(kind, autocast, cut(mode, autocast)) for kind, autocast in cases])
