@@ -8,28 +8,38 @@
     r = reduce_scatter(g)                       z = mm(y, w)
     v = wait_tensor(r)                          v = wait_tensor(r)           when r is done: what it sent is free
 
-Needs: nothing.  Numerics: exact: every node computes what it did, only the order of nodes changes.  Random draws,
-writes and effects keep their order; write-backs stay at the end.  All ranks choose the same order where they have the
-same graph and the same costs, so collectives of overlapping groups are issued in one order everywhere.
+Needs: nothing.  Numerics: exact where nothing is packed: every node computes what it did, only the order changes. Where
+latency is exposed, collectives are packed into buckets if the step with them is faster: gathers are exact, reductions
+reassociate (`bucket="exact"` packs gathers only, `bucket=None` nothing).  Random draws, writes and effects keep their
+order; write-backs stay at the end.  All ranks choose the same where they have the same graph and the same costs, so
+collectives of overlapping groups are issued in one order everywhere.
 Memory: never above `peak_bytes`.  Cost: a few runs of a list scheduler (`overlap/list_schedule.py`), each near-linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
 from wholestep.errors import invalid_value
+from wholestep.ir.graph_walks import copy_graph_module
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.passes.overlap.choice import choose
+from wholestep.passes.engine.manager import drop_dead_code
+from wholestep.passes.overlap.choice import ScheduledStep, choose
+from wholestep.passes.overlap.packing import pack, sizes, worth_a_try
 from wholestep.passes.overlap.task_graph import task_graph
 from wholestep.simulate.cost_model import node_costs
 from wholestep.simulate.machine import Machine
-from wholestep.simulate.step_index import costs_by, index_step
+from wholestep.simulate.step_index import StepIndex, costs_by, index_step
 from wholestep.simulate.step_timeline import machine_for, stream_rules
+
+Bucket = Literal["auto", "exact"] | float | None
+_FASTER = 0.997
+"""Buckets are used if the step takes at most so much of its time without them."""
 
 
 def _check(
@@ -37,7 +47,7 @@ def _check(
     machine: Machine | None = None,
     cost: Callable[[fx.Node], float] | None = None,
     peak_bytes: int | None = None,
-    bucket: str | float | None = "auto",
+    bucket: Bucket = "auto",
     max_displaced: float | None = None,
 ) -> None:
     given: Any = machine
@@ -47,38 +57,107 @@ def _check(
         raise invalid_value("cost", cost, "give a function from a node to microseconds.")
     if peak_bytes is not None and not (type(peak_bytes) is int and peak_bytes > 0):
         raise invalid_value("peak_bytes", peak_bytes, "give a number of bytes, or None for 1.05 times the peak.")
+    is_size = type(bucket) in (int, float) and bucket > 0  # type: ignore[operator]
+    if not (bucket is None or bucket in ("auto", "exact") or is_size):
+        raise invalid_value("bucket", bucket, 'use "auto", "exact" (gathers only), None, or a size in MiB.')
     if max_displaced is not None and not 0.0 <= max_displaced <= 1.0:
         raise invalid_value("max_displaced", max_displaced, "give a part of all nodes, from 0 to 1.")
 
 
-@graph_optimization_pass(numerics="exact", allow_rerun=True, check=_check)
+@graph_optimization_pass(numerics="reassociates", allow_rerun=True, check=_check)
 def overlap_communication(
     gm: fx.GraphModule,
     *,
     machine: Machine | None = None,
     cost: Callable[[fx.Node], float] | None = None,
     peak_bytes: int | None = None,
-    bucket: str | float | None = "auto",
+    bucket: Bucket = "auto",
     max_displaced: float | None = None,
 ) -> None:
     """Order the nodes of a graph so that communication is hidden.
 
     `cost`: microseconds of a node; without, the model of `machine` (by default that of the graph's device).
     `peak_bytes`: the most bytes that may be alive; without, 1.05 times the peak of the graph as it is.
-    `max_displaced`: the part of all nodes that may move.
+    `bucket`: "auto", "exact" (gathers only), None, or a size in MiB. `max_displaced`: the part of all nodes that may
+    move.
     """
     index = index_step(gm)
     if not index.collectives:
         return
-    if cost is not None:
-        times = costs_by(index, cost)
+    given = _Given(machine or (None if cost is not None else machine_for(gm.graph)), cost, max_displaced)
+    plan = _plan(index, given, peak_bytes)
+    limit = peak_bytes if peak_bytes is not None else int(1.05 * plan.as_is.peak)
+    packed = _best_packed(gm, plan, given, limit, bucket)
+    if packed is not None:
+        mebibytes, trial = packed
+        _pack(gm, mebibytes, bucket)
+        nodes: list[fx.Node] = list(gm.graph.nodes)
+        if [node.target for node in nodes] != [node.target for node in trial.index.nodes]:
+            trial = _plan(index_step(gm), given, limit)
+        reorder(gm.graph, [nodes[i] for i in trial.found.order])
+    elif plan.found is not plan.as_is:
+        reorder(gm.graph, [index.nodes[i] for i in plan.found.order])
+
+
+@dataclass(frozen=True)
+class _Given:
+    machine: Machine | None
+    cost: Callable[[fx.Node], float] | None
+    max_displaced: float | None
+
+    def times(self, index: StepIndex) -> list[float]:
+        """Microseconds of every node."""
+        if self.cost is not None:
+            return costs_by(index, self.cost)
+        assert self.machine is not None
+        return node_costs(index, self.machine)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    index: StepIndex
+    times: list[float]
+    found: ScheduledStep
+    as_is: ScheduledStep
+
+
+def _plan(index: StepIndex, given: _Given, limit: int | None) -> _Plan:
+    times = given.times(index)
+    rules = stream_rules(index, given.machine)
+    found, as_is = choose(task_graph(index, times), rules, limit, given.max_displaced)
+    return _Plan(index, times, found, as_is)
+
+
+def _best_packed(
+    gm: fx.GraphModule, plan: _Plan, given: _Given, limit: int, bucket: Bucket
+) -> tuple[float, _Plan] | None:
+    """A size of buckets with which the step is faster, and its plan."""
+    if bucket is None:
+        return None
+    index, times = plan.index, plan.times
+    if isinstance(bucket, str):
+        if not worth_a_try(index, times, plan.found.order, stream_rules(index, given.machine)):
+            return None
+        tried = list(sizes(index, times))
     else:
-        machine = machine or machine_for(gm.graph)
-        times = node_costs(index, machine)
-    graph = task_graph(index, times)
-    found, as_is = choose(graph, stream_rules(index, machine), peak_bytes, max_displaced)
-    if found is not as_is:
-        reorder(gm.graph, [index.nodes[i] for i in found.order])
+        tried = [float(bucket)]
+    best: tuple[float, _Plan] | None = None
+    shortest = _FASTER * plan.found.time
+    for mebibytes in tried:
+        copied = copy_graph_module(gm)
+        _pack(copied, mebibytes, bucket)
+        trial_index = index_step(copied)
+        if len(trial_index.collectives) == len(index.collectives):
+            continue
+        trial = _plan(trial_index, given, limit)
+        if trial.found.peak <= max(limit, plan.found.peak) and trial.found.time <= shortest:
+            best, shortest = (mebibytes, trial), _FASTER * trial.found.time
+    return best
+
+
+def _pack(gm: fx.GraphModule, mebibytes: float, bucket: Bucket) -> None:
+    pack(gm, mebibytes, only_exact=bucket == "exact")
+    drop_dead_code(gm.graph)
 
 
 def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

@@ -42,7 +42,7 @@ _WITHOUT = ((0.0, 10.0), (0.0, 1.0), (0.0, 40.0), (2.0, 20.0))
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduledStep:
     """A schedule, as the simulator sees it."""
 
     order: Sequence[int]
@@ -54,7 +54,7 @@ class Candidate:
 
 def choose(
     graph: TaskGraph, rules: StreamRules, limit: float | None = None, max_displaced: float | None = None
-) -> tuple[Candidate, Candidate]:
+) -> tuple[ScheduledStep, ScheduledStep]:
     """The schedule to use, and the graph as it is. `limit`: bytes; without, 1.05 times the peak as it is."""
     index = graph.index
     live, _ = memory_of(index)
@@ -67,7 +67,7 @@ def choose(
     return best(tried, most, max_displaced), as_is
 
 
-def best(tried: Iterable[Candidate], limit: float, max_displaced: float | None = None) -> Candidate:
+def best(tried: Iterable[ScheduledStep], limit: float, max_displaced: float | None = None) -> ScheduledStep:
     """The schedule that the rules above choose."""
     all_of_them = list(tried)
     lowest = min(each.peak for each in all_of_them)
@@ -118,11 +118,11 @@ def _typical(times: list[float]) -> float:
     return times[int(0.9 * (len(times) - 1))] if times else 0.0
 
 
-def _measure(graph: TaskGraph, rules: StreamRules, order: Order) -> Candidate:
+def _measure(graph: TaskGraph, rules: StreamRules, order: Order) -> ScheduledStep:
     index = graph.index
     found = replay(index, graph.cost, order, rules)
     live, _ = memory_of(index, order)
-    return Candidate(order, found.step, int(live.max()), displaced(index, order))
+    return ScheduledStep(order, found.step, int(live.max()), displaced(index, order))
 
 
 def displaced(index: StepIndex, order: Order) -> float:
