@@ -58,6 +58,7 @@ class CompileOptions(TypedDict, total=False):
     check_first: int
     max_recompiles: int
     hooks: Literal["refuse", "trace"]
+    assume: bool
     on_refusal: Literal["raise", "eager"]
     progress: bool | None
     name: str
@@ -88,6 +89,7 @@ def compile(
     check_first: int = 0,
     max_recompiles: int = 8,
     hooks: Literal["refuse", "trace"] = "refuse",
+    assume: bool = False,
     on_refusal: Literal["raise", "eager"] = "raise",
     progress: bool | None = None,
     name: str = "",
@@ -127,6 +129,10 @@ def compile(
             Compiled regions then use eager's random numbers, also on a GPU.
         max_recompiles: Warn after this many captures beyond the first.
         hooks: "refuse" hooks, or "trace" what they compute.
+        assume: Assume that a branch on a value which only the step computes (`if not torch.isfinite(loss): raise`) goes
+            the way that it goes in the captured call. The graph checks that in every run before it writes anything, and
+            raises WS-ASSUMED, with state as before the call, if it does not. Capture then runs the step's operators up
+            to the branch once; each run waits for the condition as eager does, and is no CUDA graph.
         on_refusal: What happens to a call that cannot be captured. "raise": the error, with its code and line. "eager":
             it runs as the plain function, with one `EagerWarning` that has the code, the line and the fix; after three
             such calls no other capture is tried. On several ranks all of them run the plain function, or none; they
@@ -154,6 +160,7 @@ def compile(
         check_first=check_first,
         max_recompiles=max_recompiles,
         hooks=hooks,
+        assume=assume,
         on_refusal=on_refusal,
         progress=progress,
         name=name,

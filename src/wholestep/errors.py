@@ -283,6 +283,12 @@ class PendingError(WholestepError, RuntimeError):
     code = "WS-PENDING"
 
 
+class AssumedError(WholestepError, RuntimeError):
+    """A branch that the graph assumes to go one way (`assume=True`) would go the other. Nothing was written."""
+
+    code = "WS-ASSUMED"
+
+
 class GuardError(WholestepError, RuntimeError):
     """An executable was called for which its guards do not hold."""
 

@@ -62,6 +62,7 @@ class Options:
     check_first: int = 0
     max_recompiles: int = 8
     hooks: str = "refuse"
+    assume: bool = False
     on_refusal: str = "raise"
     progress: bool | None = None
     name: str = ""
@@ -84,6 +85,14 @@ class Options:
             raise invalid_value("max_recompiles", self.max_recompiles, "use a whole number, 0 or more.")
         if self.hooks not in ("refuse", "trace"):
             raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
+        if type(self.assume) is not bool:
+            raise invalid_value("assume", self.assume, "use True or False.")
+        if self.assume and self.parallel is not None:
+            raise OptionError(
+                "assume=True cannot be used with parallel=: an assumption that fails on one rank would leave its state "
+                "behind that of the others.",
+                fix="take such branches out of the step: return the value, all-reduce it and decide outside.",
+            )
         if self.on_refusal not in ("raise", "eager"):
             raise invalid_value("on_refusal", self.on_refusal, 'use "raise" or "eager".')
         if self.progress not in (True, False, None):

@@ -27,6 +27,7 @@ from wholestep.cross_iteration.executor import CrossingExecutor, IterationGraphs
 from wholestep.errors import GuardError, LowerWarning, OptionError, UnsupportedError
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.graph_functions import CHECKS
 from wholestep.ir.meta import warn_user
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -265,6 +266,9 @@ def _lowering_of(graph: BoundGraph, options: ResolvedOptions) -> LowerOptions | 
 def _iteration_graphs(graph: BoundGraph) -> IterationGraphs | None:
     if graph.captured.guards.items is not None:
         log.info("updates stay in their own iteration: a guard reads the contents of state")
+        return None
+    if any(node.target in CHECKS for node in graph.gm.graph.nodes):
+        log.info("updates stay in their own iteration: the graph checks what it takes for granted before it writes")
         return None
     return iteration_graphs(graph)
 

@@ -10,7 +10,7 @@ from pages import as_torchrun_starts_it, assert_shown, blocks_of, run, run_page
 from ranks import run_ranks
 
 
-@pytest.mark.parametrize("page", ["tutorial.md", "cut-a-graph.md"])
+@pytest.mark.parametrize("page", ["tutorial.md", "cut-a-graph.md", "steps-that-depend-on-data.md"])
 def test_every_block_of_a_tutorial_runs_and_prints_what_the_page_shows(page: str) -> None:
     run_page(page)
 

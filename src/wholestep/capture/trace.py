@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
@@ -221,6 +222,7 @@ class Capture:
             self.world, self.fake_mode, self.scalars.make, self.scalars.lift, numbers.lifts
         )
         self.inputs = Inputs(self.recorder, self.world, self.table)
+        self.decisions = Decisions(self, self._guard_value)
         self.items = Items(self, self.scalars)
         self.host_calls: list[HostCall] = []
         self.skip_flags: dict[Optimizer, fx.Node] = {}
@@ -409,6 +411,7 @@ class Capture:
                     self.session.finish()
                 self.shapes.add_conditions(self.scalars.emit_scalar, self.recorder.node_of)
                 self.shapes.close()
+                self.decisions.release()
                 self._again_if_met()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
@@ -504,6 +507,19 @@ class Capture:
             )
         return int(tracked.real.data_ptr())
 
+    def real_value(self, placeholder: fx.Node) -> Any | None:
+        """The value that an input has in the call that is traced; None for a generator."""
+        fake = placeholder.meta.get("val")
+        tracked = self.table.by_fake.get(id(fake)) if isinstance(fake, Tensor) else None
+        return local_of(tracked.real) if tracked is not None else fake
+
+    def _guard_value(self, node: fx.Node, value: Any) -> Any:
+        return self.items.guard(node, value)
+
+    def _decide_size(self, expression: Any) -> bool | None:
+        node = self.shapes.condition(expression, self.scalars.emit_scalar, self.recorder.node_of)
+        return self.decisions.decide(node) if isinstance(node, fx.Node) else None
+
     def before_operator(self) -> None:
         self.shapes.add_conditions(self.scalars.emit_scalar, self.recorder.node_of)
         self.interrupts.check()
@@ -535,7 +551,9 @@ class Capture:
         return self.shapes.node(value, self.scalars.emit_scalar, self.recorder.node_of)
 
     def begin_data_sizes(self) -> bool:
-        return self.shapes.begin_data_sizes(self.fake_mode)
+        began = self.shapes.begin_data_sizes(self.fake_mode)
+        self.shapes.declare().decide = self._decide_size
+        return began
 
     def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None:
         self.shapes.name_data_sizes(node, tensor, self.scalars.emit_scalar)

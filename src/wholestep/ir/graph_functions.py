@@ -10,6 +10,7 @@ packed_weights    cuDNN wants all weights of an RNN as one chunk of memory. In e
 get_rng_state     read and set the default random generator of a device, so that a replay draws what eager would draw
 set_rng_state
 manual_seed
+check_assumed     raises where a branch of user code would go another way than the graph assumes
 check_size        raises where the sizes that data decides are not those that the graph is for
 
     eager    mylib.update_(p, g)                              writes p
@@ -40,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from wholestep.errors import DataShapeError, UnsupportedError
+from wholestep.errors import AssumedError, DataShapeError, UnsupportedError
 from wholestep.torch_private.distributed import process_group_rank
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import OpOverload, argument_names, bound_argument, schema_of
@@ -220,7 +221,22 @@ def check_size(holds: bool, what: str) -> None:
         )
 
 
-CHECKS = frozenset({check_size})
+@has_side_effect
+def check_assumed(value: Any, expected: bool, branch: str, *operands: Any) -> None:
+    """Raise if a branch of the user's code, which the graph assumes to go one way, goes the other in this run."""
+    if bool(value) is expected:
+        return
+    told = [each.item() if isinstance(each, Tensor) else each for each in operands]
+    values = f" for {', '.join(f'{each:.6g}' for each in told)}" if told else ""
+    raise AssumedError(
+        f"the graph assumes that the condition of a branch is {expected}, and in this call it is {not expected}"
+        f"{values} ({branch}).",
+        fix="nothing was written: state is as before the call. Leave this batch out, run the plain function for it, or "
+        "take the branch out of the step.",
+    )
+
+
+CHECKS = frozenset({check_size, check_assumed})
 """Functions that raise before anything is written: a graph writes to its inputs only after the last of them."""
 
 SIDE_EFFECTS = frozenset({get_rng_state, set_rng_state, manual_seed})

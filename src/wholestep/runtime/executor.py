@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
-from wholestep.errors import NoGraphError
+from wholestep.errors import AssumedError, DataShapeError, NoGraphError
 from wholestep.ir.captured_step import CapturedStep, Change
 from wholestep.ir.deferred import DeferredValues
+from wholestep.ir.graph_functions import CHECKS, get_rng_state, set_rng_state
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import (
@@ -175,6 +176,8 @@ class Executor:
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self._release = captured.unread_gradients()
         """Gradients that eager frees or replaces early in the step: they are freed before the graph runs."""
+        self._checks = any(node.target in CHECKS for node in captured.step_graph.gm.graph.nodes)
+        """Whether a run may raise before it writes anything."""
         released = set(map(id, self._release))
         changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
         self._changes = [c for c in changes if c.deferred is None]
@@ -183,11 +186,17 @@ class Executor:
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
+        before = StateBefore(self._release, inputs, self.captured.step_graph.signature.rng) if self._checks else None
         for change in self._release:
             change.slot.remove()
         deferred = DeferredValues(self.captured.deferred, leaves)
-        with self._mode():
-            outputs = self._measured(inputs) if self._measure_next else self._forward(*inputs)
+        try:
+            with self._mode():
+                outputs = self._measured(inputs) if self._measure_next else self._forward(*inputs)
+        except (AssumedError, DataShapeError):
+            if before is not None:
+                before.restore()
+            raise
         if self._unversioned:
             increment_version([inputs[i] for i in self._unversioned])
         del inputs
@@ -228,6 +237,26 @@ class Executor:
     def _mode(self) -> AbstractContextManager[Any]:
         """Run without autocast and autograd: the casts and the backward are in the graph."""
         return _without_autocast() if self._autocast else below_autograd()
+
+
+class StateBefore:
+    """What a run changes before the graph has checked what it takes for granted: random generators, and gradients that
+    are freed early."""
+
+    def __init__(self, released: Sequence[Change], inputs: Sequence[Any], devices: Sequence[str]) -> None:
+        self._gradients = [(change.slot, change.slot.get()) for change in released]
+        self._random = [(device, get_rng_state(device)) for device in devices]
+        self._generators = [(each, each.get_state()) for each in inputs if isinstance(each, torch.Generator)]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for slot, value in self._gradients:
+            if value is not ABSENT:
+                slot.set(value)
+        for device, state in self._random:
+            set_rng_state(state, device)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 @contextmanager

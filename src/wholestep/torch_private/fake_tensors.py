@@ -127,6 +127,13 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@contextmanager
+def without_functions_and_modes() -> Iterator[None]:
+    """Run on real tensors, with function modes off as well (`torch._C.DisableTorchFunction`). 2.11, 2.13."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
 def has_symbolic_sizes(tensor: Tensor) -> bool:
     """True if a size or stride of a tensor is a symbol (`Tensor._has_symbolic_sizes_strides`). 2.11, 2.13."""
     return bool(tensor._has_symbolic_sizes_strides)

@@ -33,13 +33,9 @@ log = logging.getLogger(__name__)
 
 
 @row("`if`, `while`, `assert` on a tensor")
-def branches() -> None:
-    def branch(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        loss = train(model, optimizer, x)
-        return loss if loss > 1 else -loss
-
+def branches_on_the_batch() -> None:
     def loop(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        while x.sum() > 100:
+        while x.abs().sum() > 10:
             x = x / 2
         return train(model, optimizer, x)
 
@@ -47,8 +43,23 @@ def branches() -> None:
         assert x.isfinite().all()
         return train(model, optimizer, x)
 
-    for body in (branch, loop, check):
+    same(loop, graphs=None)
+    same(check)
+
+
+@row("the same on what the step computes")
+def branches() -> None:
+    def branch(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, optimizer, x)
+        return loss if loss > 1 else -loss
+
+    def check(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        assert model(x).isfinite().all()
+        return train(model, optimizer, x)
+
+    for body in (branch, check):
         refused("WS-CONTROL-FLOW", body)
+    same(check, options={"assume": True})
 
 
 @row("`.item()`, `.tolist()`, `float(tensor)`, `int(tensor)`")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -58,6 +59,8 @@ class DataSizeEnv(ShapeEnv):
         super().__init__(**settings)
         self.below_recorder = False
         """Whether what runs is recorded as one node already, or not at all."""
+        self.decide: Callable[[Any], bool | None] | None = None
+        """Which way a branch of user code goes; None if that is refused."""
         self.conditions: list[tuple[Any, str]] = []
         """Conditions on sizes that the graph has to check, each with what it is for."""
 
@@ -73,7 +76,10 @@ class DataSizeEnv(ShapeEnv):
         if from_python and is_users_code(asker.f_code):
             refusal = _asked_by_user(expression)
             ask_by_stand_in(asker, refusal)
-            raise refusal
+            decided = self.decide(expression) if self.decide is not None and is_condition(expression) else None
+            if decided is None:
+                raise refusal
+            return sympy.true if decided else sympy.false
         found = _answers(self, expression, 2) if is_condition(expression) else set()
         if len(found) != 1:
             raise needs_number(expression)
@@ -138,7 +144,8 @@ def _asked_by_user(expression: Any) -> ControlFlowError | DataShapeError:
     return ControlFlowError(
         f"Python branches on {expression}, where {_named(expression)} a size that the values of a tensor decide.",
         fix="leave the branch out where an empty tensor does no harm (index_add of no rows adds nothing), use "
-        "torch.sym_max(n, 1) instead of max(n, 1), or say what always holds with torch._check(n > 0).",
+        "torch.sym_max(n, 1) instead of max(n, 1), say what always holds with torch._check(n > 0); or compile with "
+        "assume=True, where the branch only checks.",
         location=user_location(),
     )
 

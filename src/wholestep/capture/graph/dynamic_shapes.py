@@ -104,10 +104,15 @@ class Shapes:
             condition = self._emit(holds, None, emit, node_of)
             emit(check_size, (condition, assumption_text(holds, why, user_location())), None)
 
+    def condition(self, expression: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
+        """The node of a condition on sizes."""
+        return self._emit(expression, None, emit, node_of)
+
     def close(self) -> None:
         """The step ran: what asks for sizes now only computes metadata."""
         if self.env is not None:
             self.env.below_recorder = True
+            self.env.decide = None
 
     def fake_of(self, mode: FakeTensorMode, real: Tensor, leaf: int, dims: dict[int, Dim], path: str) -> Tensor:
         """A fake whose declared dims are symbols. One `Dim` object is one symbol wherever it is used."""

@@ -12,16 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.swapped_state import StateTable
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
-from wholestep.ir.deferred import ItemLeaf, Number
+from wholestep.ir.deferred import ItemLeaf, Number, SizeLeaf
 from wholestep.ir.early_values import KNOWN_KINDS, KnownValues
 from wholestep.ir.meta import asked_by, user_location
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.slots import Slot
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import without_modes
 
@@ -39,6 +41,7 @@ class ItemHost(Protocol):
     table: StateTable
     inputs: Inputs
     numbers: ScalarPolicy
+    decisions: Decisions
 
 
 class ScalarMaker(ScalarHost, Protocol):
@@ -75,6 +78,10 @@ class Items:
         if value is None and asked_by("transformers/masking_utils.py"):
             value = self._known_batch.of(node)  # a property of the batch's mask, checked at each call
         if value is None:
+            if api in _BRANCHES and not tensor.dtype.is_complex:
+                answer = self._branch(tensor, node)
+                if answer is not None:
+                    return answer
             if tensor.dtype.is_complex or api in _BRANCHES:
                 raise _value_leaves(api, tensor)
             if api in _CONVERSIONS and not self._host.numbers.plain:
@@ -96,6 +103,25 @@ class Items:
         self._taken[node, None] = scalar
         return scalar.as_python()
 
+    def _branch(self, tensor: Tensor, node: fx.Node) -> bool | None:
+        if tensor.numel() != 1:
+            return None
+        if tensor.dtype is not torch.bool:
+            node = self._host.recorder.emit(torch.ops.aten.ne.Scalar, node, 0)
+        return self._host.decisions.decide(node)
+
+    def guard(self, node: fx.Node, value: Number) -> Any:
+        """Fix the value of a node that is known before the step runs."""
+        scalar = ScalarNode(self._scalars, type(value), value, self._name(node), leaf=ItemLeaf(node, known=True))
+        return scalar.specialise("a branch")
+
+    def decide(self, scalar: ScalarNode) -> Number | None:
+        """Which way a branch on a scalar goes that is known only when the graph runs; None if that is refused."""
+        if any(not isinstance(leaf, ItemLeaf | SizeLeaf | Slot) for leaf in scalar.leaves()):
+            return None
+        node = scalar.fx_arg()
+        return self._host.decisions.decide(node) if isinstance(node, fx.Node) else None
+
     def tolist(self, tensor: Tensor, node: fx.Node) -> Any:
         """`.tolist()`: one scalar per element."""
         if tensor.dtype.is_complex or tensor.numel() > _MOST_ELEMENTS:
@@ -112,6 +138,9 @@ class Items:
         taken = self._taken.get((node, index))
         if taken is None:
             trial = self._trial(tensor.dtype)
+            real = self._host.decisions.value_of(node)
+            if isinstance(real, Tensor):
+                trial = _element(real, index)
             held = self._held.get(node)
             if held is None:
                 held = self._held[node] = self._host.recorder.values.as_it_is(tensor)
@@ -161,6 +190,12 @@ class Items:
         return tracked.real if tracked is not None and tracked.slot.kind is InputKind.BATCH else None
 
 
+def _element(tensor: Tensor, index: int | None) -> Number:
+    with without_modes():
+        number: Number = (tensor if index is None else tensor.flatten()[index]).item()
+    return number
+
+
 def _kind(tensor: Tensor) -> type:
     return float if tensor.dtype.is_floating_point else bool if tensor.dtype is torch.bool else int
 
@@ -177,7 +212,8 @@ def _value_leaves(api: str, tensor: Tensor) -> WholestepError:
     if api in _BRANCHES:
         return ControlFlowError(
             f"Python branches on the value of a tensor of shape {shape}.",
-            fix="use torch.where or multiply by a mask; or decide outside of the step and pass a bool.",
+            fix="use torch.where or multiply by a mask; decide outside of the step and pass a bool; or, where the "
+            "branch only checks (raise, assert) and nearly always goes one way, compile with assume=True.",
             location=where,
         )
     name = {"__float__": "float()", "__int__": "int()", "__index__": "an index", "tolist": ".tolist()"}

@@ -121,6 +121,8 @@ def patched(host: PatchHost) -> Iterator[None]:
         )
         for name in _MATH:
             patch(math, name, lambda original, *a, _name=name, **k: _math(_name, original, *a, **k))
+        for name in ("isnan", "isinf", "isfinite"):
+            patch(math, name, partial(_is_special, name))
         patch(batchnorm, "float", lambda original, value: _float(value))
         for name, method in (("min", "sym_min"), ("max", "sym_max")):
             patch(adafactor_module(), name, lambda original, a, b, _m=method: _extremum(_m, a, b))
@@ -296,6 +298,17 @@ def _math(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     operands = [s or first.wrap_float(float(a)) for s, a in zip(scalars, args, strict=True)]
     return getattr(operands[0], _MATH[name])(*operands[1:]).as_python()
+
+
+def _is_special(name: str, original: Any, number: Any) -> Any:
+    """`math.isnan(loss.item())` and the like as comparisons, which a branch may decide."""
+    scalar = scalar_of(number.item() if isinstance(number, FakeTensor) else number)
+    if scalar is None or not scalar.is_deferred:
+        return original(number)
+    if name == "isnan":
+        return bool(scalar.apply("ne", scalar).as_python())
+    is_infinite = scalar.apply("eq", math.inf).as_python() or scalar.apply("eq", -math.inf).as_python()
+    return is_infinite if name == "isinf" else not (is_infinite or scalar.apply("ne", scalar).as_python())
 
 
 def _tensor_of_numbers(host: PatchHost, original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from wholestep.errors import ClockError, ItemError, Location, UnsupportedError, 
 from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep, Change
 from wholestep.ir.effects import is_needed
-from wholestep.ir.graph_functions import number_tensor
+from wholestep.ir.graph_functions import CHECKS, number_tensor
 from wholestep.ir.graph_walks import ancestors
 from wholestep.ir.meta import node_meta
 from wholestep.ir.signature import ChangeKind, OutputKind
@@ -333,7 +333,9 @@ def _as_dtype(numbers: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Whether a node computes a Python number."""
+    """Whether a node computes a Python number, or only checks."""
+    if node.target in CHECKS:
+        return True
     if isinstance(node.target, OpOverload):
         return node.target is torch.ops.aten._local_scalar_dense.default
     return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and (

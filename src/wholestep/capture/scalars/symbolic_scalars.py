@@ -51,6 +51,8 @@ class ScalarHost(Protocol):
 
     def before_conversion(self, name: str) -> None: ...
 
+    def decide(self, scalar: ScalarNode) -> Number | None: ...
+
     def note_given(self, value: Any) -> None: ...
 
 
@@ -261,7 +263,10 @@ class ScalarNode:
     def specialise(self, why: str) -> Number:
         """Fix the scalar to its current value, under a guard."""
         if self.hint is None:
-            raise self._unknown(why)
+            answer = self._host.decide(self) if why in _BRANCHES and self.kind is bool and self._host else None
+            if answer is None:
+                raise self._unknown(why)
+            return answer  # type: ignore[no-any-return]
         if not self.is_fixed and self._host is not None:
             self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
@@ -274,7 +279,10 @@ class ScalarNode:
             return computed_with(late, where)
         what = f"{why} needs the value of {self.key}, which is known only when the step runs."
         if why in _BRANCHES:
-            advice = "keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches."
+            advice = (
+                "keep it a tensor: use torch.where, torch.minimum/maximum or clamp instead of Python branches; or, "
+                "where the branch only checks (raise, assert), compile with assume=True."
+            )
             return ControlFlowError(what, fix=advice, location=where)
         return ItemError(
             what,
@@ -354,7 +362,8 @@ class ScalarNode:
         if isinstance(other, int | float):
             return ScalarNode(self._host, type(other), other, repr(other))
         node, value = self._host.shape_scalar(other)
-        adopted = ScalarNode(self._host, type(value), value, str(other), leaf=SizeLeaf(node))
+        kind = float if other.is_float() else bool if other.is_bool() else int
+        adopted = ScalarNode(self._host, kind, value, str(other), leaf=SizeLeaf(node))
         adopted._fx = node
         return adopted
 

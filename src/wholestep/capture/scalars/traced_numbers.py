@@ -126,6 +126,9 @@ class TracedScalars:
         wrap: Any = torch.SymInt
         return self._capture.shape_arg(wrap(symbol)), symbol.hint
 
+    def decide(self, scalar: ScalarNode) -> Number | None:
+        return self._capture.items.decide(scalar)
+
     def add_guard(self, guard: ScalarGuard) -> None:
         self.guards.setdefault(guard.key, guard)
 

@@ -30,6 +30,7 @@ from torch import fx
 from wholestep.errors import GraphFormatError
 from wholestep.ir.graph_functions import (
     call_on_copies,
+    check_assumed,
     check_size,
     divide_sizes,
     get_rng_state,
@@ -285,6 +286,7 @@ _OURS: dict[str, Target] = {
     "wholestep.ir.graph_functions.packed_weights": packed_weights,
     "wholestep.ir.graph_functions.own_chunk": own_chunk,
     "wholestep.ir.graph_functions.number_tensor": number_tensor,
+    "wholestep.ir.graph_functions.check_assumed": check_assumed,
     "wholestep.ir.graph_functions.check_size": check_size,
     "wholestep.ir.graph_functions.divide_sizes": divide_sizes,
     # Read only: names of the same functions in older files.
