@@ -27,6 +27,7 @@ from torch import fx
 
 from wholestep.errors import invalid_value
 from wholestep.ir.graph_walks import copy_graph_module
+from wholestep.ir.propagate_metadata import fill_values
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.engine.manager import drop_dead_code
 from wholestep.passes.overlap.choice import ScheduledStep, choose
@@ -158,6 +159,7 @@ def _best_packed(
 def _pack(gm: fx.GraphModule, mebibytes: float, bucket: Bucket) -> None:
     pack(gm, mebibytes, only_exact=bucket == "exact")
     drop_dead_code(gm.graph)
+    fill_values(gm)
 
 
 def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
