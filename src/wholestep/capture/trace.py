@@ -480,7 +480,7 @@ class Capture:
         """Drop all fakes but those that the graph needs; returns weak references to all, with their nodes."""
         if self.session is not None:
             self.session.release()
-        self.fake_leaves, self.snapshots, self.readers, self.session = [], [], [], None
+        self.fake_leaves, self.given, self.snapshots, self.readers, self.session = [], None, [], [], None
         self.account, self._bound_steps = Account(self), BoundSteps(self)
         self.inputs.release()
         self.shapes.release()
