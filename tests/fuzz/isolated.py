@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import traceback
@@ -82,6 +83,12 @@ def shrink_alone(source: str, wanted: Outcome, seconds: float = 120.0) -> str:
 
 
 def warm_up() -> None:
-    """Let the parent do once what every forked process would do again at its first capture."""
+    """Let the parent do once what every forked process would do again at its first capture.
+
+    Its objects are frozen then: a search for what a trace left behind is a walk over everything that Python has, and
+    costs as much as the trace where torch is all of it.
+    """
     for seed in (1, 2):
         run_program(write_program(seed)[0])
+    gc.collect()
+    gc.freeze()

@@ -50,8 +50,8 @@ def process_state() -> dict[str, Any]:
     """Random generators and modes of the process."""
     return {
         "rng.torch": bits_of(torch.get_rng_state()),
-        "rng.python": _digest(random.getstate()),
-        "rng.numpy": _digest(np.random.get_state(legacy=True)),
+        "rng.python": hash(random.getstate()),
+        "rng.numpy": _numpy_state(),
         "environ": sorted((k, v) for k, v in os.environ.items() if k.startswith("FUZZ_")),
         "modes": {
             "grad": torch.is_grad_enabled(),
@@ -67,8 +67,9 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+def _numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return kind, hashlib.sha256(keys.tobytes()).hexdigest()[:16], *rest
 
 
 class _Walk:
