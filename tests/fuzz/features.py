@@ -334,7 +334,7 @@ def cast(b: Builder) -> None:
 
 
 def item_of_loss(b: Builder) -> None:
-    """Refused: a value of a tensor becomes a Python number."""
+    """A value of a tensor becomes a Python number, or decides (see `taken_values.py` for more)."""
     b.step("end", b.rng.choice(("total = loss.item()", "total = float(loss)", "if loss > 0:\n    loss = loss * 1")))
 
 

@@ -12,6 +12,8 @@ from fuzz.number_uses import FLOAT_TERMS, WHOLE_STATEMENTS, WHOLE_TERMS, WRITES
 from fuzz.optimizers import OPTIMIZER_NAMES, WRAPPER_NAMES, make_optimizer
 from fuzz.program import FORMS, Builder, render
 from fuzz.switched_off import SWITCHED_OFF
+from fuzz.taken_values import TAKEN_VALUES
+from fuzz.trainers import TRAINERS
 
 ALL = {
     *(f"form:{name}" for name in FORMS),
@@ -22,9 +24,11 @@ ALL = {
     *(f"flow:{name}" for name in WHOLE_STATEMENTS),
     *FEATURES,
     *BETWEEN,
+    *TAKEN_VALUES,
+    *TRAINERS,
     *OPTIMIZER_NAMES,
     *WRAPPER_NAMES,
-    *(f"training:{name}" for name in ("scaler", "accumulate", "scheduler", "closure", "two optimizers")),
+    *(f"training:{name}" for name in ("scaler", "accumulate", "context", "scheduler", "closure", "two optimizers")),
 }
 """The name of every part of the grammar."""
 
@@ -55,6 +59,8 @@ def write_program(seed: int, without: Mapping[str, str] | None = None) -> tuple[
     for _ in range(b.rng.choice((0, 1, 1, 2, 2, 3))):
         _number(b, wanted)
     _pick(b, FEATURES, b.rng.choice((0, 0, 1, 1, 2, 3)), wanted)
+    _pick(b, TAKEN_VALUES, b.rng.choice((0, 0, 0, 0, 1, 2)), wanted)
+    _pick(b, TRAINERS, b.rng.choice((0, 0, 1, 1, 2)), wanted)
     _pick(b, BETWEEN, b.rng.choice((0, 0, 0, 1, 1, 2)), wanted)
     _training(b, wanted)
     return render(b, f"Seed {seed}."), b.features
@@ -116,10 +122,26 @@ def _use(b: Builder, read: str, whole: bool, wanted: Callable[[str], bool]) -> N
     b.step("loss", f"loss = loss + {text}" if kind == "term" else text)
 
 
+_ACCUMULATION = """
+class Accumulation:
+    def __init__(self, every):
+        self.every, self.micro, self.sync_gradients = every, 0, True
+
+    @contextlib.contextmanager
+    def accumulate(self, *models):
+        self.micro += 1
+        self.sync_gradients = self.micro % self.every == 0
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(contextlib.nullcontext(model))
+            yield
+"""
+
+
 def _training(b: Builder, wanted: Callable[[str], bool]) -> None:
     """Backward, the optimizers, their schedulers, and zero_grad."""
     first = b.optimizers[0]
-    can = [name for name in ("scaler", "accumulate", "scheduler", "closure") if wanted(f"training:{name}")]
+    can = [name for name in ("scaler", "accumulate", "context", "scheduler", "closure") if wanted(f"training:{name}")]
     wrapped = any(name.startswith("wrapper:") or name == "optimizer:not an optimizer" for name in b.features)
     chosen = b.rng.choice(can) if can and b.chance(0.3) else "plain"
     if chosen in ("scaler", "scheduler", "closure") and (wrapped or any("own" in name for name in b.features)):
@@ -141,6 +163,13 @@ def _training(b: Builder, wanted: Callable[[str], bool]) -> None:
         b.assigned_in_step.add("micro")
         b.step("start", "micro += 1")
         b.step("update", "if micro % 2 == 0:", *(f"    {line}" for line in (*steps, *zero)))
+        return
+    if chosen == "context":
+        b.add_top(_ACCUMULATION)
+        b.setup.append("accumulation = Accumulation(2)")
+        b.sections["backward"].insert(0, "with accumulation.accumulate(model):")
+        b.sections["backward"][1:] = [f"    {line}" for line in b.sections["backward"][1:]]
+        b.step("update", "if accumulation.sync_gradients:", *(f"    {line}" for line in (*steps, *zero)))
         return
     if chosen == "closure":
         b.step("update", "def closure():\n    return loss", f"{first}.step(closure)", *steps[1:], *zero)

@@ -235,20 +235,21 @@ class _Compiled:
 
     def judge_error(self, error: Exception, expected: Frame | None, i: int, where: str) -> Outcome:
         own = self.eager.error
-        if expected is None and own is not None and type(own) is type(error):
-            if str(own) == str(error) or _from_a_shape_rule(error):
-                return self.outcome("raised", _key_of(own))
+        same_type = expected is None and own is not None and type(own) is type(error)
+        if same_type and (str(own) == str(error) or _from_a_meta_kernel(error)):
+            return self.outcome("raised", _key_of(own))
         return self.outcome(
             "error without a code", f"{_key_of(error)} {where}".strip(), f"call {i + 1}\n{_traceback(error)}"
         )
 
 
-def _from_a_shape_rule(error: BaseException) -> bool:
-    """Whether a meta kernel of torch raised it: these say the same as the kernel in other words."""
+_META_KERNELS = ("torch/_meta_registrations.py", "torch/_decomp/", "torch/_subclasses/", "torch/_refs/")
+
+
+def _from_a_meta_kernel(error: BaseException) -> bool:
+    """Whether torch's rules for shapes and dtypes raised it: they say what the kernel says in other words."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any(file.endswith(("torch/_meta_registrations.py", "torch/_decomp/decompositions.py")) for file in files) or (
-        any("/torch/_subclasses/" in file or "/torch/_refs/" in file for file in files)
-    )
+    return any(part in file for file in files for part in _META_KERNELS)
 
 
 def _close_at(line: str, expected: Frame, actual: Frame) -> bool:

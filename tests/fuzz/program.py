@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 
 HEADER = """\
 import collections
+import contextlib
 import contextvars
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import operator
