@@ -29,6 +29,7 @@ from wholestep.capture.patching.intercept import FunctionMode
 from wholestep.capture.patching.optimizer_steps import (
     SCHEDULER_COUNTS,
     BoundSteps,
+    StateAtCalls,
     replace_optimizer_step,
     replace_scaler_steps,
     replace_scheduler_step,
@@ -225,6 +226,7 @@ class Capture:
         self.decisions = Decisions(self, self._guard_value)
         self.items = Items(self, self.scalars)
         self.host_calls: list[HostCall] = []
+        self.at_calls = StateAtCalls()
         self.skip_flags: dict[Optimizer, fx.Node] = {}
         self.snapshots: list[Attributes] = []
         self.readers: list[tuple[ReadTracker, str]] = []

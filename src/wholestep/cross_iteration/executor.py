@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from wholestep.cross_iteration.pending_updates import LateTensor
 from wholestep.errors import IterMoveError, PendingError
 from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.deferred import DeferredValues
 from wholestep.ir.effects import is_collective, shared_inputs
 from wholestep.ir.graph_walks import reachable
 from wholestep.ir.iter.graph import CROSS, IterGraph, copy_nodes, find_output, flush_graph, kept, setup_graph
@@ -351,8 +352,8 @@ class CrossingExecutor(Executor):
         outputs, self.pending = self.graphs.run(list(inputs), self._completes)
         return outputs
 
-    def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
-        super()._apply_changes(outputs, leaves)
+    def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any], deferred: DeferredValues) -> None:
+        super()._apply_changes(outputs, leaves, deferred)
         for change in self._late:
             assert change.output is not None
             assert self.pending is not None

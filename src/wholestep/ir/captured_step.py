@@ -108,6 +108,15 @@ class Change:
     unless: int | None = None
     deferred: DeferredNumber | None = None
     """What the slot takes, where that is known only after the graph ran."""
+    after_calls: bool = False
+    """The step set it after a `scheduler.step()`, which must still find what was there before."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is made after the calls that follow the graph."""
+        if self.after_calls:
+            return True
+        return self.deferred is not None and any(isinstance(leaf, HostLeaf) for leaf in self.deferred.leaves)
 
 
 @dataclass(frozen=True, eq=False)

@@ -180,8 +180,10 @@ class Executor:
         """Whether a run may raise before it writes anything."""
         released = set(map(id, self._release))
         changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
-        self._changes = [c for c in changes if c.deferred is None]
-        self._late_changes = [c for c in changes if c.deferred is not None]
+        early = [c for c in changes if not c.is_late]
+        self._changes = sorted(early, key=lambda c: c.deferred is not None)
+        """Before the calls that follow the graph; first those that take no numbers out of tensors."""
+        self._late_changes = [c for c in changes if c.is_late]
         """Changes that take scalars which are known only after the graph ran, and the calls that follow it."""
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
@@ -201,16 +203,13 @@ class Executor:
             increment_version([inputs[i] for i in self._unversioned])
         del inputs
         deferred.ran(outputs)
-        self._apply_changes(outputs, leaves)
+        self._apply_changes(outputs, leaves, deferred)
         for optimizer in self.captured.stepped:
             mark_stepped(optimizer)
         for call in self.captured.host_calls:
             call.scheduler.step(*call.args, **call.kwargs)
             deferred.read(call.leaves)
-        for change in self._late_changes:
-            assert change.deferred is not None
-            if change.unless is None or not bool(outputs[change.unless]):
-                change.slot.set(deferred.number(change.deferred))
+        _apply_all(self._late_changes, outputs, leaves, deferred)
         results = [_result(kind, value, outputs, deferred) for kind, value in self.captured.result_leaves]
         rebuild = self.captured.rebuild_result
         return results[0] if rebuild is None else rebuild(results)
@@ -219,9 +218,8 @@ class Executor:
         """The path of an input of the graph."""
         return self.captured.inputs[index].path
 
-    def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
-        for change in self._changes:
-            _apply(change, outputs, leaves)
+    def _apply_changes(self, outputs: tuple[Any, ...], leaves: list[Any], deferred: DeferredValues) -> None:
+        _apply_all(self._changes, outputs, leaves, deferred)
 
     def _measured(self, inputs: list[Any]) -> tuple[Any, ...]:
         """The outputs of the first run of a graph with a memory budget; its peak goes into the memory report."""
@@ -276,6 +274,14 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...], deferred: DeferredV
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
     return deferred.number(value) if kind == "deferred" else value
+
+
+def _apply_all(changes: list[Change], outputs: tuple[Any, ...], leaves: list[Any], deferred: DeferredValues) -> None:
+    for change in changes:
+        if change.deferred is None:
+            _apply(change, outputs, leaves)
+        elif change.unless is None or not bool(outputs[change.unless]):
+            change.slot.set(deferred.number(change.deferred))
 
 
 def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:

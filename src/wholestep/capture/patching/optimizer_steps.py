@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,18 +23,74 @@ from torch.optim import Optimizer
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.discover import World
+from wholestep.capture.python_reads.attribute_reads import Attributes
 from wholestep.capture.results.accounting import Account, OptimizerCall
 from wholestep.capture.scalars.symbolic_scalars import LastRateSlot, scalar_of
 from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import HostCall
+from wholestep.ir.deferred import HostLeaf
 from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import own_dict
-from wholestep.ir.user_objects.slots import HyperSlot
+from wholestep.ir.user_objects.slots import ABSENT, HyperSlot, Slot
 from wholestep.parallel.session import Session
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_UNSCALE
+
+if TYPE_CHECKING:
+    from wholestep.capture.scalars.scalar_policy import ScalarPolicy
+
+
+class StateAtCalls:
+    """What the user's state held when the step called a scheduler: the scheduler must find that after the graph ran.
+
+    group["momentum"] = m     set before the call: bound before the scheduler runs
+    scheduler.step()          note_option(m)
+    group["lr"] = 0.1         set after it: bound when the scheduler ran
+    """
+
+    def __init__(self) -> None:
+        self._options: dict[tuple[int, int, str], Any] = {}
+        self._attributes: dict[int, dict[str, Any]] | None = None
+        self._variables: dict[int, Any] = {}
+
+    def note_option(self, slot: HyperSlot, value: Any) -> None:
+        """A scheduler is about to be called that may set this option of a param group."""
+        scalar = scalar_of(value)
+        if scalar is not None and isinstance(scalar.leaf, HostLeaf) and scalar.leaf.slot is not None:
+            return  # as the scheduler before this one leaves it
+        key = (id(slot.optimizer), slot.group, slot.key)
+        if key in self._options:
+            raise SideEffectError(
+                f"the step sets {slot.path} between two calls of schedulers, which a replay makes one after the other.",
+                fix="set it before the first or after the last scheduler.step().",
+                location=user_location(),
+            )
+        self._options[key] = value
+
+    def note_python(self, world: World, snapshots: list[Attributes]) -> None:
+        """The first scheduler is about to be called: what attributes and variables hold, that its lambdas may read."""
+        self._attributes = {id(each.now): dict(each.now) for each in snapshots}
+        self._variables = {id(slot): slot.get() for _, slot, _ in world.variables}
+
+    def option(self, slot: HyperSlot, otherwise: Any) -> Any:
+        """What an option of a param group held."""
+        return self._options.get((id(slot.optimizer), slot.group, slot.key), otherwise)
+
+    def may_be_set(self, slot: HyperSlot) -> bool:
+        """Whether a scheduler was called that may set the option."""
+        return (id(slot.optimizer), slot.group, slot.key) in self._options
+
+    def attribute(self, attributes: dict[str, Any], name: str, otherwise: Any) -> Any:
+        """What an attribute held; `otherwise` where no scheduler was called."""
+        if self._attributes is None or id(attributes) not in self._attributes:
+            return otherwise
+        return self._attributes[id(attributes)].get(name, ABSENT)
+
+    def variable(self, slot: Slot, otherwise: Any) -> Any:
+        """What a variable held; `otherwise` where no scheduler was called."""
+        return self._variables.get(id(slot), otherwise)
 
 
 class StepHost(Protocol):
@@ -44,13 +100,16 @@ class StepHost(Protocol):
     world: World
     recorder: Recorder
     session: Session | None
+    snapshots: list[Attributes]
     account: Account
     host_calls: list[HostCall]
+    at_calls: StateAtCalls
     steps_seen: list[Optimizer]
     step_lines: dict[Optimizer, Location | None]
     running_step: Optimizer | None
     """The optimizer whose replaced `step` is running."""
     scalars: TracedScalars
+    numbers: ScalarPolicy
 
     def creation_skipped_if(self, optimizer: Optimizer, flag: fx.Node) -> None: ...
 
@@ -146,6 +205,8 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
                 location=user_location(),
             )
         call = HostCall(scheduler, path, args, kwargs)
+        if not host.host_calls:
+            host.at_calls.note_python(host.world, host.snapshots)
         host.host_calls.append(call)
         _hide_hyper_parameters(host, call)
         for name in SCHEDULER_COUNTS & vars(scheduler).keys():
@@ -179,6 +240,8 @@ def _hide_hyper_parameters(host: StepHost, call: HostCall) -> None:
             if scalar_of(value) is not None or type(value) in (int, float):
                 where = f"{path}.param_groups[{g}].{key}"
                 slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
+                if not host.numbers.plain:
+                    host.at_calls.note_option(slot, value)
                 group[key] = host.scalars.late(call, where, slot.get, slot)
 
 

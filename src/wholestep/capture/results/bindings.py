@@ -54,13 +54,15 @@ class Bindings:
         self._output_index[key] = len(self.outputs) - 1
         return len(self.outputs) - 1
 
-    def bind(self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None) -> None:
-        """After the graph ran, the slot holds `new`."""
+    def bind(
+        self, slot: Slot, new: Any, *, created: bool, flag: fx.Node | None = None, after_calls: bool = False
+    ) -> None:
+        """After the graph ran, and the schedulers if `after_calls`, the slot holds `new`."""
         refuse_clocks(new, slot.path)
         unless = self.skipped(flag)
         kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
         if new is ABSENT:
-            self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless))
+            self.changes.append(Change(ChangeKind.REMOVED, slot, unless=unless, after_calls=after_calls))
             return
         scalar = scalar_of(new)
         if is_dtensor(new):
@@ -76,18 +78,22 @@ class Bindings:
             self._refuse_unrepeatable(slot, new)
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
             index = self._state_output(source, slot.path)
-            self.changes.append(Change(kind, slot, output=index, unless=unless))
+            self.changes.append(Change(kind, slot, output=index, unless=unless, after_calls=after_calls))
         elif scalar is not None and scalar.is_deferred:
-            self.changes.append(Change(kind, slot, deferred=self.deferred(scalar), unless=unless))
+            self.changes.append(
+                Change(kind, slot, deferred=self.deferred(scalar), unless=unless, after_calls=after_calls)
+            )
         elif scalar is not None:
             value = scalar.fx_arg()
             if isinstance(value, fx.Node):
                 index = self.output(OutputKind.STATE, slot.path, value)
-                self.changes.append(Change(kind, slot, output=index, unless=unless))
+                self.changes.append(Change(kind, slot, output=index, unless=unless, after_calls=after_calls))
             else:
-                self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless))
+                self.changes.append(
+                    Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless, after_calls=after_calls)
+                )
         elif _is_constant(new := _without_symbolic_scalars(new)):
-            self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless))
+            self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless, after_calls=after_calls))
         else:
             raise SideEffectError(
                 f"the step sets {slot.path} to a {type(new).__name__}, which a replay cannot repeat.",

@@ -78,7 +78,8 @@ class ChangedPython:
             ).seen_by(value_effect(partial(own_dict(obj).get, key, ABSENT)))
         kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
         slot = MappingSlot(kind, where, None, own_dict(obj), key)
-        self._bindings.bind(slot, after, created=before is ABSENT)
+        at_call = self._capture.at_calls.attribute(own_dict(obj), key, after)
+        self._bind_around_calls(slot, before, at_call, after)
         if not (isinstance(after, Tensor) or before is ABSENT or scalar is not None):
             return
         reader = next((r for r, _ in self._capture.readers if r.obj is obj), None)
@@ -88,6 +89,15 @@ class ChangedPython:
         self.volatile.setdefault(id(obj), set()).add(key)
         if was_read:
             self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
+
+    def _bind_around_calls(self, slot: Slot, before: Any, at_call: Any, after: Any) -> None:
+        """Bind what the step set before it called a scheduler, and after the scheduler ran what it set then."""
+        if at_call is after or same_plain(at_call, after):
+            self._bindings.bind(slot, after, created=before is ABSENT)
+            return
+        if at_call is not before and not same_plain(at_call, before):
+            self._bindings.bind(slot, at_call, created=before is ABSENT)
+        self._bindings.bind(slot, after, created=before is ABSENT, after_calls=True)
 
     def _is_assumed(self, before: Any, where: str) -> bool:
         """Whether the graph assumes the former value of a place that the step read and sets to another value each time.
@@ -140,7 +150,7 @@ class ChangedPython:
                     f"the step binds {name} to a {type(after).__name__}, which a replay cannot repeat.",
                     fix="return it from the step and bind it outside.",
                 ).seen_by(value_effect(slot.get))
-            self._bindings.bind(slot, after, created=False)
+            self._bind_around_calls(slot, before, self._capture.at_calls.variable(slot, after), after)
             if scalar is not None and self._is_assumed(before, name):
                 continue
             if isinstance(after, Tensor) or scalar is not None:

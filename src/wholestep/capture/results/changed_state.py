@@ -58,7 +58,7 @@ def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
         if id(optimizer.state) not in seen:
             _optimizer_state(capture, bindings, optimizer, path)
         if id(optimizer.param_groups) not in seen:
-            _param_groups(capture.table, bindings, optimizer, path)
+            _param_groups(capture, bindings, optimizer, path)
         seen |= {id(optimizer.state), id(optimizer.param_groups)}
     for scaler, path in capture.world.scalers.items():
         for name in SCALER_TENSORS:
@@ -145,16 +145,18 @@ def _optimizer_state(capture: Capture, bindings: Bindings, optimizer: Optimizer,
             _bind(bindings, slot, before.get(name, ABSENT), entries.get(name, ABSENT), flag)
 
 
-def _bind(bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None) -> None:
+def _bind(
+    bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None, *, after_calls: bool = False
+) -> None:
     """Bind what a slot holds now, if it is not what it held before. Containers are compared leaf by leaf."""
     if isinstance(new, NESTS):
         bind_nest(bindings, slot, old, new, flag=flag)
     elif old is not new and not _equal_plain(old, new):
-        bindings.bind(slot, new, created=old is ABSENT, flag=flag)
+        bindings.bind(slot, new, created=old is ABSENT, flag=flag, after_calls=after_calls)
 
 
-def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
-    before_groups = table.fake_groups[optimizer]
+def _param_groups(capture: Capture, bindings: Bindings, optimizer: Optimizer, path: str) -> None:
+    before_groups = capture.table.fake_groups[optimizer]
     if len(optimizer.param_groups) != len(before_groups):
         raise SideEffectError(
             f"the step adds or removes a param group of {path}.", fix="call add_param_group outside of the step."
@@ -162,16 +164,25 @@ def _param_groups(table: StateTable, bindings: Bindings, optimizer: Optimizer, p
     for g, (before, now) in enumerate(zip(before_groups, optimizer.param_groups, strict=True)):
         for key in {**before, **now}:
             old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-            scalar = scalar_of(new)
-            if scalar is not None and isinstance(scalar.leaf, HostLeaf) and scalar.leaf.slot is not None:
-                continue  # a scheduler, which is called again after each run, sets it
             if key == "params":
                 if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
                     continue
                 raise ParameterDataError(f"the step changes the parameters of {path}.param_groups[{g}].")
             where = f"{path}.param_groups[{g}].{key}"
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
-            _bind(bindings, slot, old, new)
+            scheduled = capture.at_calls.may_be_set(slot)
+            if scheduled:
+                at_call = capture.at_calls.option(slot, old)
+                _bind(bindings, slot, old, at_call)
+                if _is_left_to_scheduler(new):
+                    continue  # it is called again after each run
+                old = None
+            _bind(bindings, slot, old, new, after_calls=scheduled)
+
+
+def _is_left_to_scheduler(value: Any) -> bool:
+    scalar = scalar_of(value)
+    return scalar is not None and isinstance(scalar.leaf, HostLeaf) and scalar.leaf.slot is not None
 
 
 def _equal_plain(old: Any, new: Any) -> bool:
