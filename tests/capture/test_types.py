@@ -29,6 +29,13 @@ QUESTIONS: dict[str, Callable[[nn.Module, Any, Any], Any]] = {
         for p in m.parameters()
         if p.data_ptr() == m[0].weight.data_ptr()  # type: ignore[index, union-attr]
     ),
+    "view-of-a-parameter": lambda m, x, k: (
+        m(x)
+        * sum(
+            (2.0 if p.view(-1).data_ptr() == p.data_ptr() else 3.0) + (p.view(-1)[1:].data_ptr() - p.data_ptr())
+            for p in m.parameters()
+        )
+    ),
 }
 
 

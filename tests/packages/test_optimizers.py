@@ -44,6 +44,7 @@ MORE_GRAPHS = {
     "pytorch_optimizer/LoRARite": 8,
     "pytorch_optimizer/MADGRAD": 8,
     "pytorch_optimizer/Ranger": 5,
+    "pytorch_optimizer/Ranger21": 8,  # phases of warm-up and warm-down of 20 iterations, by branches on the count
 }
 """Of eight calls. All others need at most four."""
 

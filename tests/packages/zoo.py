@@ -242,12 +242,12 @@ def other_samples() -> dict[str, Sample]:
 REFUSED = {
     "WS-CONTROL-FLOW": (
         "timm/AdamP timm/Kron timm/Mars timm/SGDP "
-        "torch_optimizer/Adafactor torch_optimizer/AdamP torch_optimizer/Lamb torch_optimizer/SGDP "
-        "torch_optimizer/SWATS "
+        "torch_optimizer/A2GradExp torch_optimizer/Adafactor torch_optimizer/AdamP torch_optimizer/Lamb "
+        "torch_optimizer/SGDP torch_optimizer/SWATS "
         "pytorch_optimizer/ASGD pytorch_optimizer/AdaGC pytorch_optimizer/AdamP pytorch_optimizer/AvaGrad "
         "pytorch_optimizer/DAdaptAdaGrad pytorch_optimizer/DAdaptAdam pytorch_optimizer/DAdaptAdan "
         "pytorch_optimizer/DAdaptLion pytorch_optimizer/DAdaptSGD pytorch_optimizer/Nero pytorch_optimizer/Prodigy "
-        "pytorch_optimizer/RACS pytorch_optimizer/Ranger21 pytorch_optimizer/SGDP pytorch_optimizer/SGDSaI "
+        "pytorch_optimizer/RACS pytorch_optimizer/SGDP pytorch_optimizer/SGDSaI "
         "pytorch_optimizer/SWATS pytorch_optimizer/SpectralSphere pytorch_optimizer/StableSPAM pytorch_optimizer/TRAC"
     ),
     "WS-SIDE-EFFECT": (
@@ -258,7 +258,6 @@ REFUSED = {
     "WS-RNG": "pytorch_optimizer/Kron",
     "WS-PARAM-DATA": "torch_optimizer/Adahessian",
     "WS-UNSUPPORTED": (
-        "timm/Adahessian "
         "torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
     ),
 }

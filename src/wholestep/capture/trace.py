@@ -68,7 +68,7 @@ from wholestep.parallel.session import Session
 from wholestep.parallel.torch_wrappers import flags_of, plan_of_wrappers
 from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
-from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
+from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode, storage_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
 _one_capture_at_a_time = threading.RLock()
@@ -499,15 +499,22 @@ class Capture:
         return real if tracked is None else tracked.fake
 
     def address_of(self, fake: Tensor) -> int:
-        """`data_ptr()`: of the tensor that a fake stands for."""
-        tracked = self.table.by_fake.get(id(fake))
+        """`data_ptr()`: of the tensor that a fake stands for, or that it is a view of."""
+        tracked = self.table.by_fake.get(id(fake)) or self._base_of_view(fake)
         if tracked is None:
             raise ItemError(
                 f".data_ptr() asks for the address of a tensor of shape {tuple(fake.shape)} that a graph computes.",
                 fix="compare tensors that outlive the step, or do it outside.",
                 location=user_location(),
             )
-        return int(tracked.real.data_ptr())
+        begin = int(tracked.fake.storage_offset()) * tracked.fake.element_size()
+        return int(tracked.real.data_ptr()) + int(fake.storage_offset()) * fake.element_size() - begin
+
+    def _base_of_view(self, fake: Tensor) -> Tracked | None:
+        """The tensor of the user's whose memory a fake shows, at a place that is the same in each call."""
+        if type(fake.storage_offset()) is not int:
+            return None
+        return next((t for t in self.table.tracked.values() if storage_of(t.fake) == storage_of(fake)), None)
 
     def real_value(self, placeholder: fx.Node) -> Any | None:
         """The value that an input has in the call that is traced; None for a generator."""
