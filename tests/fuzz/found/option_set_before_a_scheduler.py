@@ -22,7 +22,7 @@ def step(x):
     group["m"] = 1.5 - group["m"]
     group["lr"] = group["lr"] * 0.75
     count += 10
-    group['norm'] = group.get('norm', 0.0) + x.sum().item()
+    group["norm"] = group.get("norm", 0.0) + x.sum().item()
     scheduler.step()
     by_count.step()
     count += 1
