@@ -3,6 +3,7 @@
 from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.reinplace import reinplace
+from wholestep.ir.rewrite_rules import RewriteRule, apply_rules, rewrite_rule
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -55,7 +56,9 @@ __all__ = [
     "GraphPass",
     "IterGraph",
     "IterGraphModule",
+    "RewriteRule",
     "applied_passes",
+    "apply_rules",
     "bucket_all_gather",
     "bucket_reduce_scatter",
     "clone_subgraph",
@@ -86,6 +89,7 @@ __all__ = [
     "remove_copy_from_optimizer",
     "remove_dead_collectives",
     "remove_duplicate_collectives",
+    "rewrite_rule",
     "run_passes",
     "schedule_comm_wait",
     "split_fused_optimizer",

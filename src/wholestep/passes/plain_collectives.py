@@ -19,21 +19,24 @@ from wholestep.errors import PassError
 from wholestep.ir.effects import is_wait
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
+from wholestep.ir.rewrite_rules import apply_rules, rewrite_rule
 from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
 from wholestep.torch_private.operators import OpOverload, schema_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
+@rewrite_rule(_WAIT)
+def _waited_twice(node: fx.Node, tensor: Any) -> fx.Node | None:
+    """Waiting for an arrived result does nothing: `make_fx` of a step that waits itself has two waits for each."""
+    return tensor if isinstance(tensor, fx.Node) and is_wait(tensor.target) else None
+
+
 def make_plain(graph: fx.Graph, collectives: Iterable[fx.Node]) -> None:
     """Give some collectives positional arguments, one wait each and known values."""
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
         _by_position(wait)
-        source = wait.args[0]
-        # Waiting for an arrived result does nothing: `make_fx` of a step that waits itself has two waits for each.
-        if isinstance(source, fx.Node) and is_wait(source.target):
-            wait.replace_all_uses_with(source)
-            graph.erase_node(wait)
+    apply_rules(graph, [_waited_twice])
     found = list(collectives)
     for node in found:
         _by_position(node)

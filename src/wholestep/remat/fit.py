@@ -42,6 +42,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.graph_walks import collector_paused, copy_graph, tensors_in
 from wholestep.ir.meta import node_meta, set_node_meta, update_node_meta
+from wholestep.ir.rewrite_rules import apply_rules, rewrite_rule
 from wholestep.ir.step_graph import MemoryReport, SavedTensor, StepGraph, shown
 from wholestep.progress import SILENT, Progress
 from wholestep.remat.measure import E, Measure, Measured, order_of, set_opaque_sizes
@@ -143,10 +144,7 @@ _DECOMPOSED = frozenset(
 
 def decompose_norms(graph: fx.Graph) -> int:
     """Replace norms and softmax of a graph by their parts; returns how many."""
-    found = [n for n in graph.nodes if n.op == "call_function" and n.target in _DECOMPOSED and _can_decompose(n)]
-    for node in found:
-        _decompose(graph, node)
-    return len(found)
+    return apply_rules(graph, [_decompose])
 
 
 def _can_decompose(node: fx.Node) -> bool:
@@ -156,7 +154,11 @@ def _can_decompose(node: fx.Node) -> bool:
     return parts and any(isinstance(t, FakeTensor) for t in tensors_in(node.meta.get("val")))
 
 
-def _decompose(graph: fx.Graph, node: fx.Node) -> None:
+@rewrite_rule(*_DECOMPOSED)
+def _decompose(node: fx.Node) -> fx.Node | list[fx.Node] | None:
+    if not _can_decompose(node):
+        return None
+    graph = node.graph
     sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
     values = [source.meta["val"] for source in sources]
     mode = next(t.fake_mode for t in tensors_in(node.meta["val"]) if isinstance(t, FakeTensor))
@@ -169,33 +171,12 @@ def _decompose(graph: fx.Graph, node: fx.Node) -> None:
 
     parts = decomposed(run, values, mode, settings={}, functionalize=False)
     env: dict[fx.Node, fx.Node] = dict(zip(parts.graph.find_nodes(op="placeholder"), sources, strict=True))
-    with graph.inserting_before(node):
-        for part in parts.graph.nodes:
-            if part.op == "call_function":
-                env[part] = graph.node_copy(part, env.__getitem__)
-                env[part].meta = {"val": part.meta.get("val")}
-                set_node_meta(env[part], node_meta(node))
+    for part in parts.graph.nodes:
+        if part.op == "call_function":
+            env[part] = graph.node_copy(part, env.__getitem__)
+            env[part].meta = {"val": part.meta.get("val")}
     results = [env[value] for value in parts.graph.output_node().args[0]]  # type: ignore[index, union-attr]
-    _replace(graph, node, results)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> None:
-    if not isinstance(node.meta.get("val"), list | tuple):
-        _take_over(graph, node, results[0])
-        return
-    for user in list(node.users):
-        index: Any = user.args[1]
-        _take_over(graph, user, results[index])
-    graph.erase_node(node)
-
-
-def _take_over(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
-    """Replace a node by a new one of the same name: write-backs are found by name."""
-    node.replace_all_uses_with(by)
-    name = node.name
-    graph.erase_node(node)
-    if by.op == "call_function":
-        by.name = name
+    return results if isinstance(node.meta["val"], list | tuple) else results[0]
 
 
 _LATER = (

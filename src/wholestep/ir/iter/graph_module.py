@@ -48,6 +48,7 @@ from wholestep.ir.iter.graph import (
 )
 from wholestep.ir.iter.moves import DESTINATIONS, iteration_facts, marked_moves, requested_moves
 from wholestep.ir.meta import node_meta, update_node_meta
+from wholestep.ir.rewrite_rules import replace_node
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_of, version_of
 from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
@@ -445,10 +446,8 @@ def marked_graph(main: IterGraph) -> tuple[fx.Graph, dict[int, str]]:
     What `make_marked_moves` undoes. Write-backs come last, as a StepGraph has them, where nothing else writes.
     """
     graph = single_graph(main)
-    for node in list(graph.nodes):
-        if node.target is kept:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=kept):
+        replace_node(node, node.args[0])
     by_name = {node.name: node for node in graph.nodes}
     moved = {node for move in main.moves for node in move.nodes}
     destinations: dict[int, str] = {}

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from wholestep.ir.io.arguments import PYTHON_FUNCTIONS
 from wholestep.ir.propagate_metadata import fakes_for
+from wholestep.ir.rewrite_rules import replace_node
 from wholestep.torch_private.fake_tensors import DispatchMode
 from wholestep.torch_private.fx_graphs import call_targets, pytree
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload
@@ -110,27 +111,14 @@ def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
     if isinstance(result, Tensor):
         found = recorder.node_of(result)
         if found is not None:
-            _take_the_place(node, found, recorder.made)
+            replace_node(node, found, recorder.made)
             return
     elif isinstance(result, list | tuple) and all(user.target is operator.getitem for user in node.users):
         parts = [recorder.node_of(part) if isinstance(part, Tensor) else None for part in result]
-        wanted = {user: parts[user.args[1]] for user in node.users}  # type: ignore[index]
-        if all(part is not None for part in wanted.values()):
-            for user, part in wanted.items():
-                assert part is not None
-                user.replace_all_uses_with(part)
-                gm.graph.erase_node(user)
-            gm.graph.erase_node(node)
+        if all(parts[user.args[1]] is not None for user in node.users):  # type: ignore[index]
+            replace_node(node, cast("list[fx.Node]", parts), recorder.made)
             return
     _erase(recorder.made)
-
-
-def _take_the_place(node: fx.Node, found: fx.Node, made: list[fx.Node]) -> None:
-    known = {key: value for key, value in node.meta.items() if key != "val"}
-    for each in made:
-        each.meta = {**known, **each.meta}
-    node.replace_all_uses_with(found)
-    node.graph.erase_node(node)
 
 
 def _erase(made: list[fx.Node]) -> None:
