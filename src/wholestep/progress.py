@@ -190,7 +190,7 @@ class Progress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self.wanted = False  # nobody reads it: the terminal was closed
+            self.wanted = False  # no reader: the terminal was closed
 
 
 def _approach(seconds: float, expected: float) -> float:

@@ -72,7 +72,7 @@ class Refusal:
 
 
 class CannotCaptureError(Exception):
-    """Inside of a compiled step: its capture was refused, and `on_refusal="eager"`. The traceback was let go."""
+    """Inside of a compiled step: its capture was refused, and `on_refusal="eager"`. The traceback was dropped."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.text)

@@ -322,7 +322,7 @@ def collectives_waited(graph: _Graph) -> None:
             if is_measure(node.target):
                 continue
             if graph.is_bare and node.op == "output":
-                for source in pending.keys() & sources.keys():  # somebody else waits
+                for source in pending.keys() & sources.keys():  # another node waits
                     open_.pop(pending[source], None)
                     open_.pop((pending[source][0], None), None)
                 continue

@@ -111,7 +111,7 @@ SIZE_FILES = frozenset(
         "torch.fx.experimental.recording",
     )
 )
-"""Files of torch's own code between whoever asks for the value of a size and the ShapeEnv. 2.11, 2.13."""
+"""Files of torch's own code between the code that reads the value of a size and the ShapeEnv. 2.11, 2.13."""
 
 
 def data_symbols(env: ShapeEnv, expression: Any) -> list[Any]:

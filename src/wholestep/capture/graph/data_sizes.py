@@ -120,7 +120,7 @@ def _asking_frame(frame: FrameType) -> tuple[FrameType, bool]:
 
 
 def _above(frame: FrameType) -> FrameType:
-    """The next frame outside of the code between whoever asks and the ShapeEnv."""
+    """The next frame outside of torch's code between the caller and the ShapeEnv."""
     above = frame.f_back
     while above is not None and (above.f_code.co_filename in SIZE_FILES or above.f_code.co_name == "evaluate_expr"):
         above = above.f_back

@@ -254,7 +254,7 @@ def minifier(
     """The smallest graph and inputs that `module_fails` is true of: `ws.debug.minify`, called as functorch's.
 
     `dump_state` is given the result; without one, the path of its `repro.py` is printed. `save_dir` is minify's folder:
-    values of nodes are always files there, and a search that was interrupted goes on from them. So `offload_to_disk`
+    values of nodes are always files there, and an interrupted search continues from them. So `offload_to_disk`
     only needs a `save_dir`, and `skip_offload` changes nothing. `skip_sanity`: the whole graph is not tried first.
     `max_granularity`: the longest run of nodes that is replaced at once, a power of two.
     """
