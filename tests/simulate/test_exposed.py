@@ -12,6 +12,7 @@ from ir.collectives import Build
 from ir.step_graphs import aten
 from simulate.sharded_steps import experts, fully_sharded, tensor_parallel
 from wholestep.ir import StepGraph
+from wholestep.passes import overlap_communication
 from wholestep.simulate import GroupSpread, StepTimeline
 
 SPREAD = {"0": GroupSpread(8, 8), "1": GroupSpread(8, 1)}
@@ -37,6 +38,18 @@ def test_without_the_named_constraint_the_exposed_time_goes(name: str) -> None:
     timeline = ws.simulate.step(GRAPHS[name](), machine=ws.simulate.H100, groups=SPREAD)
     reasons, true = true_reasons(timeline)
     assert reasons > 8
+    assert true >= 0.9 * reasons
+
+
+def test_the_reasons_of_scheduled_steps_are_true() -> None:
+    reasons = true = 0
+    for make in GRAPHS.values():
+        graph = make()
+        limit = int(1.05 * ws.simulate.step(graph, machine=ws.simulate.H100).peak_bytes)
+        overlap_communication(graph, machine=ws.simulate.H100, bucket=None)
+        found, right = true_reasons(ws.simulate.step(graph, machine=ws.simulate.H100, peak_bytes=limit))
+        reasons, true = reasons + found, true + right
+    assert reasons > 50
     assert true >= 0.9 * reasons
 
 

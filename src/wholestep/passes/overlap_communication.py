@@ -26,7 +26,7 @@ from typing import Any, Literal
 from torch import fx
 
 from wholestep.errors import invalid_value
-from wholestep.ir.graph_walks import copy_graph_module
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.propagate_metadata import fill_values
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.engine.manager import drop_dead_code
@@ -37,6 +37,7 @@ from wholestep.simulate.cost_model import node_costs
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.step_index import StepIndex, costs_by, index_step
 from wholestep.simulate.step_timeline import machine_for, stream_rules
+from wholestep.torch_private.fx_graphs import lazy_graph_module
 
 Bucket = Literal["auto", "exact"] | float | None
 _FASTER = 0.997
@@ -122,10 +123,10 @@ class _Plan:
     as_is: ScheduledStep
 
 
-def _plan(index: StepIndex, given: _Given, limit: int | None) -> _Plan:
+def _plan(index: StepIndex, given: _Given, limit: int | None, *, quickly: bool = False) -> _Plan:
     times = given.times(index)
     rules = stream_rules(index, given.machine)
-    found, as_is = choose(task_graph(index, times), rules, limit, given.max_displaced)
+    found, as_is = choose(task_graph(index, times), rules, limit, given.max_displaced, quickly=quickly)
     return _Plan(index, times, found, as_is)
 
 
@@ -145,14 +146,16 @@ def _best_packed(
     best: tuple[float, _Plan] | None = None
     shortest = _FASTER * plan.found.time
     for mebibytes in tried:
-        copied = copy_graph_module(gm)
+        copied = lazy_graph_module(gm, copy_graph(gm.graph))
         _pack(copied, mebibytes, bucket)
         trial_index = index_step(copied)
         if len(trial_index.collectives) == len(index.collectives):
             continue
-        trial = _plan(trial_index, given, limit)
+        trial = _plan(trial_index, given, limit, quickly=True)
         if trial.found.peak <= max(limit, plan.found.peak) and trial.found.time <= shortest:
             best, shortest = (mebibytes, trial), _FASTER * trial.found.time
+    if best is not None:
+        best = best[0], _plan(best[1].index, given, limit)
     return best
 
 

@@ -53,7 +53,12 @@ class ScheduledStep:
 
 
 def choose(
-    graph: TaskGraph, rules: StreamRules, limit: float | None = None, max_displaced: float | None = None
+    graph: TaskGraph,
+    rules: StreamRules,
+    limit: float | None = None,
+    max_displaced: float | None = None,
+    *,
+    quickly: bool = False,
 ) -> tuple[ScheduledStep, ScheduledStep]:
     """The schedule to use, and the graph as it is. `limit`: bytes; without, 1.05 times the peak as it is."""
     index = graph.index
@@ -61,9 +66,12 @@ def choose(
     as_is = _measure(graph, rules, range(len(index)))
     most = limit if limit is not None else 1.05 * as_is.peak
     tried = [as_is]
-    for schedule in _schedules(graph, MemoryGrowth(live.tolist()), most):
+    near = (1.0 + _AS_GOOD) * _bound(graph)
+    for schedule in _schedules(graph, MemoryGrowth(live.tolist()), most, quickly):
         if schedule.time <= (1.0 + _FOR_FEW_MOVES) * min(each.time for each in tried) or not rules.are_independent:
             tried.append(_measure(graph, rules, settle(graph, schedule.order)))
+            if tried[-1].time <= near and tried[-1].peak <= most and tried[-1].displaced <= _MOST_DISPLACED:
+                break
     return best(tried, most, max_displaced), as_is
 
 
@@ -84,9 +92,18 @@ def best(tried: Iterable[ScheduledStep], limit: float, max_displaced: float | No
     return min(good, key=lambda each: (each.peak, each.displaced, each.time))
 
 
-def _schedules(graph: TaskGraph, growth: MemoryGrowth, limit: float) -> Iterator[ListSchedule]:
+def _bound(graph: TaskGraph) -> float:
+    """What no order is faster than: all computation, or all collectives of a group."""
+    streams: dict[int, float] = {}
+    for i, time in enumerate(graph.cost):
+        streams[graph.index.group[i]] = streams.get(graph.index.group[i], 0.0) + time
+    return max(streams.values())
+
+
+def _schedules(graph: TaskGraph, growth: MemoryGrowth, limit: float, quickly: bool) -> Iterator[ListSchedule]:
     """Runs of the scheduler, from the most promising policy on."""
     runs = min(max(_RUNS_OF_NODES // max(len(graph), 1), _FEWEST_RUNS), _MOST_RUNS)
+    runs = _FEWEST_RUNS if quickly else runs
     gather = _typical([graph.cost[c] for c in graph.index.collectives if graph.is_pull[c]])
     plain = in_order(graph)
     first = ListScheduler(

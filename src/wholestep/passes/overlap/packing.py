@@ -19,7 +19,7 @@ from wholestep.simulate.exposed_collectives import stalls
 from wholestep.simulate.step_index import Order, StepIndex
 from wholestep.simulate.step_replay import StreamRules, replay
 
-_LEAST_PART = 0.01
+_LEAST_PART = 0.03
 """Of the step, that must be exposed latency."""
 _BUSY = 0.8
 _MEBIBYTE = 2**20
