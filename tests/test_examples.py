@@ -47,6 +47,7 @@ def test_the_demo_on_two_ranks_ends_with_equal_runs_and_shows_them_once():
     assert done.stdout.count("training ") == done.stdout.count("capture time") == 2  # one rank shows both pairs
 
 
+@pytest.mark.long  # three more processes; the demo that ends well, above, runs always
 def test_the_demo_on_two_ranks_fails_with_the_error_of_a_rank():
     done = demo_on_two_ranks(f"{SMALL} --heads 3")
     assert done.returncode != 0
