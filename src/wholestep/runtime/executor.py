@@ -270,7 +270,7 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...], deferred: DeferredV
         return attach(outputs[value])
     if kind == "detached":
         found = outputs[value]  # `p.detach()` may be the parameter itself, updated in place
-        return found.detach() if found.requires_grad else found
+        return found.detach() if found.requires_grad or type(found) is not Tensor else found
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
     return deferred.number(value) if kind == "deferred" else value

@@ -305,8 +305,9 @@ def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[s
     if is_dtensor(leaf):
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
     if isinstance(leaf, Tensor):
+        is_users = id(leaf) in capture.table.by_fake or id(leaf) in capture.table.tracked
         node, fake = _tensor(capture, leaf)
-        if fake.is_floating_point() and not fake.requires_grad:
+        if fake.is_floating_point() and not fake.requires_grad and not is_users:
             return "detached", output(node)
         return "attached" if fake.requires_grad and not fake.is_leaf else "output", output(node)
     scalar = scalar_of(leaf)
