@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+os.environ.setdefault("WHOLESTEP_PROGRESS", "0")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd cannot be forked once it has threads for devices
 
 import torch

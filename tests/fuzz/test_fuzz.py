@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,22 @@ FOUND = sorted((Path(__file__).parent / "found").glob("*.py"))
 _SIZE = 10
 
 
+@pytest.fixture(scope="module")
+def nothing_old() -> Iterator[None]:
+    """What this process has made is hidden from the collector: searches for leftovers would walk over all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_old")
 @pytest.mark.parametrize("first", range(0, 100, _SIZE))
 def test_random_programs_do_what_eager_does_or_are_refused_with_their_line(first: int) -> None:
     failed = []
     for seed in range(first, first + _SIZE):
         source, _ = write_program(seed)
-        outcome = run_program(source, seconds=120)
+        outcome = run_program(source, seconds=120, calls=5)
         if outcome.failed:
             failed.append(f"seed {seed} (python -m fuzz --show {seed}): {outcome}\n{outcome.detail}")
     assert not failed, "\n\n".join(failed)
@@ -87,7 +99,7 @@ def test_an_error_without_a_code_is_a_failure() -> None:
 
 
 def test_a_refusal_with_its_line_is_not_a_failure() -> None:
-    outcome = run_program(_small("return x.sum().item()"))
+    outcome = run_program(_small("return x * float((x * 2).numpy()[0])"))
     assert (outcome.kind, outcome.code, outcome.failed) == ("refused", "WS-ITEM", False)
 
 
