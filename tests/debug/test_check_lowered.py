@@ -50,6 +50,7 @@ def test_compiled_regions_are_within_rounding_and_no_farther_from_float64() -> N
     assert text.splitlines()[-1] == "ok: within rounding"
 
 
+@pytest.mark.long  # regions without autocast, above, are compared in the same way
 def test_autocast_is_compared_with_float64() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -72,7 +72,9 @@ def collectives(graph: ws.StepGraph) -> dict[str, int]:
     return dict(Counter(t.split(".")[1] for t in targets if "_c10d_functional" in t and "wait_tensor" not in t))
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.long)], ids=["float32", "bf16"]
+)
 def test_accelerate_on_two_ranks_trains_as_in_eager_and_communicates_in_the_graph(options: dict[str, Any]) -> None:
     def code(rank: int) -> list[dict[str, int]]:
         expected, _ = train(rank, False, **options)

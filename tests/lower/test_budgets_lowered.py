@@ -10,7 +10,6 @@ import torch
 
 import wholestep as ws
 from remat.steps import Net, Trained
-from selection import each_now
 from wholestep.errors import OptionError
 from wholestep.ir.meta import node_meta
 from wholestep.lower.options import LowerOptions
@@ -24,7 +23,8 @@ def shallow() -> Net:
     return Net(blocks=3)
 
 
-@pytest.mark.parametrize("fraction", each_now([0.0, 0.5], "0.5"))
+@pytest.mark.long  # a budget near the usual peak, below, is compiled, met and compared too
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_compiled_steps_stay_within_their_budget_and_train_as_eager(fraction):
     eager = Trained(shallow, eager=True)
     ours = Trained(shallow, memory_budget=fraction, lower="inductor")

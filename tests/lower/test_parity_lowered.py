@@ -54,7 +54,6 @@ ALWAYS = (
     "random-dropout",
     "generator_of_the_users_own-rand",
     "buffers-Counting",
-    "batches_with_other_layouts",
 )
 """One of each form of optimizer and of what lowering treats in its own way; quick to compile."""
 
