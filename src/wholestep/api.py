@@ -121,7 +121,8 @@ def compile(
         dynamic: Sizes that may differ from call to call without another capture. A mapping from the path of a batch
             tensor (or of a part of the batch) to its dimensions: `{"batch": {0: ws.Dim(min=1, max=64)}}`. True: the
             first dimension of every contiguous batch tensor, where that is above 1; tensors with equal first
-            dimensions vary together. None or False: no size varies, and each new size is captured once.
+            dimensions vary together. None: a dimension whose size differs from that of an earlier capture varies from
+            then on (not sizes 0 and 1), where the step does the same with it. False: each new size is captured once.
         verify: What is checked after capture and after each pass. 0: nothing. 1: the structure of the graph, and the
             metadata of what a pass changed. 2: the metadata of all nodes. 3: also replay the graph before and after
             each pass on real tensors.

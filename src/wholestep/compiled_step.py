@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
 
-from wholestep.capture.scalars.scalar_policy import ScalarPolicy
+from wholestep.capture.graph.dynamic_shapes import SeenSizes
+from wholestep.capture.scalars.scalar_policy import ScalarPolicy, first_difference, quiet
 from wholestep.capture.trace import find_models, is_tracing
 from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, Pending
 from wholestep.cross_iteration.pending_updates import PendingWork, finally_flush
-from wholestep.errors import EagerWarning, OptionError, RecompileWarning
+from wholestep.errors import DynamicShapeError, EagerWarning, LowerWarning, OptionError, RecompileWarning
 from wholestep.ir.meta import warn_user
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -97,6 +99,7 @@ class CompiledStep(Generic[P, R]):
         self._warned = False
         self._modes_warned: set[str] = set()
         self._refusals = Refusals()
+        self._sizes = SeenSizes()
         self._ranks = self._ranks_of_plan()
         self._pending_work = PendingWork()
         weakref.finalize(self, finally_flush, self._pending_work).atexit = False
@@ -376,7 +379,9 @@ class CompiledStep(Generic[P, R]):
             changed = nearest.guards.changed_scalars(call.leaves, call.structure, state)
             self._shared.scalars = self._shared.scalars.with_changed(changed)
         with self._shared.progress.compiling(self._calls):
-            entry = compile_step(self._capture(call), self.options, self._shared)
+            graph = self._capture(call)
+            entry = self._with_symbolic_sizes(call, graph) or compile_step(graph, self.options, self._shared)
+        self._sizes.note(call.leaves, call.structure)
         seconds = entry.captured.seconds
         self._entries.append(entry)
         if len(self._entries) > _MAX_GRAPHS:
@@ -391,6 +396,34 @@ class CompiledStep(Generic[P, R]):
         assert state is not None, "the inputs of a new capture exist"
         self._last = entry
         return entry, state
+
+    def _with_symbolic_sizes(self, call: StepCall, graph: BoundGraph) -> Executable | None:
+        """An executable for all sizes of the dimensions that were found to vary; None if there are none, or if it would
+        do something else than `graph`, which is for the sizes of this call."""
+        if self.options.dynamic is not None or self.options.memory_budget is not None or graph.captured.runs_once:
+            return None
+        why: object = ""
+        while sizes := self._sizes.varying(call.leaves, call.structure):
+            options = replace(self.options, dynamic=sizes)
+            try:
+                with quiet():
+                    symbolic = compile_step(call, options, self._shared, end="graph")
+                why = first_difference(symbolic.captured, graph.captured)
+                if why is None:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error", LowerWarning)
+                        return compile_step(symbolic, options, self._shared)
+            except DynamicShapeError as error:
+                why = error
+                if error.fixed:
+                    self._sizes.fix(call.structure, error.fixed)
+                    continue
+            except Exception as error:  # whatever it is, the graph for this size is right
+                why = error
+            self._sizes.give_up(call.structure)
+        if why:
+            log.info("%s: one graph for each size: %s", self._name, str(why).partition("\n")[0])
+        return None
 
     def _capture(self, call: StepCall) -> BoundGraph:
         try:
@@ -426,6 +459,7 @@ class CompiledStep(Generic[P, R]):
         self.recompiles.clear()
         self._shared.scalars = ScalarPolicy()
         self._refusals = Refusals()
+        self._sizes = SeenSizes()
 
     def __reduce__(self) -> Any:
         # A copy, also in another process, captures again: graphs are bound to the objects they were captured with.

@@ -175,6 +175,14 @@ class DynamicShapeError(CaptureError):
     """A dimension was declared dynamic and cannot be."""
 
     code = "WS-DYNAMIC"
+    fixed: Sequence[tuple[int, int]] = ()
+    """The (batch leaf, dimension) places that the step fixed to one size."""
+
+    def at(self, location: Location | None) -> Self:
+        """The same error with a line."""
+        made = super().at(location)
+        made.fixed = self.fixed
+        return made
 
 
 class NoGraphError(WholestepError, RuntimeError):

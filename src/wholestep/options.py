@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from wholestep.errors import OptionError, invalid_value
+from wholestep.ir.captured_step import AutomaticSizes
 from wholestep.ir.captured_step import Dim as Dim
 
 LOWER = "WHOLESTEP_LOWER"
@@ -57,7 +58,7 @@ class Options:
     disable_passes: Sequence[str] = ()
     dump_passes: str | None = None
     parallel: Any = None
-    dynamic: bool | Mapping[str, Mapping[int, Dim]] | None = None
+    dynamic: bool | Mapping[str, Mapping[int, Dim]] | AutomaticSizes | None = None
     verify: int = 1
     check_first: int = 0
     max_recompiles: int = 8
@@ -130,7 +131,7 @@ def _instead_of(name: str, known: list[str]) -> str:
 
 
 def _check_dynamic(dynamic: Any) -> None:
-    if dynamic is None or isinstance(dynamic, bool):
+    if dynamic is None or isinstance(dynamic, bool | AutomaticSizes):
         return
     good = isinstance(dynamic, Mapping) and all(
         isinstance(path, str)
@@ -143,5 +144,5 @@ def _check_dynamic(dynamic: Any) -> None:
             "dynamic",
             dynamic,
             'use {"batch": {0: ws.Dim(min=1, max=64)}} (path, then dimension to range), True for the first dimension '
-            "of every batch tensor, or None.",
+            "of every batch tensor, False for none, or None for those that are found to vary.",
         )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from wholestep.guards.guard import Call, Guard, PerItemGuard, is_other_scalar
-from wholestep.ir.captured_step import GuardSpecs, out_of_range
+from wholestep.ir.captured_step import AutomaticDim, GuardSpecs, out_of_range
 from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, Contents, is_array, same_plain
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
@@ -150,7 +150,10 @@ class DynamicSizes(PerItemGuard):
         self._assumed = self._sizes.assumed()
 
     def reasons(self, call: Call) -> Iterator[str]:
-        self._raise_out_of_range(call.leaves)
+        excluded = self._excluded(call.leaves)
+        if excluded:
+            yield excluded
+            return
         sizes: dict[str, int] = {}
         for name, places in self._sizes.sources.items():
             found = {f"{self._paths[leaf]}.shape[{dim}]": call.leaves[leaf].shape[dim] for leaf, dim in places}
@@ -162,11 +165,15 @@ class DynamicSizes(PerItemGuard):
             if not check(sizes):
                 yield f"the sizes {sizes} do not meet {text}"
 
-    def _raise_out_of_range(self, leaves: list[Any]) -> None:
+    def _excluded(self, leaves: list[Any]) -> str:
+        """A size out of the range of its dimension, as text; raises DynamicShapeError if the user declared it."""
         for leaf, dim, declared, path in self._dims:
             size = leaves[leaf].shape[dim]
             if size < declared.min or (declared.max is not None and size > declared.max):
-                raise out_of_range(path, dim, size, declared)
+                if not isinstance(declared, AutomaticDim):
+                    raise out_of_range(path, dim, size, declared)
+                return f"{path} has size {size} in dimension {dim}"
+        return ""
 
 
 class SameScalarTypes(PerItemGuard):

@@ -42,6 +42,20 @@ class Dim:
 
 
 @dataclass(frozen=True)
+class AutomaticDim(Dim):
+    """A dimension that was found to vary. A size that it excludes is no error: such a call has a graph of its own."""
+
+    min: int = 2
+
+
+@dataclass(frozen=True)
+class AutomaticSizes:
+    """`dynamic=` of a capture whose dimensions were found to vary: by batch leaf and dimension."""
+
+    dims: Mapping[int, Mapping[int, Dim]]
+
+
+@dataclass(frozen=True)
 class DynamicSizesSpec:
     """The symbolic sizes of one captured graph."""
 

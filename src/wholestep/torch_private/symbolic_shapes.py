@@ -214,3 +214,9 @@ def shape_env_of_trace() -> Any:
 def symbols_by_value(env: Any) -> dict[int, Any]:
     """The symbol of each size; equal sizes share one (`ShapeEnv.val_to_var`). 2.11, 2.13."""
     return {int(value): symbol for value, symbol in env.val_to_var.items()}
+
+
+def size_at_capture(size: Any) -> int | None:
+    """The value that a size had when its symbol was made; None if data decides it (`SymInt.node.hint`). 2.11, 2.13."""
+    found = size.node.hint if isinstance(size, torch.SymInt) else size
+    return None if found is None else int(found)

@@ -101,12 +101,22 @@ def returned_objects() -> None:
         assert same_x is x
 
 
-@row("a new shape, dtype, stride, device or `requires_grad`")
+@row("a second size of a dimension")
+def second_sizes() -> None:
+    step = same_function(lambda x: x * 2 + 1, lambda i: torch.ones(3 + i, 4), steps=4, graphs=2)
+    assert len(step.graphs) == 2
+    one_each = ws.compile(lambda x: x * 2, dynamic=False)
+    for size in (2, 3, 4):
+        one_each(torch.ones(size))
+    assert len(one_each.graphs) == 3
+
+
+@row("a new dtype, stride, device, `requires_grad` or number of dimensions")
 def new_forms() -> None:
     forms = [torch.ones(3, 4), torch.ones(5, 4), torch.ones(3, 4, dtype=torch.float64), torch.ones(4, 3).t()]
     step = same_function(lambda x: x * 2 + 1, lambda i: forms[i % 4], steps=8, graphs=4)
     assert len(step.graphs) == 4
-    few = ws.compile(lambda x: x * 2, max_recompiles=1)
+    few = ws.compile(lambda x: x * 2, max_recompiles=1, dynamic=False)
     few(torch.ones(2))
     few(torch.ones(3))
     with pytest.warns(ws.RecompileWarning):

@@ -11,7 +11,8 @@ the range that the user declared is checked at each call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 
 from wholestep.capture.graph.data_sizes import DataSizeEnv, assumption_text, unknown_size
 from wholestep.errors import DynamicShapeError, Location
-from wholestep.ir.captured_step import Dim, out_of_range
+from wholestep.ir.captured_step import AutomaticDim, AutomaticSizes, Dim, out_of_range
 from wholestep.ir.graph_functions import check_size, divide_sizes
 from wholestep.ir.meta import user_location
 from wholestep.options import Options
@@ -166,12 +167,14 @@ class Shapes:
             if name in self.symbols:
                 places = " and ".join(self._places[name])
                 were = "was" if len(self._places[name]) == 1 else "were"
-                raise DynamicShapeError(
+                error = DynamicShapeError(
                     f"{places} {were} declared dynamic, and the step works only for size {value}.",
                     fix="derive sizes from tensor.shape instead of writing them down, or leave this dimension out of "
                     "dynamic= (True declares the first one of every batch tensor; a mapping names some).",
                     location=self.env.fixed_at.get(name),
                 )
+                error.fixed = tuple(self.sources[name])
+                raise error
 
     def node(self, value: Any, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> Any:
         """The node or constant for a symbolic size among the arguments of a node."""
@@ -253,6 +256,8 @@ def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[
     """For each batch leaf, the dimensions that were declared dynamic by a path that leads to it."""
     if options.dynamic is True:
         return _first_dims(leaves)
+    if isinstance(options.dynamic, AutomaticSizes):
+        return {leaf: dict(dims) for leaf, dims in options.dynamic.dims.items()}
     found: dict[int, dict[int, Dim]] = {}
     for declared, dims in (options.dynamic or {}).items():
         matched = False
@@ -284,3 +289,74 @@ def _first_dims(leaves: list[Any]) -> dict[int, dict[int, Dim]]:
         if type(leaf) is Tensor and leaf.dim() > 0 and leaf.shape[0] > 1 and leaf.is_contiguous():
             found[i] = {0: by_size.setdefault(leaf.shape[0], Dim())}
     return found
+
+
+_MOST_STRUCTURES = 32
+
+
+class SeenSizes:
+    """The sizes of the batches for which a step was captured: which dimensions vary.
+
+        x [8, 5], y [8]      first capture
+        x [3, 5], y [3]      dimension 0 of both varies, and has been the same in both: one symbol
+
+    A dimension whose size is 0 or 1 in a call stays static in it: such sizes broadcast.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[_SeenStructure] = []
+
+    def note(self, leaves: list[Any], structure: Any) -> None:
+        """A graph was captured for these arguments."""
+        seen, shapes = self._of(structure), _shapes_of(leaves)
+        if shapes not in seen.shapes:
+            seen.shapes.append(shapes)
+
+    def fix(self, structure: Any, places: Iterable[tuple[int, int]]) -> None:
+        """The step works only for one size of these dimensions: they stay static."""
+        self._of(structure).fixed.update(places)
+
+    def give_up(self, structure: Any) -> None:
+        """Calls of this structure have one graph for each size."""
+        self._of(structure).has_given_up = True
+
+    def varying(self, leaves: list[Any], structure: Any) -> AutomaticSizes | None:
+        """The dimensions whose size is another than in a capture before; None if there are none."""
+        seen = self._of(structure)
+        if not seen.shapes or seen.has_given_up:
+            return None
+        by_sizes: dict[tuple[int, ...], AutomaticDim] = {}
+        found: dict[int, dict[int, Dim]] = {}
+        for i, shape in enumerate(_shapes_of(leaves)):
+            before = [shapes[i] for shapes in seen.shapes]
+            if shape is None or any(other is None or len(other) != len(shape) for other in before):
+                continue
+            for dim, size in enumerate(shape):
+                sizes = tuple(other[dim] for other in before if other is not None)
+                if size > 1 and (i, dim) not in seen.fixed and any(other not in (size, 0, 1) for other in sizes):
+                    found.setdefault(i, {})[dim] = by_sizes.setdefault((*sizes, size), AutomaticDim())
+        return AutomaticSizes(found) if found else None
+
+    def _of(self, structure: Any) -> _SeenStructure:
+        found = next((seen for seen in self._known if seen.structure == structure), None)
+        if found is None:
+            found = _SeenStructure(structure)
+            self._known = [*self._known[-_MOST_STRUCTURES:], found]
+        return found
+
+
+@dataclass
+class _SeenStructure:
+    """What is known of the calls whose arguments have one tree structure."""
+
+    structure: Any
+    shapes: list[list[tuple[int, ...] | None]] = field(default_factory=list)
+    """The shapes of the leaves in each capture; None: not a plain contiguous tensor."""
+    fixed: set[tuple[int, int]] = field(default_factory=set)
+    """(leaf, dimension) places that the step fixed to one size."""
+    has_given_up: bool = False
+
+
+def _shapes_of(leaves: list[Any]) -> list[tuple[int, ...] | None]:
+    """The shapes of plain contiguous tensors: the strides of others do not follow from their sizes."""
+    return [tuple(leaf.shape) if type(leaf) is Tensor and leaf.is_contiguous() else None for leaf in leaves]

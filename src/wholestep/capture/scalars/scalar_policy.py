@@ -36,6 +36,7 @@ from wholestep.ir.meta import node_meta
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
+from wholestep.torch_private.symbolic_shapes import size_at_capture
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -
 
 
 def _with_later_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep, later: frozenset[int]) -> str | None:
-    with _quiet():
+    with quiet():
         again, error = _attempt(trace, replace(policy, clocks=(captured.clock_readings, later)), set())
     if again is None:
         return f"the course of the step ({error})"
@@ -114,7 +115,7 @@ def _with_later_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedSte
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide what the step prints and logs in a trace that is only compared."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -135,7 +136,7 @@ def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[Captured
         return captured, policy
     if isinstance(error, WholestepError) and not policy.lifted & seen:
         raise error
-    with _quiet():
+    with quiet():
         plain, own_error = _attempt(trace, replace(policy, plain=True), set())
     if plain is None:
         assert own_error is not None
@@ -235,6 +236,7 @@ class _Program:
         self._inputs = {node: slot.path for node, slot in captured.guards.placeholder_slots.items()}
         needed = _needed(captured, items) if captured.items_taken.keys() - items else None
         self._places: dict[fx.Node, int] = {}
+        self._sizes = sizes_at_capture(captured.step_graph.gm.graph)
         self.calls: list[tuple[Any, str]] = []
         """Each operator that is not scalar arithmetic, and its name for messages."""
         self.lines: list[Location | None] = []
@@ -243,6 +245,8 @@ class _Program:
         for node in captured.step_graph.gm.graph.nodes:
             if node.op == "output":
                 outputs = node.args[0]
+            elif node in self._sizes:
+                continue
             elif node.op == "call_function" and not _is_arithmetic(node) and (needed is None or node in needed):
                 self._places[node] = len(self.calls)
                 self.calls.append((self._call(node), f"{node.name} ({node.target})"))
@@ -301,6 +305,8 @@ class _Program:
 
     def _node(self, node: fx.Node) -> Any:
         val = node.meta.get("val")
+        if node in self._sizes:
+            return self._form(self._sizes[node])
         if node in self._places:
             return "call", self._places[node]
         if isinstance(val, int | float):
@@ -311,6 +317,24 @@ class _Program:
             constant: Tensor = node.meta["constant"]
             return "constant", constant.dtype, tuple(constant.shape), constant.tolist()
         return node.target, self._form(node.args)
+
+
+def sizes_at_capture(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """The values that sizes had at capture, and what is computed from sizes alone, by node."""
+    found: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is aten.sym_size.int:
+            tensor, dim = node.args
+            size = size_at_capture(tensor.meta["val"].shape[dim])
+            if size is not None:
+                found[node] = size
+        elif not isinstance(node.target, OpOverload) and node.args and not node.kwargs:
+            sources = node.all_input_nodes
+            if sources and all(source in found for source in sources):
+                found[node] = node.target(*fx.map_arg(node.args, found.__getitem__))
+    return found
 
 
 def _needed(captured: CapturedStep, items: Set[int]) -> set[fx.Node]:
