@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from wholestep.partition.split_module import split_module as split_module
     from wholestep.step import Executable as Executable
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _MODULES = (
     "compat",
