@@ -187,7 +187,7 @@ def test_too_many_graphs_warn_with_the_reasons_and_stay_right() -> None:
     expected = play(run, run.step, 6)
     torch.manual_seed(5)
     run = sized_run(device(), lambda i: i + 1)
-    step = ws.compile(run.step, max_recompiles=3)
+    step = ws.compile(run.step, max_recompiles=3, dynamic=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         actual = play(run, step, 6)

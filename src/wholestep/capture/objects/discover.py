@@ -168,6 +168,8 @@ class _Walk:
             self.world.frontier[id(value)] = (value, path)
             if isinstance(value, TARGETS) or not (self._within and isinstance(self._within[-1], _NESTS)):
                 return  # containers are followed to any depth: the step may read them without a trace
+        if isinstance(value, dict) and not _can_be_read(value):
+            return
         if isinstance(value, CONTAINERS):
             self.world.containers.append((value, path))
         self._seen.add(id(value))
@@ -402,3 +404,16 @@ def _global_names(code: CodeType) -> frozenset[str]:
         if isinstance(const, CodeType):
             names |= _global_names(const)
     return frozenset(names)
+
+
+def _can_be_read(mapping: dict[Any, Any]) -> bool:
+    """False for a dict that makes its values when they are asked for, and cannot make all of them: transformers' table
+    of all configurations imports a module for each."""
+    if type(mapping).__getitem__ is dict.__getitem__:
+        return True
+    try:
+        for _ in mapping.items():
+            pass
+    except Exception:
+        return False
+    return True
