@@ -51,16 +51,17 @@ class StateAtCalls:
     """
 
     def __init__(self) -> None:
-        self._options: dict[tuple[int, int, str], Any] = {}
+        self._options: dict[tuple[int, str], Any] = {}
+        """By the identity of the group, which a wrapper may share with the optimizer inside of it."""
         self._attributes: dict[int, dict[str, Any]] | None = None
         self._variables: dict[int, Any] = {}
 
-    def note_option(self, slot: HyperSlot, value: Any) -> None:
+    def note_option(self, group: dict[str, Any], slot: HyperSlot, value: Any) -> None:
         """A scheduler is about to be called that may set this option of a param group."""
         scalar = scalar_of(value)
         if scalar is not None and isinstance(scalar.leaf, HostLeaf) and scalar.leaf.slot is not None:
             return  # as the scheduler before this one leaves it
-        key = (id(slot.optimizer), slot.group, slot.key)
+        key = (id(group), slot.key)
         if key in self._options:
             raise SideEffectError(
                 f"the step sets {slot.path} between two calls of schedulers, which a replay makes one after the other.",
@@ -74,13 +75,13 @@ class StateAtCalls:
         self._attributes = {id(each.now): dict(each.now) for each in snapshots}
         self._variables = {id(slot): slot.get() for _, slot, _ in world.variables}
 
-    def option(self, slot: HyperSlot, otherwise: Any) -> Any:
+    def option(self, group: dict[str, Any], key: str, otherwise: Any) -> Any:
         """What an option of a param group held."""
-        return self._options.get((id(slot.optimizer), slot.group, slot.key), otherwise)
+        return self._options.get((id(group), key), otherwise)
 
-    def may_be_set(self, slot: HyperSlot) -> bool:
+    def may_be_set(self, group: dict[str, Any], key: str) -> bool:
         """Whether a scheduler was called that may set the option."""
-        return (id(slot.optimizer), slot.group, slot.key) in self._options
+        return (id(group), key) in self._options
 
     def attribute(self, attributes: dict[str, Any], name: str, otherwise: Any) -> Any:
         """What an attribute held; `otherwise` where no scheduler was called."""
@@ -241,7 +242,7 @@ def _hide_hyper_parameters(host: StepHost, call: HostCall) -> None:
                 where = f"{path}.param_groups[{g}].{key}"
                 slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
                 if not host.numbers.plain:
-                    host.at_calls.note_option(slot, value)
+                    host.at_calls.note_option(group, slot, value)
                 group[key] = host.scalars.late(call, where, slot.get, slot)
 
 

@@ -170,9 +170,9 @@ def _param_groups(capture: Capture, bindings: Bindings, optimizer: Optimizer, pa
                 raise ParameterDataError(f"the step changes the parameters of {path}.param_groups[{g}].")
             where = f"{path}.param_groups[{g}].{key}"
             slot = HyperSlot(InputKind.HYPER_PARAMETER, where, None, optimizer, g, key, None)
-            scheduled = capture.at_calls.may_be_set(slot)
+            scheduled = capture.at_calls.may_be_set(now, key)
             if scheduled:
-                at_call = capture.at_calls.option(slot, old)
+                at_call = capture.at_calls.option(now, key, old)
                 _bind(bindings, slot, old, at_call)
                 if _is_left_to_scheduler(new):
                     continue  # it is called again after each run
