@@ -154,7 +154,17 @@ def written_in_place(m: Net, x: Tensor, labels: Tensor) -> Tensor:
     return (z * y).sum() + sums.sum()
 
 
+def sizes_taken_out_of_tensors(m: Net, x: Tensor, labels: Tensor) -> Tensor:
+    count = (labels != -100).sum()
+    y, n = m(x), int(count)
+    first, rest = y.split([n, 12 - n])
+    repeats = (labels != -100).long() + 1
+    segment = torch.repeat_interleave(torch.arange(12), repeats, output_size=int(repeats.sum()))
+    return first.square().sum() + rest.sum() + y[:count].sum() * torch.ones(n, 2).sum() + m(x[segment]).mean()
+
+
 CASES = (
+    sizes_taken_out_of_tensors,
     boolean_index,
     rows_by_nonzero,
     masked_select,

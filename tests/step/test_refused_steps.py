@@ -83,7 +83,7 @@ def test_no_capture_is_tried_after_some_refusals_until_a_reset(monkeypatch: pyte
     scale = torch.nn.Parameter(torch.ones(()))
 
     def step(x: Tensor) -> Tensor:
-        return x * 2 if float((x * scale).sum()) > 0 else x
+        return x * 2 if float((x * scale.detach()).sum()) > 0 else x
 
     compiled = ws.compile(step, lower="eager", on_refusal="eager")
     tried: list[Any] = []

@@ -44,6 +44,7 @@ from wholestep.capture.results.effect_line import Effect, LineWatch, with_line_o
 from wholestep.capture.results.leftovers import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import (
     ItemError,
@@ -563,6 +564,13 @@ class Capture:
         began = self.shapes.begin_data_sizes(self.fake_mode)
         self.shapes.declare().decide = self._decide_size
         return began
+
+    def size_of(self, scalar: ScalarNode) -> torch.SymInt:
+        """The size for a scalar that is known only when the graph runs."""
+        self.begin_data_sizes()
+        self.recorder.note_symbols()
+        self.scalars.is_size = True
+        return self.shapes.size_of(scalar.fx_arg(), self.scalars.emit_scalar)
 
     def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None:
         self.shapes.name_data_sizes(node, tensor, self.scalars.emit_scalar)

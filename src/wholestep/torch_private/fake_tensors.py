@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wholestep.torch_private.autograd import is_transformed
-from wholestep.torch_private.symbolic_shapes import ShapeEnv
+from wholestep.torch_private.symbolic_shapes import ShapeEnv, new_data_size
 
 FakeTensor = _fake_tensor.FakeTensor
 """The tensor without data on which capture runs the user's code. 2.11, 2.13."""
@@ -71,11 +71,23 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _ctc_loss_of_lengths(
+    env: Any, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """Lengths that are tensors: the longest target, and with it the size of the table, is known only in a run."""
+    frames, batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, frames, new_data_size(env))
+
+
+_RULES_WITH_NEW_SIZES: dict[Any, Callable[..., Any]] = {_aten._ctc_loss.Tensor: _ctc_loss_of_lengths}
+"""Rules for operators that have a size which only a run decides; they take the ShapeEnv first."""
+
 _RULES: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
     _aten._ctc_loss.default: _ctc_loss,
     _aten._ctc_loss_backward.default: _ctc_loss_backward,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
 
 
@@ -84,6 +96,11 @@ class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-ca
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """The fake result of an operator."""
+        if func in _RULES_WITH_NEW_SIZES:
+            if self.shape_env is None:
+                raise DynamicOutputShapeException(func)
+            with self:
+                return _RULES_WITH_NEW_SIZES[func](self.shape_env, *args, **(kwargs or {}))
         rule = _RULES.get(func)
         if rule is not None:
             with self:

@@ -114,6 +114,10 @@ SIZE_FILES = frozenset(
 """Files of torch's own code between the code that reads the value of a size and the ShapeEnv. 2.11, 2.13."""
 
 
+_NO_SIZE = 2**40
+"""No tensor has so many elements: the bound is one that torch gives to every size."""
+
+
 def data_symbols(env: ShapeEnv, expression: Any) -> list[Any]:
     """The symbols of an expression that stand for sizes which the data of a run decides: they have no hint
     (`ShapeEnv.is_unbacked_symint`). 2.11, 2.13."""
@@ -137,10 +141,28 @@ def highest_value(env: ShapeEnv, symbol: Any) -> int | None:
     return int(hint) if hint is not None else symbol_range(env, symbol)[1]
 
 
+def largest_size(size: Any) -> int | None:
+    """The bound of a size which only a run decides; None if there is none (`ShapeEnv.bound_sympy`). 2.11, 2.13."""
+    env, expression = getattr(size.node, "shape_env", None), getattr(size.node, "expr", None)
+    if env is None or expression is None:
+        return None
+    upper = env.bound_sympy(expression).upper
+    return int(upper) if upper.is_Integer and upper < _NO_SIZE else None
+
+
 def size_assertions(env: ShapeEnv) -> list[tuple[Any, str]]:
     """What a trace takes for granted of sizes that data decides, each with its message
     (`ShapeEnv.deferred_runtime_asserts`). 2.11, 2.13."""
     return [(each.expr, str(each.msg)) for found in env.deferred_runtime_asserts.values() for each in found]
+
+
+def new_data_size(env: ShapeEnv) -> torch.SymInt:
+    """A new size that only a run decides (`create_unbacked_symint`, `_constrain_range_for_size`). 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    made: torch.SymInt = env.create_unbacked_symint()
+    _constrain_range_for_size(made)
+    return made
 
 
 def new_size(env: ShapeEnv, expression: Any) -> Any:

@@ -64,6 +64,12 @@ class DataSizeEnv(ShapeEnv):
         self.conditions: list[tuple[Any, str]] = []
         """Conditions on sizes that the graph has to check, each with what it is for."""
 
+    def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
+        """A new size. (The list of sizes that no operator binds yet is for traces of torch's own.)"""
+        made = super().create_unbacked_symint(*args, **kwargs)
+        self.pending_fresh_unbacked_symbols.clear()
+        return made
+
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         """The value of an expression of sizes; for those that data decides, that of ordinary sizes."""
         has_fallback = kwargs.get("fallback_value") is not None or len(args) > 4

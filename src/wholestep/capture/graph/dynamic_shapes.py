@@ -29,6 +29,7 @@ from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake
 from wholestep.torch_private.symbolic_shapes import (
     data_symbols,
     fixed_symbols,
+    new_data_size,
     new_size,
     new_symbol,
     size_assertions,
@@ -69,6 +70,7 @@ class Shapes:
         self._ints: dict[int, torch.SymInt] = {}
         self._first_tensor: dict[str, tuple[Tensor, int]] = {}
         self._asserted: set[Any] = set()
+        self._sizes_of_numbers: dict[fx.Node, torch.SymInt] = {}
         self._places: dict[str, list[str]] = {}
         """Name of a symbol: the same places as text."""
 
@@ -93,6 +95,15 @@ class Shapes:
             symbol = symbol_in(size)
             if symbol is not None and symbol not in self._nodes and data_symbols(self.env, symbol):
                 self._nodes[symbol] = emit(torch.ops.aten.sym_size.int, (node, dim), size)
+
+    def size_of(self, node: Any, emit: EmitScalar) -> torch.SymInt:
+        """The size that a node computes as a number."""
+        found = self._sizes_of_numbers.get(node)
+        if found is None:
+            found = self._sizes_of_numbers[node] = new_data_size(self.declare())
+            self._nodes[symbol_in(found)] = node
+            emit(check_size, (emit(operator.ge, (node, 0), None), f"{node} >= 0, a size"), None)
+        return found
 
     def add_conditions(self, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> None:
         """Let the graph check what was taken for granted, since the last call, of sizes that data decides."""
@@ -157,7 +168,7 @@ class Shapes:
 
     def release(self) -> None:
         """Drop nodes and fakes: only the trace needs them."""
-        self._nodes, self._ints, self._first_tensor = {}, {}, {}
+        self._nodes, self._ints, self._first_tensor, self._sizes_of_numbers = {}, {}, {}, {}
 
     def refuse_fixed(self) -> None:
         """Refuse a declared dim that the step fixed to one size."""

@@ -108,6 +108,8 @@ class Host(Protocol):
 
     def begin_data_sizes(self) -> bool: ...
 
+    def size_of(self, scalar: ScalarNode) -> torch.SymInt: ...
+
     def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None: ...
 
     def in_recompute(self) -> bool: ...
@@ -186,6 +188,8 @@ class Recorder(DispatchMode):
                 location=user_location(),
             )
         refuse_branching_backward(func, args)
+        if func is aten._pack_padded_sequence.default:  # its backward, and RNNs over its result, read data in C++
+            raise data_shape(func)
         facts = operator_facts(func)
         if facts.is_custom:
             self.host.account.custom_call(func)
@@ -194,7 +198,9 @@ class Recorder(DispatchMode):
         view_args: Sequence[Any] = fake_args
         if self._operands.has_scalars:
             self._operands.has_scalars = False
-            view_args = fix_metadata(func, facts, (args, kwargs), (fake_args, fake_kwargs), (node_args, node_kwargs))
+            view_args = fix_metadata(
+                func, facts, (args, kwargs), (fake_args, fake_kwargs), (node_args, node_kwargs), self.host.size_of
+            )
         if self.named_scalars:
             self._insert_named_scalars(facts, node_args, node_kwargs)
         if func is aten._cudnn_rnn.default and fake_args[3] is None:
@@ -226,6 +232,10 @@ class Recorder(DispatchMode):
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         self.register_outputs(node, out)
         return out
+
+    def note_symbols(self) -> None:
+        """From now on tensors may have symbolic sizes."""
+        self._has_symbols = True
 
     def _computed(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
         try:

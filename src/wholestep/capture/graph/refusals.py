@@ -99,12 +99,8 @@ def _extents_meet(a: Tensor, b: Tensor) -> bool:
 
 
 _FIXED_FORMS = {
-    "_ctc_loss": "give the lengths of ctc_loss as lists or tuples of numbers, not as tensors.",
-    "bincount": "count into a tensor of known size: zeros.scatter_add_(0, x, ones).",
+    "_pack_padded_sequence": "run the RNN over the padded batch and mask its outputs.",
     "linalg_lstsq": "use torch.linalg.pinv(a) @ b, or call it outside of the step.",
-    "nonzero": "use torch.nonzero_static(x, size=..), or torch.where and a mask multiplied in.",
-    "repeat_interleave": "say how long the result is: output_size=..",
-    "unique": "call it before the step, and give the step its result.",
 }
 
 

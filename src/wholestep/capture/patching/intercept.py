@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
-from wholestep.capture.scalars.scalar_operands import moving_view
+from wholestep.capture.scalars.scalar_operands import moving_view, with_items
 from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.distributed import local_of
@@ -118,6 +118,7 @@ class FunctionMode(TorchFunctionMode):
             elif func is torch.autograd.grad:
                 session.refuse_gradients(*args, **(kwargs or {}))
         if func in _INDEXING:
+            args = (args[0], with_items(args[1]), *args[2:])
             view = moving_view(args[0], args[1])
             if view is not None:
                 return view if func is _GET_ITEM else view.__setitem__(..., args[2])

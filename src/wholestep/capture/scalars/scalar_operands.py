@@ -12,17 +12,19 @@ guard. A scalar that only moves a window of fixed size, or is a value of element
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholestep.capture.scalars.symbolic_scalars import scalar_of
+from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.ir.effects import OperatorFacts
 from wholestep.torch_private.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
+SizeOf = Callable[[ScalarNode], torch.SymInt]
 
 _MOVES: dict[Any, tuple[str, ...]] = {
     aten.select.int: ("index",),
@@ -68,32 +70,39 @@ def fix_metadata(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     fakes: tuple[list[Any], dict[str, Any]],
     nodes: tuple[list[Any], dict[str, Any]],
+    size_of: SizeOf,
 ) -> list[Any]:
-    """Specialise the scalars that determine shapes, in the arguments of a node. Returns the positional arguments from
-    which a view can be recreated: fakes, and the scalars that stay symbolic."""
+    """Fix the scalars that decide shapes, in the arguments of a node. Returns the positional arguments to take a view
+    again with: fakes, and the scalars that stay symbolic. `size_of`: the size for a scalar that only a run decides."""
     whole = _whole_numbers(op) if op.namespace == "aten" else frozenset(facts.names)
-    again = list(fakes[0])
     for i, arg in enumerate(given[0]):
         if facts.names[i] in whole:
-            nodes[0][i] = _fixed(op, arg, fakes[0][i], nodes[0][i])
-        elif (scalar := scalar_of(arg)) is not None:
+            fakes[0][i], nodes[0][i] = _fixed(op, arg, fakes[0][i], nodes[0][i], size_of)
+    again = list(fakes[0])
+    for i, arg in enumerate(given[0]):
+        if facts.names[i] not in whole and (scalar := scalar_of(arg)) is not None:
             again[i] = scalar
     for name, arg in given[1].items():
         if name in whole:
-            nodes[1][name] = _fixed(op, arg, fakes[1][name], nodes[1][name])
+            fakes[1][name], nodes[1][name] = _fixed(op, arg, fakes[1][name], nodes[1][name], size_of)
     if op is aten.select.int:
         _guard_index(given[0])
     elif op is aten.slice.Tensor:
-        _guard_slice(given[0], nodes[0], again)
+        _guard_slice(given[0], fakes[0], nodes[0], again, size_of)
     return again
 
 
-def _fixed(op: Any, arg: Any, fake: Any, node: Any) -> Any:
-    """An argument with the values of its scalars."""
+def _fixed(op: Any, arg: Any, fake: Any, node: Any, size_of: SizeOf) -> tuple[Any, Any]:
+    """An argument with the values of its scalars, as fake and as node."""
     if isinstance(arg, list | tuple):
-        return [_fixed(op, a, f, n) for a, f, n in zip(arg, fake, node, strict=True)]
+        pairs = [_fixed(op, a, f, n, size_of) for a, f, n in zip(arg, fake, node, strict=True)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     scalar = scalar_of(arg)
-    return node if scalar is None else scalar.specialise(f"the shape of {op.overloadpacket.__name__}")
+    if scalar is None:
+        return fake, node
+    if scalar.is_deferred and scalar.kind is int:
+        return size_of(scalar), node
+    return fake, scalar.specialise(f"the shape of {op.overloadpacket.__name__}")
 
 
 def _guard_index(args: tuple[Any, ...]) -> None:
@@ -102,13 +111,18 @@ def _guard_index(args: tuple[Any, ...]) -> None:
         index.apply("in_range", int(args[0].shape[args[1]])).specialise("an index")
 
 
-def _guard_slice(args: tuple[Any, ...], nodes: list[Any], again: list[Any]) -> None:
+def _guard_slice(args: tuple[Any, ...], fakes: list[Any], nodes: list[Any], again: list[Any], size_of: SizeOf) -> None:
     """A slice with symbolic bounds: its length is a guard."""
     tensor: Tensor = args[0]
     size: Any = tensor.shape[args[1] if len(args) > 1 else 0]
     bounds = [scalar_of(a) for a in args[2:4]]
     first = next((b for b in bounds if b is not None), None)
     if first is None:
+        return
+    if any(bound is not None and bound.is_deferred for bound in bounds):
+        for i, bound in enumerate(bounds):
+            if bound is not None:
+                fakes[2 + i] = again[2 + i] = size_of(bound)
         return
     if (len(args) > 4 and args[4] != 1) or not isinstance(size, int) or not all(map(_is_bound, args[2:4])):
         for i, bound in enumerate(bounds):
@@ -123,6 +137,16 @@ def _guard_slice(args: tuple[Any, ...], nodes: list[Any], again: list[Any]) -> N
 
 def _is_bound(value: Any) -> bool:
     return value is None or isinstance(value, int) or scalar_of(value) is not None
+
+
+def with_items(index: Any) -> Any:
+    """An index in which bounds of slices that are tensors are scalars."""
+    if isinstance(index, tuple):
+        return tuple(map(with_items, index))
+    if isinstance(index, slice) and any(isinstance(each, Tensor) for each in (index.start, index.stop, index.step)):
+        bounds = (index.start, index.stop, index.step)
+        return slice(*(each.item() if isinstance(each, Tensor) else each for each in bounds))
+    return index
 
 
 def moving_view(tensor: Tensor, index: Any) -> Tensor | None:

@@ -38,6 +38,8 @@ class TracedScalars:
         """Scalars that user code got and whose values are not known yet."""
         self._scalars: list[ScalarNode] = []
         self._has_deferred = False
+        self.is_size = False
+        """Whether a size is a scalar that only a run decides: a trace with plain scalars would have another shape."""
 
     def release(self) -> None:
         """Drop the capture."""
@@ -88,7 +90,7 @@ class TracedScalars:
 
     def may_tell_apart(self) -> bool:
         """Whether code outside of torch got symbolic scalars and may test their type."""
-        if self._policy.plain:
+        if self._policy.plain or self.is_size:
             return False
         if self._has_deferred:
             return True

@@ -26,7 +26,7 @@ from wholestep.errors import GraphFormatError
 from wholestep.ir.io.arguments import read_device, read_dtype, read_float, shown
 from wholestep.ir.signature import TensorSpec
 from wholestep.torch_private.fake_tensors import FakeTensorMode, fake_tensor
-from wholestep.torch_private.symbolic_shapes import register_symbol, symbol_range, symbolic_functions
+from wholestep.torch_private.symbolic_shapes import largest_size, register_symbol, symbol_range, symbolic_functions
 
 _LIMIT = 1 << 62
 _MAX_DEPTH = 20
@@ -45,8 +45,10 @@ def hint_of(value: Any) -> Any:
 
 
 def size_hint(size: Any, unknown: int = 1) -> int:
-    """A size as an int: its hint where it is symbolic, `unknown` where it has none."""
+    """A size as an int: its hint where it is symbolic; the most that it can be, or `unknown`, if only a run decides."""
     known = hint_of(size)
+    if known is None:
+        known = largest_size(size)
     return unknown if known is None else int(known)
 
 
