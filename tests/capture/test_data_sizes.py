@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import wholestep as ws
 from harness import Case, Run, assert_parity, device
+from ranks import run_ranks
 
 COUNTS = (5, 3, 12, 1, 7, 0)
 """How many of the 12 rows of each batch are labelled. No gradient of a parameter is NaN before the last."""
@@ -195,6 +197,23 @@ def test_one_graph_has_the_bits_of_eager_for_every_count(loss_of: Loss) -> None:
 def test_all_levels_of_verification_accept_such_a_graph(loss_of: Loss) -> None:
     for level in (2, 3):
         assert_parity(sized_case(loss_of, verify=level), device())
+
+
+def counts_differ(rank: int, sharded: bool) -> tuple[list[Tensor], int]:
+    plan: Any = (ws.FullyShard if sharded else ws.Replicate)(init_device_mesh("cpu", (2,)))
+    torch.manual_seed(0)
+    run = sized_case(boolean_index).make(device())
+    step = ws.compile(run.step, lower="eager", parallel=plan)
+    for i in range(4):
+        step(*run.arguments(i + 3 * rank)[:2], *labelled(i + 2 * rank))
+    return [torch.as_tensor(p.sum()) for p in run.watch["model"].parameters() if not sharded], len(step.graphs)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["Replicate", "FullyShard"])
+def test_ranks_may_have_other_counts(sharded: bool) -> None:
+    one, other = run_ranks(counts_differ, 2, sharded, deadline=90)
+    assert one[1] == other[1] == 2
+    assert all(map(torch.equal, one[0], other[0]))
 
 
 def refused(loss_of: Loss) -> ws.errors.WholestepError:

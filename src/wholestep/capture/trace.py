@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from wholestep.capture.graph.data_sizes import takes_no_symbols
 from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
@@ -422,6 +423,8 @@ class Capture:
                 self._refuse_attribute_of_a_tensor(error)
                 raise
             except RuntimeError as error:
+                if "symbolic sizes/strides" in str(error):
+                    raise takes_no_symbols(location_of_exception(error)) from error
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise _mixed(location_of_exception(error)) from error

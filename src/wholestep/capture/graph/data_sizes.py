@@ -172,6 +172,17 @@ def needs_number(expression: Any) -> DataShapeError:
     )
 
 
+def takes_no_symbols(location: Location | None) -> DataShapeError:
+    """Code in C++ asks a tensor for plain sizes."""
+    return DataShapeError(
+        "an operator needs plain sizes of a tensor, and a symbol stands for one of them: the values of a tensor decide "
+        "it, or dynamic= declares it.",
+        fix="use a form of fixed shape: a mask multiplied in, torch.where. Under FullyShard, use parameters in the "
+        "forward of the module that has them, where they are whole.",
+        location=location,
+    )
+
+
 def unknown_size(expression: Any) -> DataShapeError:
     """A size that no recorded operator made."""
     return DataShapeError(
