@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def refused(loss_of: Loss) -> ws.errors.WholestepError:
 
 def test_a_branch_on_such_a_size_is_refused_with_its_line() -> None:
     def branches(m: Net, x: Tensor, labels: Tensor) -> Tensor:
-        rows = (labels != -100).nonzero()
+        rows = (m(x)[:, 0] > 0).nonzero()
         if rows.shape[0] == 0:  # <- here
             return m(x).sum()
         return m(x[rows[:, 0]]).sum()
@@ -234,6 +235,14 @@ def test_a_branch_on_such_a_size_is_refused_with_its_line() -> None:
     assert error.code == "WS-CONTROL-FLOW"
     assert error.location is not None
     assert "<- here" in error.location.text
+
+
+def test_a_branch_on_a_size_that_follows_from_the_batch_is_a_guard() -> None:
+    def branches(m: Net, x: Tensor, labels: Tensor) -> Tensor:
+        rows = (labels != -100).nonzero()[:, 0]
+        return m(x).sum() if rows.shape[0] == 0 else m(x[rows]).sum()
+
+    assert_parity(replace(sized_case(branches), graphs=3), device())
 
 
 def test_the_text_of_such_a_size_is_refused() -> None:
