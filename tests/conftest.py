@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 
 slow_by_nature = [HealthCheck.too_slow, HealthCheck.data_too_large]
 common = settings(deadline=None, database=None, suppress_health_check=slow_by_nature)
-settings.register_profile("ci", common, derandomize=True, max_examples=40)
+settings.register_profile("ci", common, derandomize=True, max_examples=25)
 settings.register_profile("search", common, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -118,6 +118,7 @@ def test_a_budget_that_cannot_be_met_is_an_error() -> None:
         memory_efficient_fusion(Deep(), memory_budget=100)(torch.randn(128, 8)).sum().backward()
 
 
+@pytest.mark.long  # a budget without Inductor, and Inductor without a budget, run always
 def test_modules_train_under_a_budget_with_inductor() -> None:
     assert_trains_as_in_eager(
         Deep(), lambda model: memory_efficient_fusion(model, memory_budget=0.2), {"x": torch.randn(32, 8)}, exact=False

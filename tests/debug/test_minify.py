@@ -233,6 +233,7 @@ def test_a_dead_worker_is_restarted_and_a_local_predicate_is_refused():
         minify(chain(3, 1), two(), lambda gm, inputs: True, isolate="worker")
 
 
+@pytest.mark.long  # smaller graphs, above
 def test_a_graph_of_eight_thousand_nodes_is_small_after_few_trials():
     found = minify(chain(8000, 5000), two(), has_mul)
     assert found.num_nodes <= 4

@@ -54,6 +54,7 @@ def test_norms_are_decomposed_so_that_their_parts_can_be_saved():
     assert all(node_meta(node).phase for node in graph.nodes)
 
 
+@pytest.mark.long  # the budget below, with another optimizer
 def test_scalar_inputs_of_an_unfused_optimizer_are_packed_while_planning():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))

@@ -128,7 +128,7 @@ def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list
     [
         pytest.param(Gain, plain, id="a_buffer_written_in_the_forward"),
         pytest.param(GainSeenThroughAView, plain, id="a_buffer_written_in_the_forward_and_read_through_a_view"),
-        pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics"),
+        pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), noisy, id="draws_on_both_sides_of_the_cut"),
         pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order"),
         pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same", marks=LONG),

@@ -49,7 +49,6 @@ ALWAYS = (
     "AdamW-single-amsgrad=True",
     "AdamW-fused",
     "accumulation_over_steps-2",
-    "grad_scaler-SGD-single-(0, 4, 5)-False",
     "autocast-bfloat16-fused",
     "random-dropout",
     "generator_of_the_users_own-rand",

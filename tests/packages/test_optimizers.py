@@ -11,6 +11,7 @@ import torch
 import wholestep as ws
 from harness import SEED, frame
 from packages.zoo import Sample, as_written, outcome, samples
+from selection import each_now
 
 SAMPLES = samples()
 
@@ -97,7 +98,7 @@ FEW_GRAPHS = (
 ).split()
 
 
-@pytest.mark.parametrize("name", FEW_GRAPHS)
+@pytest.mark.parametrize("name", each_now(FEW_GRAPHS, "schedulefree/AdamWScheduleFree", "timm/MADGRAD", "torch/RAdam"))
 def test_a_thousand_calls_need_at_most_four_graphs(name: str) -> None:
     torch.manual_seed(SEED)
     run = SAMPLES[name].run()

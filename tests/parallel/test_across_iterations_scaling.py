@@ -143,7 +143,8 @@ ASKED: dict[str, Callable[[torch.amp.GradScaler], Any]] = {
 }
 
 
-def test_a_scaler_that_is_asked_in_any_way_gives_what_eager_has() -> None:
+@pytest.mark.parametrize("cases", some_now([Case(name) for name in ASKED], "get_scale", "deepcopy", "load_state_dict"))
+def test_a_scaler_that_is_asked_in_any_way_gives_what_eager_has(cases: list[Case]) -> None:
     def check(case: Case) -> list[str]:
         torchs, ours = sides("SGD", sharded=False)
         lines = []
@@ -161,7 +162,7 @@ def test_a_scaler_that_is_asked_in_any_way_gives_what_eager_has() -> None:
         ours.step.flush()
         return lines + compare([look(torchs.model, torchs.optimizer)], [look(ours.model, ours.optimizer)])
 
-    all_of(check, [Case(name) for name in ASKED])
+    all_of(check, cases)
 
 
 def test_one_rank_may_ask_alone_and_the_scaler_of_a_step_that_is_gone_is_whole() -> None:

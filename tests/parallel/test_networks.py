@@ -91,10 +91,15 @@ def test_networks_have_the_bits_of_ddp(cases: list[Case]) -> None:
     all_of(beside_ddp, cases)
 
 
-def test_networks_have_the_bits_of_fully_shard() -> None:
-    all_of(beside_fully_shard, [*CASES, LOCAL_BUFFERS, RECOMPUTED])
+@pytest.mark.parametrize(
+    "cases",
+    some_now([*CASES, LOCAL_BUFFERS, RECOMPUTED], "convolution", "lstm", "encoder layer", "batch norm", "recomputed"),
+)
+def test_networks_have_the_bits_of_fully_shard(cases: list[Case]) -> None:
+    all_of(beside_fully_shard, cases)
 
 
+@pytest.mark.long  # tests/parallel/test_parameters.py has plainer models that keep whole parameters
 def test_networks_that_keep_whole_parameters_until_the_backward_have_the_bits_of_fully_shard() -> None:
     cases = [each for each in CASES if each.name in ("lstm", "encoder layer")]
     all_of(partial(beside_fully_shard, reshard_after_forward=False), [*cases, RECOMPUTED])

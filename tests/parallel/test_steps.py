@@ -185,7 +185,14 @@ MORE = [Case("gradients returned", step=gradients_returned), Case("looked at", s
 @pytest.mark.parametrize(
     ("check", "cases"),
     [
-        (sharded_beside_ddp, CASES + MORE),
+        *(
+            pytest.param(sharded_beside_ddp, *each.values, marks=each.marks)
+            for each in some_now(
+                CASES + MORE,
+                *("two_forwards", "gradients_changed", "without_optimizer", "Lists", "Gated", "Convolved"),
+                *("weight_normed", "looked at"),
+            )
+        ),
         *(
             pytest.param(beside_ddp, *each.values, marks=each.marks)
             for each in some_now(CASES + MORE, "two_updates", "evaluation_around", "Embedded", "gradients returned")

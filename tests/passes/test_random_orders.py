@@ -149,7 +149,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(step=communicating_steps(), order=orders)
 def test_random_steps_in_random_orders(step: StepGraph, order: Order) -> None:
     results, inputs, issued = run(step)
@@ -216,7 +216,7 @@ def parts(build: Build, made: fx.Node) -> list[fx.Node]:
     return [build.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(step=updating_steps(), order=orders)
 def test_random_updates_in_random_orders(step: StepGraph, order: Order) -> None:
     results, inputs, _ = run(step)

@@ -43,7 +43,7 @@ def assert_like_eager(pipe: Pipe, model: nn.Module, args: Any, kwargs: Any) -> N
         assert value is None or torch.equal(value, found_left[name]), name
 
 
-@pytest.mark.parametrize("name", each_now(CASES, *(name for name in CASES if name not in ("t5", "llama"))))
+@pytest.mark.parametrize("name", each_now(CASES, *(name for name in CASES if name not in ("t5", "llama", "gpt2"))))
 def test_outputs_gradients_and_buffers_equal_those_of_the_model_in_both_modes(name):
     model, args, kwargs = make(name)
     before = copy.deepcopy(model.state_dict())
