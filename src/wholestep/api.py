@@ -57,7 +57,7 @@ class CompileOptions(TypedDict, total=False):
     verify: Literal[0, 1, 2, 3]
     check_first: int
     max_recompiles: int
-    hooks: Literal["refuse", "trace"]
+    hooks: Literal["auto", "refuse", "trace"]
     assume: bool
     on_refusal: Literal["raise", "eager"]
     progress: bool | None
@@ -88,7 +88,7 @@ def compile(
     verify: Literal[0, 1, 2, 3] = 1,
     check_first: int = 0,
     max_recompiles: int = 8,
-    hooks: Literal["refuse", "trace"] = "refuse",
+    hooks: Literal["auto", "refuse", "trace"] = "auto",
     assume: bool = False,
     on_refusal: Literal["raise", "eager"] = "raise",
     progress: bool | None = None,
@@ -129,7 +129,8 @@ def compile(
         check_first: Run this many first calls in eager as well, from the same state, and raise WS-CHECK if they differ.
             Compiled regions then use eager's random numbers, also on a GPU.
         max_recompiles: Warn after this many captures beyond the first.
-        hooks: "refuse" hooks, or "trace" what they compute.
+        hooks: "trace" captures hooks like the code of the step, what they write and print included. "refuse" refuses a
+            step whose modules, parameters or optimizers have hooks. "auto": "trace", and "refuse" with `parallel=`.
         assume: Assume that a branch on a value which only the step computes (`if not torch.isfinite(loss): raise`) goes
             the way that it goes in the captured call. The graph checks that in every run before it writes anything, and
             raises WS-ASSUMED, with state as before the call, if it does not. Capture then runs the step's operators up

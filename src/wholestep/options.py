@@ -62,7 +62,7 @@ class Options:
     verify: int = 1
     check_first: int = 0
     max_recompiles: int = 8
-    hooks: str = "refuse"
+    hooks: str = "auto"
     assume: bool = False
     on_refusal: str = "raise"
     progress: bool | None = None
@@ -84,8 +84,8 @@ class Options:
         self._check_checking()
         if type(self.max_recompiles) is not int or self.max_recompiles < 0:
             raise invalid_value("max_recompiles", self.max_recompiles, "use a whole number, 0 or more.")
-        if self.hooks not in ("refuse", "trace"):
-            raise invalid_value("hooks", self.hooks, 'use "refuse" or "trace".')
+        if self.hooks not in ("auto", "refuse", "trace"):
+            raise invalid_value("hooks", self.hooks, 'use "auto", "refuse" or "trace".')
         if type(self.assume) is not bool:
             raise invalid_value("assume", self.assume, "use True or False.")
         if self.assume and self.parallel is not None:

@@ -8,7 +8,16 @@ import pytest
 
 from docs.rows.page import PROGRAMS, programs_of, rows_of_page
 
-for section in ("optimizers", "randomness_and_modes", "python", "leftovers", "operators", "arguments", "ranks"):
+for section in (
+    "optimizers",
+    "randomness_and_modes",
+    "python",
+    "effects",
+    "leftovers",
+    "operators",
+    "arguments",
+    "ranks",
+):
     importlib.import_module(f"docs.rows.{section}")
 
 ROWS = rows_of_page()

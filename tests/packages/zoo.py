@@ -160,7 +160,7 @@ def schedulefree_samples() -> dict[str, Sample]:
         found[f"{name}-not-foreach"] = Sample(_all(kind, lr=0.05, foreach=False))
         found[f"{name}-modes"] = Sample(_all(kind, lr=0.05), step=modes)
         closing = _all(f"{kind}Closure", lr=0.05)
-        found[f"{name}Closure"] = Sample(closing, step=train_with_closure, refused="WS-OPT-CLOSURE")
+        found[f"{name}Closure"] = Sample(closing, step=train_with_closure)
     for name in ("SGDScheduleFree", "AdamWScheduleFree"):
         found[f"{name}-warmup"] = Sample(_all(f"schedulefree:{name}", lr=0.05, warmup_steps=4))
     for name in ("ScheduleFreeWrapper", "ScheduleFreeWrapperReference"):
@@ -218,7 +218,7 @@ def pytorch_optimizer_samples() -> dict[str, Sample]:
     for name in ("SAM", "LookSAM", "FriendlySAM"):
         make = _all(f"{other}:{name}", base_optimizer=torch.optim.SGD, lr=0.05)
         found[name] = Sample(make, step=train_twice)
-        found[f"{name}-closure"] = Sample(make, step=train_with_closure, refused="WS-OPT-CLOSURE")
+        found[f"{name}-closure"] = Sample(make, step=train_with_closure)
     for name in ("Lookahead", "OrthoGrad", "TRAC", "ScheduleFreeWrapper"):
         found[name] = Sample(_wrapping(f"{other}:{name}"))
     found["AdamMini"] = Sample(lambda model: _class(f"{other}:AdamMini")(model, lr=0.01))

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from wholestep.capture.effects.containers import Recorders, can_record
+from wholestep.capture.effects.replayed import ReplayedCalls
+from wholestep.capture.effects.showing_calls import ShowingCalls
+from wholestep.capture.effects.texts import Texts, has_mark, needs_text, swap_formats
 from wholestep.capture.graph.data_sizes import takes_no_symbols
 from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
@@ -22,6 +26,7 @@ from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
+from wholestep.capture.graph.tensor_values import may_replace_data
 from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
@@ -50,6 +55,7 @@ from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import (
     ItemError,
     Location,
+    ParameterDataError,
     SideEffectError,
     UnsupportedError,
     WholestepError,
@@ -70,7 +76,7 @@ from wholestep.parallel.session import Session
 from wholestep.parallel.torch_wrappers import flags_of, plan_of_wrappers
 from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
-from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode, storage_of
+from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode, storage_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
 _one_capture_at_a_time = threading.RLock()
@@ -209,7 +215,9 @@ class Capture:
         self.flat: Flat = flatten((args, kwargs))
         self.structure = leaves_of((args, kwargs))[1]
         self.leaf_paths = name_leaves(fn, self.flat, len(args))
-        self.world: World = discover(fn, zip(self.leaf_paths, self.flat.leaves, strict=True), earlier.calls)
+        self._traces_hooks = options.hooks == "trace" or (options.hooks == "auto" and options.parallel is None)
+        leaves = zip(self.leaf_paths, self.flat.leaves, strict=True)
+        self.world: World = discover(fn, leaves, earlier.calls, hooks=self._traces_hooks)
         self._earlier = earlier
         self.met: Any = None
         self.called: set[int] = set()
@@ -232,6 +240,10 @@ class Capture:
         self.skip_flags: dict[Optimizer, fx.Node] = {}
         self.snapshots: list[Attributes] = []
         self.readers: list[tuple[ReadTracker, str]] = []
+        self.texts = Texts(self)
+        self.effects = ReplayedCalls(self)
+        self.recorded: Recorders = Recorders(self, earlier.written)
+        self.showing: ShowingCalls = ShowingCalls(self)
         self.sources = ValueSources(self)
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
         self.steps_seen: list[Optimizer] = []
@@ -258,7 +270,7 @@ class Capture:
                 self._refuse_shards()
             elif self.options.parallel.wrapped:
                 self.world.variables += flags_of(self.world)
-            if self.options.hooks == "refuse":
+            if not self._traces_hooks:
                 refuse_hooks(self.world, self.table.parameters, plan_hooks(self.world))
             with self._swapped():
                 self._begin_session()
@@ -320,7 +332,7 @@ class Capture:
             self.table.swap_in()
             for tracked in list(self.table.tracked.values()):
                 self.inputs.tensor(tracked)
-            if self.options.hooks == "trace":
+            if self._traces_hooks:
                 trace_parameter_hooks(self.table.parameters)
             self._swap_python_objects()
             self.account.begin()
@@ -392,6 +404,7 @@ class Capture:
             stack.enter_context(patched(self))
             if not self.numbers.plain:
                 stack.callback(swap_conversions(self._earlier.conversions))
+                stack.callback(swap_formats(self.texts, self._earlier.formats))
             # Functions from torch.compile run as written; with fullgraph=True Dynamo would refuse to under our modes.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -405,6 +418,7 @@ class Capture:
             stack.callback(lambda: setattr(_tracing, "active", False))
             if self.session is not None:
                 stack.enter_context(self.session.saved_tensors())
+            stack.enter_context(self.showing.recorded())
             stack.enter_context(self.sources.followed())
             stack.callback(self.interrupts.shield)  # the first to run
             self.interrupts.allow()
@@ -419,6 +433,10 @@ class Capture:
                 self._again_if_met()
             except WholestepError as error:
                 raise self._located(error) from error.__cause__
+            except (ValueError, TypeError, KeyError) as error:
+                if has_mark(str(error)):  # `float(text)`
+                    raise needs_text("a conversion", location_of_exception(error)) from error
+                raise
             except AttributeError as error:
                 self._refuse_attribute_of_a_tensor(error)
                 raise
@@ -474,6 +492,11 @@ class Capture:
         if met is not None:
             raise FoundByCall(met)
 
+    def may_record(self, container: Any) -> bool:
+        """Whether writes to a container can be recorded in another trace; not where they were to be in this one."""
+        known = any(container is each for each in self._earlier.written)
+        return not known and can_record(container, self.world.places.get(id(container), []))
+
     def begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Torch is about to run the `step` of an optimizer."""
         self._bound_steps.begin(optimizer, args, kwargs)
@@ -488,6 +511,7 @@ class Capture:
             self.session.release()
         self.fake_leaves, self.given, self.snapshots, self.readers, self.session = [], None, [], [], None
         self.account, self._bound_steps = Account(self), BoundSteps(self)
+        self.effects.release()
         self.inputs.release()
         self.shapes.release()
         self.table.release_fakes()
@@ -501,6 +525,21 @@ class Capture:
         """The fake for a real tensor that the step's code holds, if there is one."""
         tracked = self.table.tracked.get(id(real))
         return real if tracked is None else tracked.fake
+
+    def replace_data(self, tensor: Tensor, new: Tensor) -> None:
+        """`tensor.data = new`: from here on the tensor has the memory of the other one."""
+        source = new if isinstance(new, FakeTensor) or is_dtensor(new) else self.lift(new)
+        if self.session is not None or not may_replace_data(tensor, source):
+            raise ParameterDataError(
+                f"the step replaces .data of a tensor of shape {tuple(tensor.shape)} by one of shape "
+                f"{tuple(new.shape)}, {new.dtype}, strides {tuple(new.stride())}.",
+                fix="write into it under torch.no_grad(): param.copy_(new); change its size or type outside of the "
+                "step."
+                if self.session is None
+                else "write into it under torch.no_grad(): param.copy_(new).",
+                location=user_location(),
+            )
+        self.recorder.values.set_data(tensor, source)
 
     def address_of(self, fake: Tensor) -> int:
         """`data_ptr()`: of the tensor that a fake stands for, or that it is a view of."""

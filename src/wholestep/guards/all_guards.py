@@ -45,6 +45,7 @@ from wholestep.guards.python_state import (
     SameTensors,
     SameThreadLocals,
     SameVariables,
+    SameWritten,
 )
 from wholestep.guards.tensors import (
     InputsExist,
@@ -94,6 +95,7 @@ class Guards:
             SameKinds(specs),
             SameContents(specs),
             SameContainers(specs),
+            SameWritten(specs),
             SameArrays(specs),
             SameTensors(specs),
             SameNestedState(specs),

@@ -115,7 +115,7 @@ class SameContainers(PerItemGuard):
     """Lists and dicts that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
-        self._contents = Contents(specs.containers)
+        self._contents = Contents(specs.containers, {id(written.container) for written in specs.written})
         super().__init__(specs.containers)
 
     def holds(self, call: Call) -> bool:
@@ -123,6 +123,27 @@ class SameContainers(PerItemGuard):
 
     def reasons(self, call: Call) -> Iterator[str]:
         return (f"the contents of {path} changed" for path in self._contents.changed())
+
+
+class SameWritten(PerItemGuard):
+    """Lists and dicts that the step writes lie where they lay; of those whose contents it reads the keys are the same.
+
+    Elements that it reads are guarded as variables."""
+
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._written = specs.written
+        super().__init__(self._written)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for each in self._written:
+            if any(slot.get() is not each.container for slot in each.places):
+                yield f"{each.path} is another object"
+            elif each.keys is not None and _keys_of(each.container, each.keys) != each.keys:
+                yield f"the contents of {each.path} changed"
+
+
+def _keys_of(container: Any, like: Any) -> Any:
+    return len(container) if isinstance(like, int) else list(container)
 
 
 class SameArrays(PerItemGuard):

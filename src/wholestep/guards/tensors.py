@@ -6,7 +6,7 @@ hooks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -220,10 +220,10 @@ class SameHooks(Guard):
         self._owners = [parameter for parameter, _ in specs.parameters]
         self._nones = [None] * len(self._owners)
         self._registries = hook_registries([m for m, _ in specs.modules], list(specs.optimizers))
-        self._counts = list(map(len, self._registries))
+        self._hooks = [list(registry.values()) for registry in self._registries]
         self._on_tensors = self._tensors_with_hooks()
         self._next = RemovableHandle.next_id
-        self._has_hooks = any(self._counts) or bool(self._on_tensors)
+        self._has_hooks = any(self._hooks) or bool(self._on_tensors)
 
     def holds(self, call: Call) -> bool:
         next_id = RemovableHandle.next_id
@@ -239,13 +239,23 @@ class SameHooks(Guard):
             yield "a hook was added or removed"
 
     def _same_hooks(self) -> bool:
-        return list(map(len, self._registries)) == self._counts and self._tensors_with_hooks() == self._on_tensors
+        same = all(map(_same_objects, self._registries, self._hooks))
+        on_tensors = self._tensors_with_hooks()
+        return same and len(on_tensors) == len(self._on_tensors) and all(map(_same, on_tensors, self._on_tensors))
 
-    def _tensors_with_hooks(self) -> list[int]:
-        """Indices of the parameters that have a hook: nearly always none."""
-        found: list[int] = []
+    def _tensors_with_hooks(self) -> list[tuple[int, Any]]:
+        """The hooks of parameters, each with the index of its parameter: nearly always none."""
+        found: list[tuple[int, Any]] = []
         for get in HOOK_ATTRIBUTES:
             hooks = list(map(get, self._owners))
             if hooks != self._nones:
-                found += [i for i, registry in enumerate(hooks) if registry]
+                found += [(i, hook) for i, registry in enumerate(hooks) if registry for hook in registry.values()]
         return found
+
+
+def _same_objects(registry: Any, hooks: list[Any]) -> bool:
+    return len(registry) == len(hooks) and all(map(is_, registry.values(), hooks))
+
+
+def _same(one: tuple[int, Any], other: tuple[int, Any]) -> bool:
+    return one[0] == other[0] and one[1] is other[1]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from wholestep.errors import DynamicShapeError, OptionError
 from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf
 from wholestep.ir.early_values import Recipe
+from wholestep.ir.replayed_calls import ReplayedCall
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.slots import BatchSlot, GradSlot, ModuleSlot, Slot, in_users_objects
@@ -151,6 +152,8 @@ class CapturedStep:
     """Optimizers whose step() is in the graph."""
     guards: GuardSpecs
     deferred: DeferredSources = field(default_factory=DeferredSources)
+    effects: Sequence[ReplayedCall] = ()
+    """Calls of the step's Python that are made after each run, in its order."""
     items_taken: Mapping[int, fx.Node] = field(default_factory=dict)
     """Tensors whose values Python takes and which are known only when the graph runs, by the number of the item in the
     trace: for the comparison of two traces of one call."""
@@ -261,6 +264,17 @@ class TensorAttributesSpec:
     """Attributes whose value the step sets or that are inputs: only their type is under a guard."""
 
 
+@dataclass(frozen=True, eq=False)
+class WrittenContainer:
+    """A list or dict that outlives the step and that the step writes: its contents are no guard, where it lies is."""
+
+    container: Any
+    path: str
+    places: Sequence[Slot]
+    keys: Sequence[Any] | int | None
+    """What it held where the step read the contents as a whole: its keys or its length."""
+
+
 class FileRead(Protocol):
     """A file as the step read it."""
 
@@ -304,6 +318,8 @@ class GuardSpecs:
     """The same for plain values that the step read from the classes of such objects."""
     containers: Sequence[tuple[Any, str]] = ()
     """Lists and dicts that the step may have read."""
+    written: Sequence[WrittenContainer] = ()
+    """Lists and dicts that the step writes."""
     arrays: Sequence[tuple[Any, str]] = ()
     """NumPy arrays and the like that the step may have read."""
     links: Sequence[ObjectLink] = ()

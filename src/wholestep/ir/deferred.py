@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from wholestep.ir.replayed_calls import ShownLeaf
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 
 Number = int | float | bool
@@ -61,7 +62,7 @@ class DeferredNumber:
 
     text: str
     leaves: Sequence[Any]
-    """`ItemLeaf`, `SizeLeaf`, `HostLeaf`, or the slot of a number."""
+    """`ItemLeaf`, `SizeLeaf`, `HostLeaf`, the slot of a number, or `ShownLeaf` in a text."""
     evaluate: Callable[[Callable[[Any], Any], dict[int, Any]], Any]
     """Takes what gives the value of a leaf, and a memo that the numbers of one run share."""
     trial: Any = None
@@ -108,6 +109,8 @@ class DeferredValues:
         if leaf not in self._found:
             output = self._sources.outputs[leaf]
             value = self._outputs[output]
+            if isinstance(leaf, ShownLeaf):
+                return leaf.tensor.of(value)
             index = leaf.index if isinstance(leaf, ItemLeaf) else None
             if index is not None:
                 if output not in self._lists:

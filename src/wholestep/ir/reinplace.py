@@ -66,6 +66,8 @@ class _Reinplace:
         """For a node that is an input updated in place: the input."""
         self.last_read: dict[fx.Node, int] = {}
         self.last_write: dict[fx.Node, int] = {}
+        self.last_copied: dict[fx.Node, int] = {}
+        """By root, the last copy of the epilogue that reads it."""
         self.written_back: dict[fx.Node, fx.Node] = {}
         self._index()
 
@@ -98,6 +100,8 @@ class _Reinplace:
                     continue  # the input itself is returned, updated
                 root = self.root[source]
                 self.last_read[root] = max(self.last_read.get(root, -1), i)
+                if node in epilogue:
+                    self.last_copied[root] = i
             if node.target in CHECKS:
                 last_check = i
             if is_wait(node.target):
@@ -128,11 +132,19 @@ class _Reinplace:
             return False
         return self.last_read.get(root, -1) <= self.order[at]
 
+    def _is_copied_later(self, node: fx.Node, root: fx.Node) -> bool:
+        """Whether a value is copied into another input (`p.data, q.data = q.data, p.data`) after the epilogue has
+        overwritten the input whose memory it would be in."""
+        results = [node, *(user for user in node.users if user.target is operator.getitem)]
+        last = max(self.last_copied.get(self.root[result], -1) for result in results)
+        return root in self.written_back and last > self.order[self.written_back[root]]
+
     def _merge(self, result: fx.Node, target: fx.Node) -> None:
         """Note that `result` now aliases `target`."""
         old, new = self.root[result], self.root[target]
         self.last_write[new] = max(self.last_write.get(new, -1), self.order[result])
         self.last_read[new] = max(self.last_read.get(new, -1), self.last_read.get(old, -1))
+        self.last_copied[new] = max(self.last_copied.get(new, -1), self.last_copied.get(old, -1))
         self._aliases_of(old, new)
         base = self.exact.get(target, target)
         if base.op == "placeholder":
@@ -160,6 +172,8 @@ class _Reinplace:
         if any(self.root[n] in roots for n in others) or _reads_a_target(args, positions, targets):
             return False
         if not all(self._free_to_write(t, node) and _same_dtype_and_shape(t, node, op) for t in targets):
+            return False
+        if any(self._is_copied_later(node, root) for root in roots):
             return False
         self._rewrite(node, op, positions, args, targets)
         return True
@@ -238,6 +252,7 @@ class _Reinplace:
         return True
 
     def _finish_epilogue(self) -> None:
+        copies = set(self.written_back.values())
         for target, copy in self.written_back.items():
             value = copy.args[1]
             assert isinstance(value, fx.Node)
@@ -245,7 +260,8 @@ class _Reinplace:
                 self.graph.erase_node(copy)
                 continue
             point = max(self.order[value], self.last_read.get(target, -1), self.last_write.get(self.root[value], -1))
-            if self.order[copy] > point + 1 and self.nodes[point].op == "call_function":
+            may_move = self.nodes[point].op == "call_function" and self.nodes[point] not in copies  # those move, too
+            if self.order[copy] > point + 1 and may_move:
                 self.nodes[point].append(copy)
 
 

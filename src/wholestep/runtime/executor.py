@@ -185,6 +185,7 @@ class Executor:
         """Before the calls that follow the graph; first those that take no numbers out of tensors."""
         self._late_changes = [c for c in changes if c.is_late]
         """Changes that take scalars which are known only after the graph ran, and the calls that follow it."""
+        self._effects = captured.effects
 
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
@@ -210,9 +211,19 @@ class Executor:
             call.scheduler.step(*call.args, **call.kwargs)
             deferred.read(call.leaves)
         _apply_all(self._late_changes, outputs, leaves, deferred)
+        if self._effects:
+            self._make_calls(outputs, deferred)
         results = [_result(kind, value, outputs, deferred) for kind, value in self.captured.result_leaves]
         rebuild = self.captured.rebuild_result
         return results[0] if rebuild is None else rebuild(results)
+
+    def _make_calls(self, outputs: tuple[Any, ...], deferred: DeferredValues) -> None:
+        """Print, log and write into lists and dicts, as the step does."""
+        made: dict[int, Any] = {}
+        for call in self._effects:
+            call.make(lambda leaf: _result(leaf.kind, leaf.value, outputs, deferred), made)
+        if any(call.once for call in self._effects):
+            self._effects = tuple(call for call in self._effects if not call.once)
 
     def path(self, index: int) -> str:
         """The path of an input of the graph."""
@@ -273,6 +284,8 @@ def _result(kind: str, value: Any, outputs: tuple[Any, ...], deferred: DeferredV
         return found.detach() if found.requires_grad or type(found) is not Tensor else found
     if kind == "sharded":
         return dtensor_over(outputs[value[0]], value[1])
+    if kind == "shown":
+        return value.of(outputs[value.output])
     return deferred.number(value) if kind == "deferred" else value
 
 

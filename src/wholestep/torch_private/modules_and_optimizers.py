@@ -38,6 +38,10 @@ SCALER_STEP = "_maybe_opt_step"
 """Attributes of a GradScaler: tensors, Python scalars and settings; and the method that branches on inf. 2.11, 2.13."""
 
 
+VALIDATION_OF_DISTRIBUTIONS = "_validate_args"
+"""The attribute that says whether a distribution validates its arguments. 2.11, 2.13."""
+
+
 def validate_distributions(value: bool) -> bool:
     """Set whether `torch.distributions` validate their arguments, which branches on data; returns the old value.
     2.11, 2.13."""

@@ -39,14 +39,31 @@ def hooks() -> None:
         return optimizer
 
     for build in ({"model": on_module}, {"model": on_parameter}, {"optimizer": on_optimizer}):
-        refused("WS-HOOK", train, **build)
+        same(train, **build)
+    seen: list[float] = []
+
+    def with_effects() -> nn.Module:
+        seen.clear()
+        model = network()
+        model[0].register_forward_hook(lambda module, args, result: seen.append(result.mean().item()))
+        return model
+
+    same(train, steps=6, model=with_effects, watch={"seen": seen})
+
+
+@row('the same with `hooks="refuse"`')
+def refused_hooks() -> None:
+    def on_module() -> nn.Module:
+        model = network()
+        model[0].register_forward_hook(lambda module, args, result: result * 2)
+        return model
+
+    refused("WS-HOOK", train, model=on_module, options={"hooks": "refuse"})
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
-        refused("WS-HOOK", train)
+        refused("WS-HOOK", train, options={"hooks": "refuse"})
     finally:
         handle.remove()
-    for model in (on_module, on_parameter):
-        same(train, model=model, options={"hooks": "trace"})
 
 
 @row("`weight_norm` and `spectral_norm`")

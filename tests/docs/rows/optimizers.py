@@ -185,19 +185,32 @@ def objects_in_state() -> None:
     refused("WS-SIDE-EFFECT", train, optimizer=own(update))
 
 
-@row("`optimizer.step(closure)`, LBFGS")
+def steps_with_a_closure(model: nn.Module, optimizer: Any, x: Tensor) -> Any:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+@row("`optimizer.step(closure)` of an optimizer that calls its closure by a fixed program")
 def closures() -> None:
-    def body(model: nn.Module, optimizer: Any, x: Tensor) -> Any:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
+    same(steps_with_a_closure, steps=6)
+    same(
+        steps_with_a_closure, steps=6, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
 
-        return optimizer.step(closure)
 
-    refused("WS-OPT-CLOSURE", body, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
-    refused("WS-OPT-CLOSURE", body)
+@row("`optimizer.step(closure)` of one that decides by values")
+def closures_by_values() -> None:
+    for options in ({}, {"max_iter": 1}):
+        refused(
+            "WS-OPT-CLOSURE",
+            steps_with_a_closure,
+            optimizer=lambda model, options=options: torch.optim.LBFGS(model.parameters(), **options),
+        )
 
 
 @row("floats and tensors in param groups")
@@ -367,10 +380,32 @@ def sparse_gradients() -> None:
     )
 
 
-@row("`param.data = ...`")
+@row("`param.data = ...` that keeps shape")
+def replaced_data() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, optimizer, x)
+        for p in model.parameters():
+            p.data = p.data - 0.1 * p.grad
+            p.data.mul_(0.99)
+        model[0].bias.data, model[1].bias.data = model[1].bias.data, model[0].bias.data
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())
+        return loss
+
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    same(body, steps=6, model=build)
+
+
+@row("`param.data = ...` of another form")
 def replaced_parameters() -> None:
     def data(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
-        model[0].weight.data = model[0].weight.data * 0.5
+        model[0].weight.data = model[0].weight.data.half()
+        return train(model, optimizer, x)
+
+    def shared(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        model[0].bias.data = model[2].weight.data[0]
         return train(model, optimizer, x)
 
     def parameter(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -383,7 +418,7 @@ def replaced_parameters() -> None:
     def built(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
         return train(model, optimizer, nn.Linear(6, 6)(x))
 
-    for body in (data, parameter, converted, built):
+    for body in (data, shared, parameter, converted, built):
         refused("WS-PARAM-DATA", body)
 
 

@@ -28,7 +28,6 @@ CONFIG.scale = 1.0  # type: ignore[attr-defined]
 CONTEXT: ContextVar[float] = ContextVar("scale", default=1.0)
 LOCAL = threading.local()
 COUNTER = 0
-SEEN: list[int] = []
 log = logging.getLogger(__name__)
 
 
@@ -97,23 +96,12 @@ def values_that_are_needed_at_once() -> None:
         ("WS-ITEM", lambda loss: {0: 1}.get(int(loss))),
         ("WS-ITEM", lambda loss: list(range(int(loss)))),
         ("WS-ITEM", lambda loss: np.sqrt(loss.item())),
-        ("WS-ITEM", lambda loss: "%.3f" % loss.item()),  # noqa: UP031
     ):
 
         def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Any:
             return take(train(model, optimizer, x).detach())
 
         refused(code, body)
-
-
-@row("`.numpy()`, `print(tensor)`")
-def values_as_text() -> None:
-    for take in (lambda loss: loss.numpy(), print, lambda loss: f"{loss}"):
-
-        def body(model: nn.Module, optimizer: Optimizer, x: Tensor, take: Any = take) -> Any:
-            return take(train(model, optimizer, x).detach())
-
-        refused("WS-ITEM", body)
 
 
 @row("boolean indexing, `nonzero`, `masked_select`")
@@ -245,26 +233,6 @@ def attributes_that_are_set() -> None:
 
     step = same(body, model=build, steps=6, graphs=4)
     assert len(step.graphs) <= 4
-
-
-@row("appending to a list, writing to a dict or set")
-def containers_that_are_changed() -> None:
-    def appends(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        SEEN.append(1)
-        return train(model, optimizer, x)
-
-    def build() -> nn.Module:
-        model = network()
-        model.log = {"calls": 0}
-        return model
-
-    def writes(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
-        model.log["calls"] += 1
-        return train(model, optimizer, x)
-
-    refused("WS-SIDE-EFFECT", appends)
-    refused("WS-SIDE-EFFECT", writes, model=build)
-    assert SEEN == []
 
 
 @row("a number in an attribute, closure or global that you change between calls")

@@ -36,8 +36,8 @@ from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.graph.tensor_values import OPAQUE, Value
-from wholestep.errors import AliasError, OverlapError, UnsupportedError
-from wholestep.ir.effects import OperatorFacts, is_custom_operator, is_view_of_first
+from wholestep.errors import AliasError, OverlapError, ParameterDataError, UnsupportedError
+from wholestep.ir.effects import OperatorFacts, is_custom_operator, is_view_of_first, shared_inputs
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.meta import NodeMeta, set_node_meta, user_location
@@ -235,8 +235,9 @@ def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[
     return all(t.is_contiguous() for t in tensors_in(targets))
 
 
-def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
+def add_write_backs(capture: Capture, outputs: Iterable[Any]) -> list[tuple[fx.Node, fx.Node]]:
     """Add the final copies to the graph. Returns each input with the value that is copied into it."""
+    _refuse_shared_data(capture)
     found: list[tuple[fx.Node, fx.Node]] = []
     written: list[Tracked] = []
     for node in [n for n in capture.graph.nodes if n.op == "placeholder"]:
@@ -245,8 +246,14 @@ def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
         if tracked is not None and capture.recorder.values.is_written(fake):
             found.append((node, capture.recorder.node_of(fake)))
             written.append(tracked)
-    _refuse_shared_memory(capture.table.tracked.values(), written)
+    kept = {node for node in outputs if isinstance(node, fx.Node)}
+    used = {id(n.meta.get("val")) for n in capture.graph.nodes if n.op == "placeholder" and (n.users or n in kept)}
+    _refuse_shared_memory([t for t in capture.table.tracked.values() if t in written or id(t.input) in used], written)
+    replaced = set(map(id, capture.recorder.values.replaced()))
     copies = []
+    found = [
+        (node, _not_an_input(capture, value) if id(node.meta["val"]) in replaced else value) for node, value in found
+    ]
     for target, value in found:
         if value is target:
             continue
@@ -255,6 +262,36 @@ def add_write_backs(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
         set_node_meta(copy, NodeMeta(phase="epilogue"))
         copies.append((target, value))
     return copies
+
+
+def _not_an_input(capture: Capture, value: fx.Node) -> fx.Node:
+    """The value of a tensor that took the data of another input, which may be written before it is read."""
+    is_input = value.op == "placeholder" or shared_inputs(value)
+    return capture.recorder.emit(aten.clone.default, value) if is_input else value
+
+
+def _refuse_shared_data(capture: Capture) -> None:
+    """Refuse a step after which two tensors of the user's are one memory, because one took the data of the other."""
+    for other in capture.table.tracked.values():
+        replaced = replaced_data_in(capture, other.input)
+        if replaced is not None and replaced is not other:
+            raise ParameterDataError(
+                f"after the step {replaced.slot.path} and {other.slot.path} would share memory: the step sets .data of "
+                "the first.",
+                fix="copy the values: param.copy_(new) under torch.no_grad().",
+            )
+
+
+def replaced_data_in(capture: Capture, tensor: Tensor) -> Tracked | None:
+    """A tensor of the user's that took the memory of this one (`p.data = tensor`), or a part of it."""
+    for replaced in capture.recorder.values.replaced():
+        if replaced is tensor:
+            return capture.table.by_fake.get(id(replaced))
+    for replaced in capture.recorder.values.replaced():
+        tracked = capture.table.by_fake.get(id(replaced))
+        if tracked is not None and storage_key(replaced) == storage_key(tensor) and _overlap(replaced, tensor):
+            return tracked
+    return None
 
 
 def _refuse_shared_memory(tracked: Iterable[Tracked], written: list[Tracked]) -> None:

@@ -99,6 +99,8 @@ class Items:
         scalar = ScalarNode(self._scalars, _kind(tensor), number, name, leaf=leaf)
         if self._scalars.is_pinned(name):
             return scalar.specialise("a plain number")
+        if api in _CONVERSIONS and self._host.phase != "optimizer":
+            self._scalars.before_conversion(_CONVERSIONS[api])  # `int(self.queue_ptr)`: a scalar in the next trace
         scalar._fx = self._host.recorder.emit_function(torch.ops.aten._local_scalar_dense.default, (node,), number)
         self._taken[node, None] = scalar
         return scalar.as_python()

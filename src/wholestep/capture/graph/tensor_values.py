@@ -89,6 +89,8 @@ class Values:
         self._size_node = shape_arg
         self._values: dict[int, Value] = {}
         self._by_storage: dict[int, Value] = {}
+        self._replaced: dict[int, tuple[Tensor, Any]] = {}
+        """Tensors whose `.data` was replaced, by identity, with the memory that they had."""
 
     def register_input(self, fake: Tensor, node: fx.Node) -> None:
         """Register a fake tensor that is a placeholder of the graph."""
@@ -99,11 +101,34 @@ class Values:
         """Drop all tensors. Returns weak references to them, with their nodes."""
         known = [(weakref.ref(value.fake), value.node) for value in self._values.values()]
         self._values, self._by_storage = {}, {}
+        self._replaced = {}
         return known
 
     def is_written(self, fake: Tensor) -> bool:
         """Whether the step wrote to memory of an input that this tensor shares."""
-        return self._values[id(fake)].base.version > 0
+        return id(fake) in self._replaced or self._values[id(fake)].base.version > 0
+
+    def writes_to(self, fake: Tensor) -> tuple[int, int]:
+        """A value that differs after each write to a tensor."""
+        base = self.value(fake).base
+        return id(base), base.version
+
+    def set_data(self, fake: Tensor, source: Tensor) -> None:
+        """`fake.data = source`: both are the same memory from here on; what shared memory with `fake` keeps it."""
+        value = self.value(source)
+        if id(fake) not in self._replaced:
+            self.value(fake)
+            self._replaced[id(fake)] = fake, fake.untyped_storage()
+        fake.data = source
+        self._values[id(fake)] = Value(fake, self.read(value), value.base, value, aten.alias.default)
+
+    def replaced(self) -> list[Tensor]:
+        """The tensors whose `.data` was replaced."""
+        return [fake for fake, _ in self._replaced.values()]
+
+    def shares_memory(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are the same memory at the end of the step."""
+        return self.value(one).base is self.value(other).base
 
     def as_it_is(self, fake: Tensor) -> fx.Node:
         """A node with the present contents of a tensor, which later writes to the memory of an input do not change."""
@@ -270,6 +295,12 @@ class Values:
         if isinstance(arg, list | tuple):
             return [self._shape_arg(a) for a in arg]
         return arg
+
+
+def may_replace_data(tensor: Tensor, new: Tensor) -> bool:
+    """Whether a tensor keeps its form if it takes the data of another one."""
+    same = tensor.shape == new.shape and tensor.stride() == new.stride() and tensor.dtype == new.dtype
+    return same and tensor.device == new.device
 
 
 def _as_argument(arg: Any) -> Any:

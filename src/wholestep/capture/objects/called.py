@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,11 @@ class EarlierTraces:
         """Under a plan all reachable objects count as called: models are placed before the first trace."""
         self._called: list[weakref.ref[Any]] = []
         self.conversions: list[tuple[dict[str, Any], str]] = []
-        """Global namespaces, with the name by which code there converts a tensor to a number: `float` or `int`."""
+        """Global namespaces and the name by which a function there makes a number of a tensor: `float` or `int`."""
+        self.formats: list[CodeType] = []
+        """Code that formats numbers that are not known yet with a text of its own: `"%.3f" % loss.item()`."""
+        self.written: list[Any] = []
+        """Lists and dicts that outlive the step and that it writes."""
 
     def calls(self, target: Any) -> bool:
         """Whether the step is known to call an object."""

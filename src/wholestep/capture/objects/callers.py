@@ -22,7 +22,12 @@ _LOADS = os.path.dirname(torch.__file__) + os.sep + "serialization.py"
 _OURS = os.path.dirname(wholestep.__file__) + os.sep
 _INTERPOSED = tuple(
     os.path.join(_OURS, "capture", *place)
-    for place in (("objects", "callers.py"), ("python_reads", "clocks.py"), ("python_reads", "outside_reads.py"))
+    for place in (
+        ("objects", "callers.py"),
+        ("python_reads", "clocks.py"),
+        ("python_reads", "outside_reads.py"),
+        ("effects", "showing_calls.py"),
+    )
 )
 _OWN_ACCOUNT = ("torch", "tqdm", "rich", "wandb", "tensorboard", "transformers", "numpy", "_pytest", "pluggy")
 
@@ -54,13 +59,19 @@ def is_user_code(code: CodeType) -> bool:
 def _caller(depth: int) -> FrameType | None:
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        kind = _kind_of.get(frame.f_code)
-        if kind is None:
-            kind = _kind_of[frame.f_code] = _kind(frame.f_code)
+        kind = kind_of_code(frame.f_code)
         if kind != "through":
             return frame if kind == "user" else None
         frame = frame.f_back
     return None
+
+
+def kind_of_code(code: CodeType) -> str:
+    """Whose code it is: "user", "library", or "through" where the caller counts (the standard library, NumPy)."""
+    kind = _kind_of.get(code)
+    if kind is None:
+        kind = _kind_of[code] = _kind(code)
+    return kind
 
 
 def _kind(code: CodeType) -> str:

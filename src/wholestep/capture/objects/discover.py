@@ -35,8 +35,15 @@ from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, own_dict
 from wholestep.ir.user_objects.plain_contents import PLAIN as _PLAIN
 from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.torch_private.autograd import tensor_hooks
 from wholestep.torch_private.guard_checks import generator_key
-from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS, OPTIMIZER_INTERNALS
+from wholestep.torch_private.modules_and_optimizers import (
+    MODULE_INTERNALS,
+    OPTIMIZER_INTERNALS,
+    global_module_hooks,
+    module_hooks,
+    optimizer_step_hooks,
+)
 
 _MAX_DEPTH = 6
 TARGETS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -83,6 +90,8 @@ class World:
     behind: dict[int, Chain] = field(default_factory=dict)
     """Objects behind the frontier that the step is not known to call, by identity."""
 
+    places: dict[int, list[Slot | None]] = field(default_factory=dict)
+    """Where lists and dicts lie, by their identity; None where nothing can be put in the place."""
     links: dict[int, ObjectLink] = field(default_factory=dict)
     """The link by which the walk reached an object, by identity of the object."""
 
@@ -114,14 +123,21 @@ class World:
 
 
 def discover(
-    fn: Callable[..., Any], arguments: Iterable[tuple[str, Any]], called: Callable[[Any], bool] = lambda value: False
+    fn: Callable[..., Any],
+    arguments: Iterable[tuple[str, Any]],
+    called: Callable[[Any], bool] = lambda value: False,
+    *,
+    hooks: bool = False,
 ) -> World:
-    """Walk the arguments, then the function. `called`: objects behind the frontier that the step is known to call."""
+    """Walk the arguments, then the function. `called`: objects behind the frontier that the step is known to call.
+    `hooks`: also walk what hooks of modules, parameters and optimizers read."""
     walk = _Walk()
     for name, value in arguments:
         walk.visit(value, name, 0, None)
     walk.function(fn, "", 0)
     world = walk.world
+    if hooks:
+        walk.hooks()
     behind = search(list(world.frontier.values()), TARGETS, world.knows)
     for chain in behind:
         if called(chain.target):
@@ -159,6 +175,8 @@ class _Walk:
             self.world.other_slots.append((value, slot))
         if self._sources.stands_in(value, path, slot):
             return
+        if isinstance(value, CONTAINERS):
+            self.world.places.setdefault(id(value), []).append(slot)
         if id(value) in self._seen:
             return
         if self._within and slot is not None and id(value) not in self.world.links:
@@ -272,6 +290,26 @@ class _Walk:
         if wrapped is not None:
             self.visit(wrapped, path, depth, None)
 
+    def hooks(self) -> None:
+        """The code of hooks, which run in the step, and what they are bound to."""
+        for hook in global_module_hooks():
+            self._hook(hook, "every module")
+        for module, path in list(self.world.modules.items()):
+            for hook in module_hooks(module):
+                self._hook(hook, path)
+            for name, parameter in module._parameters.items():
+                for hook in tensor_hooks(parameter) if parameter is not None else ():
+                    self._hook(hook, f"{path}.{name}")
+        for optimizer, path in list(self.world.optimizers.items()):
+            for hook in optimizer_step_hooks(optimizer):
+                self._hook(hook, path)
+
+    def _hook(self, hook: Any, path: str) -> None:
+        where = f"a hook of {path}"
+        if isinstance(hook, MethodType):
+            self.visit(hook.__self__, f"{where}: {type(hook.__self__).__name__}", 1, None)
+        self.visit(hook, where, 1, None)
+
     def _methods(self, cls: type, depth: int) -> None:
         """Visit what the code of a user class's methods reads: closures and globals."""
         if id(cls) in self._seen or depth > _MAX_DEPTH:
@@ -378,12 +416,16 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
         )
 
 
+_OPEN_LIBRARIES = ("transformers", "torch.distributions")
+"""Libraries whose objects hold values that a step reads."""
+
+
 def _is_plain_object(value: Any) -> bool:
     if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum):
         return False
     if isinstance(value, SimpleNamespace | Namespace):
         return True
-    return not is_foreign(type(value)) or str(type(value).__module__).startswith("transformers")
+    return not is_foreign(type(value)) or str(type(value).__module__).startswith(_OPEN_LIBRARIES)
 
 
 def is_random_object(value: Any) -> bool:

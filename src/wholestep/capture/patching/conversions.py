@@ -113,7 +113,7 @@ def _stand_in(kind: type, method: str) -> type:
                 value = args[0]
                 number = value.item() if isinstance(value, Tensor) else value
                 scalar = scalar_of(number)
-                if scalar is not None and scalar.is_deferred:
+                if scalar is not None and not scalar.is_fixed:
                     return scalar.apply(method).as_python()
                 if scalar is None and isinstance(number, torch.SymInt | torch.SymFloat) and hint_of(number) is None:
                     return _TO_NUMBER[kind](number)

@@ -21,24 +21,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from wholestep.capture.effects.containers import StandInContainer
+from wholestep.capture.effects.texts import Texts
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.scalar_operands import moving_view, with_items
-from wholestep.errors import ItemError, ParameterDataError, UnsupportedError
+from wholestep.errors import ItemError, UnsupportedError
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
 
-_LEAVES_GRAPH = {
+_LEAVES_GRAPH: dict[Any, str] = {
     Tensor.numpy: ".numpy()",
-    Tensor.__repr__: "printing or repr()",
-    Tensor.__format__: "formatting",
     Tensor.__array__: "numpy",
     Tensor.__contains__: "`in`",
     torch.equal: "torch.equal",
     torch.allclose: "torch.allclose",
 }
+_TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
 _TAKES_VALUE = {
     Tensor.__bool__: "__bool__",
     Tensor.is_nonzero: "is_nonzero",
@@ -68,9 +69,12 @@ class InterceptHost(Protocol):
 
     session: Any
     sources: Any
+    texts: Texts
     account: Account
 
     def stand_in(self, real: Tensor) -> Tensor: ...
+
+    def replace_data(self, tensor: Tensor, new: Tensor) -> None: ...
 
 
 class FunctionMode(TorchFunctionMode):
@@ -95,6 +99,8 @@ class FunctionMode(TorchFunctionMode):
             if self._host.session is not None:
                 self._host.session.after_backward()
             return result
+        if func in _TEXTS and _is_traced(args[0]):
+            return self._text(func, *args)
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",
@@ -102,11 +108,8 @@ class FunctionMode(TorchFunctionMode):
                 location=user_location(),
             )
         if func == _SET_DATA and _is_traced(args[0]):
-            raise ParameterDataError(
-                f"the step replaces .data of a tensor of shape {tuple(args[0].shape)}.",
-                fix="write into it under torch.no_grad(): param.copy_(new).",
-                location=user_location(),
-            )
+            self._host.replace_data(args[0], args[1])
+            return None
         session = self._host.session
         if session is not None:
             if func == _GET_GRAD:
@@ -141,8 +144,19 @@ class FunctionMode(TorchFunctionMode):
         finally:
             self._host.api = before
 
+    def _text(self, func: Any, tensor: Tensor, spec: str = "", **_: Any) -> str:
+        """The text of a tensor, filled in after the run; of a single number it is the number's."""
+        if func is Tensor.__repr__:
+            return self._host.texts.of_tensor(repr, tensor)
+        if tensor.dim() == 0 and not isinstance(tensor, nn.Parameter):
+            return format(symbolic_scalar(tensor.detach().item()), spec)
+        return self._host.texts.of_tensor(format, tensor, spec)
+
     def _traced(self, value: Any) -> Any:
-        """A parameter that some object hid from `discover` is replaced by its fake, with the fake's gradient."""
+        """A parameter that some object hid from `discover`: the fake that stands for it. A list that the step writes:
+        its contents."""
+        if isinstance(value, StandInContainer):
+            value = copy.copy(value)
         if isinstance(value, Tensor) and not _is_traced(value) and value.requires_grad and value.is_leaf:
             return self._host.stand_in(value)
         if type(value) in (list, tuple) and any(isinstance(item, Tensor) and not _is_traced(item) for item in value):

@@ -14,7 +14,8 @@ which becomes an output that the runtime reads (only in the graph that creates s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +28,14 @@ from wholestep.capture.python_reads.attribute_reads import Attributes
 from wholestep.capture.results.accounting import Account, OptimizerCall
 from wholestep.capture.scalars.symbolic_scalars import LastRateSlot, scalar_of
 from wholestep.capture.scalars.traced_numbers import TracedScalars
-from wholestep.errors import ItemError, Location, OptimizerClosureError, SideEffectError, UnsupportedError
+from wholestep.errors import (
+    ControlFlowError,
+    ItemError,
+    Location,
+    OptimizerClosureError,
+    SideEffectError,
+    UnsupportedError,
+)
 from wholestep.ir.captured_step import HostCall
 from wholestep.ir.deferred import HostLeaf
 from wholestep.ir.meta import user_location
@@ -116,24 +124,71 @@ class StepHost(Protocol):
 
 
 def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
-    """Attribute the nodes of the step to the optimizer; refuse a closure."""
+    """Attribute the nodes of the step to the optimizer; those of a closure that it calls to the step."""
     original = optimizer.step
 
     def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        _refuse_step(host, closure)
+        _refuse_step(host)
+        if closure is not None and host.session is not None:
+            raise OptimizerClosureError(
+                "optimizer.step(closure) evaluates the model within the update of a sharded optimizer.",
+                fix="compute the loss and call backward() before optimizer.step(), without a closure.",
+                location=user_location(),
+            )
         before, host.phase = host.phase, "optimizer"
         host.steps_seen.append(optimizer)
         host.step_lines[optimizer] = user_location()
         running, host.running_step = host.running_step, optimizer
         try:
-            with host.account.step(optimizer):
+            with host.account.step(optimizer) as call:
                 if host.session is not None:
                     return host.session.optimizer_step(optimizer, lambda: original(*args, **kwargs))
-                return original(*args, **kwargs)
+                if closure is None:
+                    return original(*args, **kwargs)
+                evaluations = _Evaluations(host, closure, call, before)
+                with evaluations.refusing_choices(optimizer):
+                    return original(evaluations, *args, **kwargs)
         finally:
             host.phase, host.running_step = before, running
 
     vars(optimizer)["step"] = step
+
+
+class _Evaluations:
+    """A closure that an optimizer calls: as often as its Python says, if that depends on no value of a tensor."""
+
+    def __init__(self, host: StepHost, closure: Callable[[], Any], call: OptimizerCall, phase: str) -> None:
+        self._host = host
+        self._closure = closure
+        self._call = call
+        self._phase = phase
+        self._is_inside = False
+
+    def __call__(self) -> Any:
+        host = self._host
+        phase, host.phase = host.phase, self._phase
+        running, host.running_step = host.running_step, None
+        self._is_inside = True
+        loss = self._closure()
+        self._is_inside = False
+        host.phase, host.running_step = phase, running
+        host.account.take_gradients(self._call)
+        return loss
+
+    @contextmanager
+    def refusing_choices(self, optimizer: Optimizer) -> Iterator[None]:
+        """Explain a refusal of the optimizer's own code: it decides by values what it evaluates next."""
+        try:
+            yield
+        except (ControlFlowError, ItemError) as error:
+            if self._is_inside:
+                raise
+            raise OptimizerClosureError(
+                f"{type(optimizer).__name__}.step(closure) decides by values of tensors how often it evaluates the "
+                f"closure, or what it does with the result: {error.what}",
+                fix="compile the closure instead of the step, or use an optimizer that follows a fixed program.",
+                location=user_location(),
+            ) from error
 
 
 class BoundSteps:
@@ -148,7 +203,7 @@ class BoundSteps:
         host = self._host
         if host.running_step is optimizer:
             return
-        _refuse_step(host, args[0] if args else kwargs.get("closure"))
+        _refuse_step(host)
         if host.session is not None:
             raise UnsupportedError(
                 "step() of a sharded optimizer is called as a bound method that was taken before the step.",
@@ -167,13 +222,7 @@ class BoundSteps:
             self._host.account.end_step(call)
 
 
-def _refuse_step(host: StepHost, closure: Any) -> None:
-    if closure is not None:
-        raise OptimizerClosureError(
-            "optimizer.step(closure) may evaluate the model any number of times.",
-            fix="compute the loss and call backward() before optimizer.step(), without a closure.",
-            location=user_location(),
-        )
+def _refuse_step(host: StepHost) -> None:
     if host.host_calls:
         raise SideEffectError(
             f"{host.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "

@@ -26,8 +26,8 @@ _SMALL = 1 << 20
 _SETTLED = 2.0
 """Seconds after which a file that is written again is certain to have another time."""
 _CHANGING = ("/proc/", "/sys/", "/dev/")
-UNREPEATABLE = frozenset({id(os.urandom), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open)})
-"""Functions that user code may hold by a name of its own, by identity."""
+UNREPEATABLE = frozenset({id(os.urandom), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open), id(builtins.print)})
+"""Functions that user code may hold on to, by identity."""
 
 
 class FileState:

@@ -19,7 +19,7 @@ import queue
 import weakref
 from collections.abc import AsyncGenerator
 from types import GeneratorType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 
@@ -29,6 +29,9 @@ from wholestep.errors import CapturedTensorError, SideEffectError
 from wholestep.ir.meta import user_location
 from wholestep.ir.user_objects.plain_contents import is_large
 from wholestep.ir.user_objects.slots import Slot
+
+if TYPE_CHECKING:
+    from wholestep.capture.effects.containers import Recorders
 
 _QUEUES = (
     queue.Queue,
@@ -124,16 +127,19 @@ def large_array(real: Any, path: str) -> Any:
 
 
 def real_of(value: Any) -> Any:
-    """The object that a stand-in replaces; any other value itself."""
-    return value._wholestep_real if isinstance(value, StandIn) else value
+    """What a stand-in stands for; any other value itself."""
+    if isinstance(value, StandIn):
+        return value._wholestep_real
+    return value.wholestep_real if hasattr(type(value), "wholestep_real") else value
 
 
 class StandIns:
     """The stand-ins of one trace."""
 
-    def __init__(self, replacements: dict[int, Any]) -> None:
+    def __init__(self, replacements: dict[int, Any], recorders: Recorders) -> None:
         self._replacements = replacements
-        """Stand-ins for functions that return another value each time (a clock), by their identity."""
+        """Of functions that give another value each time (a clock), by their identity."""
+        self._recorders = recorders
         self._made: dict[int, Any] = {}
         self._swapped: list[tuple[Slot, Any, Any]] = []
         self._fixed: list[tuple[str, Any, Any]] = []
@@ -142,6 +148,9 @@ class StandIns:
         """The stand-in for an object; the object itself if it needs none."""
         if id(real) in self._replacements:
             return self._replacements[id(real)]
+        container = self._recorders.stand_in(real, path)
+        if container is not None:
+            return container
         if is_large(real):
             return large_array(real, path)
         if not is_consumed(real):

@@ -45,7 +45,8 @@ class ValueSources:
         self._modules: dict[ModuleType, tuple[str, dict[str, Any], dict[str, None]]] = {}
         self.outside = OutsideReads()
         self.clocks = Clocks(capture.numbers.clocks)
-        self.stand_ins = StandIns(self.clocks.readers | self.outside.replacements)
+        replaced = self.clocks.readers | self.outside.replacements | capture.showing.replacements
+        self.stand_ins = StandIns(replaced, capture.recorded)
         self._arrays: dict[int, ArrayCopy] = {}
         self.changed_arrays: list[ArrayCopy] = []
         self._counts = (0, 0, 0)
@@ -60,6 +61,8 @@ class ValueSources:
             self._follow_classes()
             self._follow_modules()
             self._put_stand_ins()
+            for slot, container in list(self._capture.recorded.places()):
+                self.stand_ins.put(slot, container)
             self._copy_arrays()
             for value, path in self._world.sources.fixed:
                 self.stand_ins.watch(value, path)

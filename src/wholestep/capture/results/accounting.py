@@ -45,7 +45,7 @@ class OptimizerCall:
     optimizer: Optimizer
     path: str
     location: Location | None
-    parameters: list[tuple[Tensor, int]]
+    parameters: list[tuple[Tensor, tuple[int, int]]]
     """Those with a gradient, and the number of writes to each before the call."""
     numbers: list[Any]
     """Plain values of the optimizer and its groups before the call."""
@@ -71,10 +71,10 @@ class Account:
             self._fakes[id(tracked)] = version_of(tracked.input)
 
     @contextmanager
-    def step(self, optimizer: Optimizer) -> Iterator[None]:
+    def step(self, optimizer: Optimizer) -> Iterator[OptimizerCall]:
         """Around a call of `optimizer.step()`."""
         call = self.begin_step(optimizer)
-        yield
+        yield call
         self.end_step(call)
 
     def begin_step(self, optimizer: Optimizer) -> OptimizerCall:
@@ -85,10 +85,15 @@ class Account:
                 fix="pass the optimizer as an argument of the step; and report this, with the class that holds it.",
                 location=user_location(),
             )
-        found = [p for p in _parameters(optimizer) if p.grad is not None]
-        parameters = [(p, self._writes_to(p)) for p in found if isinstance(local_of(p), FakeTensor)]
         location = user_location()
-        return OptimizerCall(optimizer, path or type(optimizer).__name__, location, parameters, _numbers(optimizer))
+        call = OptimizerCall(optimizer, path or type(optimizer).__name__, location, [], _numbers(optimizer))
+        self.take_gradients(call)
+        return call
+
+    def take_gradients(self, call: OptimizerCall) -> None:
+        """Note the parameters that have a gradient now: those that the optimizer is to write."""
+        found = [p for p in _parameters(call.optimizer) if p.grad is not None]
+        call.parameters = [(p, self._writes_to(p)) for p in found if isinstance(local_of(p), FakeTensor)]
 
     def end_step(self, call: OptimizerCall) -> None:
         call.unwritten = [p for p, before in call.parameters if self._writes_to(p) == before]
@@ -126,9 +131,8 @@ class Account:
         grads = [tracked.fake.grad for tracked in self._capture.table.tracked.values()]
         return [(id(grad), version_of(local_of(grad))) for grad in grads if grad is not None]
 
-    def _writes_to(self, tensor: Tensor) -> int:
-        version: int = self._capture.recorder.values.value(local_of(tensor)).base.version
-        return version
+    def _writes_to(self, tensor: Tensor) -> tuple[int, int]:
+        return self._capture.recorder.values.writes_to(local_of(tensor))
 
     def check(self, graph: fx.Graph) -> None:
         """Raise LostError where something that tracing saw is not in the graph."""

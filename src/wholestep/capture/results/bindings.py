@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from wholestep.capture.effects.texts import has_mark
+from wholestep.capture.graph.functional_forms import replaced_data_in
 from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.effect_line import value_effect
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
-from wholestep.errors import SideEffectError, UnsupportedError
+from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
 from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, SizeLeaf
+from wholestep.ir.replayed_calls import ShownLeaf
 from wholestep.ir.signature import ChangeKind, OutputKind
-from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, Slot
+from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, SameMemorySlot, Slot
 from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 
@@ -59,6 +63,7 @@ class Bindings:
     ) -> None:
         """After the graph ran, and the schedulers if `after_calls`, the slot holds `new`."""
         refuse_clocks(new, slot.path)
+        new = real_of(new)
         unless = self.skipped(flag)
         kind = ChangeKind.CREATED if created else ChangeKind.REBOUND
         if new is ABSENT:
@@ -77,6 +82,10 @@ class Bindings:
         if isinstance(new, Tensor):
             self._refuse_unrepeatable(slot, new)
             source = new if isinstance(new, FakeTensor) else self._capture.lift(new)
+            parameter = self.refuse_part_of_replaced(source, slot.path)
+            if parameter is not None:
+                self.changes.append(Change(kind, SameMemorySlot(slot.kind, slot.path, slot.of, slot, parameter)))
+                return
             index = self._state_output(source, slot.path)
             self.changes.append(Change(kind, slot, output=index, unless=unless, after_calls=after_calls))
         elif scalar is not None and scalar.is_deferred:
@@ -92,6 +101,9 @@ class Bindings:
                 self.changes.append(
                     Change(ChangeKind.CONSTANT, slot, constant=value, unless=unless, after_calls=after_calls)
                 )
+        elif has_mark(new):
+            number = self.read_after(self._capture.texts.deferred(new))
+            self.changes.append(Change(kind, slot, deferred=number, unless=unless, after_calls=after_calls))
         elif _is_constant(new := _without_symbolic_scalars(new)):
             self.changes.append(Change(ChangeKind.CONSTANT, slot, constant=new, unless=unless, after_calls=after_calls))
         else:
@@ -100,18 +112,36 @@ class Bindings:
                 fix="set it outside of the step.",
             ).seen_by(value_effect(slot.get))
 
+    def refuse_part_of_replaced(self, tensor: Tensor, path: str) -> Slot | None:
+        """The parameter whose `.data` the step set to this very tensor, which outlives it; a part of it is refused."""
+        if not self._recorder.values.replaced() or id(tensor) in self._capture.table.by_fake:
+            return None
+        tracked = replaced_data_in(self._capture, tensor)
+        if tracked is None:
+            return None
+        fake = tracked.input
+        if tensor.shape != fake.shape or tensor.storage_offset() != fake.storage_offset():
+            raise ParameterDataError(
+                f"{path} shares a part of its memory with {tracked.slot.path}, because the step sets .data to it.",
+                fix="clone() what you keep.",
+            )
+        return tracked.slot
+
     def skipped(self, flag: fx.Node | None) -> int | None:
         """The index of the output that says whether a change is skipped."""
         return self.output(OutputKind.PREDICATE, "optimizer step skipped", flag) if flag is not None else None
 
     def deferred(self, scalar: ScalarNode) -> DeferredNumber:
-        """A scalar that is known only after the graph ran; the graph returns the values that it is computed from."""
-        number = scalar.deferred()
+        """A number that is known only after the graph ran; the graph returns what it is computed from."""
+        return self.read_after(scalar.deferred())
+
+    def read_after(self, number: DeferredNumber) -> DeferredNumber:
+        """Let the graph return what a number or text is computed from."""
         for leaf in number.leaves:
             if isinstance(leaf, ItemLeaf):
                 if leaf not in self._read_after:
                     self._read_after[leaf] = self.logged(leaf.node)
-            elif isinstance(leaf, SizeLeaf):
+            elif isinstance(leaf, SizeLeaf | ShownLeaf):
                 self._read_after.setdefault(leaf, self.logged(leaf.node))
             elif isinstance(leaf, HostLeaf):
                 self.late_leaves.add(leaf)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from wholestep.capture.effects.containers import NeedsRecorders
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
@@ -15,7 +16,7 @@ from wholestep.capture.results.effect_line import contents_effect, value_effect
 from wholestep.capture.scalars.scalar_policy import MustBeInputs
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
-from wholestep.ir.captured_step import Change
+from wholestep.ir.captured_step import Change, WrittenContainer
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.plain_contents import kind_of, own_dict, same_contents, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
@@ -38,12 +39,20 @@ class ChangedPython:
         """See `CapturedStep`."""
         self.kinds: list[tuple[dict[str, Any], str, str, Any]] = []
         """See `CapturedStep`."""
+        self.written: list[WrittenContainer] = []
+        """See `CapturedStep`."""
+        self.elements_read: list[tuple[str, Slot, Any]] = []
+        """Elements of these that the step read: path, place, value before the step."""
+        self._to_record: list[tuple[Any, SideEffectError]] = []
 
     def bind(self) -> None:
         for snapshot in self._capture.snapshots:
             self._attributes(snapshot)
         self._variables()
         self._containers()
+        self._recorded()
+        if self._to_record:
+            raise NeedsRecorders([container for container, _ in self._to_record], self._to_record[0][1])
         if self._not_inputs:
             raise MustBeInputs(frozenset(self._not_inputs))
 
@@ -57,7 +66,8 @@ class ChangedPython:
             if isinstance(obj, torch.nn.Module) and key == "_buffers":
                 self._buffers(obj, snapshot.path, contents, container)
             else:
-                raise _changed_contents(obj, snapshot.path, key).seen_by(contents_effect(container))
+                error = _changed_contents(obj, snapshot.path, key).seen_by(contents_effect(container))
+                self._changed(container, error)
 
     def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
         where = f"{path}.{key}"
@@ -162,7 +172,35 @@ class ChangedPython:
             if id(container) in attributes:
                 continue
             if not same_contents(contents, container) and not self._only_swapped(contents, container):
-                raise _not_repeated(path).seen_by(contents_effect(container))
+                self._changed(container, _not_repeated(path).seen_by(contents_effect(container)))
+
+    def _changed(self, container: Any, error: ParameterDataError | SideEffectError) -> None:
+        """A container holds something else than before the step: its writes are recorded, or the step is refused."""
+        if self._capture.recorded.holds(container):
+            return
+        if not isinstance(error, SideEffectError) or not self._capture.may_record(container):
+            raise error
+        self._to_record.append((container, error))
+
+    def _recorded(self) -> None:
+        """What a replay does to containers, and what it assumes of those that the step also reads."""
+        for recorder in self._capture.recorded.made():
+            recorder.check()
+            if not recorder.is_changed:
+                continue
+            container = recorder.real
+            places = [slot for slot in self._capture.world.places.get(id(container), []) if slot is not None]
+            keys: Any = None
+            if recorder.read_at is not None:
+                keys = list(recorder.before) if isinstance(container, dict) else len(recorder.before)
+            self.written.append(WrittenContainer(container, recorder.path, tuple(places), keys))
+            for path, slot, held in recorder.read_values():
+                if isinstance(held, Tensor):
+                    self.rebound_variables[path] = (slot, Tensor)
+                    continue
+                if recorder.is_written(slot):
+                    self._is_assumed(held, path)
+                self.elements_read.append((path, slot, held))
 
     def _only_swapped(self, before: Any, now: Any) -> bool:
         """Whether a container differs only by fakes in the place of their tensors."""

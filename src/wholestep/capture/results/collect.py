@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.effects.texts import has_mark
 from wholestep.capture.graph.functional_forms import add_write_backs
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
@@ -23,7 +24,7 @@ from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
-from wholestep.errors import UnsupportedError
+from wholestep.errors import ParameterDataError, UnsupportedError
 from wholestep.ir.captured_step import (
     ArgumentSpec,
     CapturedStep,
@@ -55,6 +56,7 @@ from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, LocalS
 from wholestep.torch_private.distributed import describe_placement, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.fx_graphs import lazy_graph_module
+from wholestep.torch_private.modules_and_optimizers import VALIDATION_OF_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -73,13 +75,15 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
     python = ChangedPython(capture, bindings)
     python.bind()
     capture.table.attributes.bind(capture.table, bindings)
+    effects = capture.effects.bind(bindings)
+    capture.texts.refuse_unused()
     refuse_changed_requires_grad(capture.table)
     for call in capture.host_calls:
         call.leaves[:] = [leaf for leaf in call.leaves if leaf in bindings.late_leaves]
     if capture.numbers.plain:
         for node in capture.items.sources.values():
             bindings.logged(node)
-    copies = add_write_backs(capture)
+    copies = add_write_backs(capture, [node for _, _, node in bindings.outputs])
     items = _item_recipe(capture)  # before dead nodes go
     made = list(capture.graph.nodes)
     _finish(capture.graph, [node for _, _, node in bindings.outputs])
@@ -96,6 +100,7 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
         stepped=tuple(dict.fromkeys(capture.steps_seen)),
         guards=_guard_specs(capture, bindings, python, items),
         deferred=bindings.sources,
+        effects=tuple(effects),
         items_taken=_items_taken(capture, bindings, used),
         compare_scalars=capture.scalars.may_tell_apart(),
         clock_readings=tuple(capture.sources.clocks.readings),
@@ -108,7 +113,8 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
     parameters = [(in_users_objects(t.slot), t.real) for t in table.tracked.values()]
     outside = capture.sources.outside
     attributes = capture.dicts_of_attributes()
-    containers = [(c, path) for c, path in world.containers if id(c) not in attributes and _may_read(capture, path)]
+    skipped = attributes | {id(written.container) for written in python.written}
+    containers = [(c, path) for c, path in world.containers if id(c) not in skipped and _may_read(capture, path)]
     return GuardSpecs(
         arguments=_arguments(capture),
         sizes=DynamicSizesSpec(capture.dynamic_dims, capture.shapes.sources, capture.shapes.env),
@@ -129,13 +135,14 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         nested_state=tuple(table.structures),
         same_tensors=tuple(table.same_tensors),
         tensor_attributes=tuple(table.attributes.specs()),
-        variables=tuple(world.variables),
+        variables=(*world.variables, *python.elements_read),
         rebound_variables=python.rebound_variables,
         volatile=python.volatile,
         kinds=tuple(python.kinds),
         reads=tuple(_reads(capture, python.volatile)),
-        class_reads=tuple((r.obj, path, dict(r.class_values)) for r, path in capture.readers if r.class_values),
+        class_reads=tuple(_class_reads(capture)),
         containers=tuple(containers),
+        written=tuple(python.written),
         arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path)),
         links=tuple(world.links_to(capture.called)),
         classes=dict(sources.classes),
@@ -220,6 +227,14 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
         yield reader.obj, path, values
 
 
+def _class_reads(capture: Capture) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """What the step read of the classes of plain objects, except for what tracing switches off."""
+    for reader, path in capture.readers:
+        values = {name: value for name, value in reader.class_values.items() if name != VALIDATION_OF_DISTRIBUTIONS}
+        if values:
+            yield reader.obj, path, values
+
+
 def _may_read(capture: Capture, path: str) -> bool:
     """A container in an attribute of a plain object counts only if the step read that attribute."""
     holding = [(reader, holder) for reader, holder in capture.readers if path.startswith(holder + ".")]
@@ -276,8 +291,9 @@ def _spec_of(node: Any) -> TensorSpec | None:
 
 
 def returned_leaves(capture: Capture, bindings: Bindings, result: Flat) -> list[tuple[str, Any]]:
-    """How the runtime gets each leaf of the result: see `CapturedStep.result_leaves`."""
-    return [_leaf(capture, bindings, leaf, path) for leaf, path in zip(result.leaves, result.paths, strict=True)]
+    """How the runtime gets each leaf of the result: see `Captured.result_leaves`."""
+    pairs = zip(result.leaves, result.paths, strict=True)
+    return [leaf_of(capture, bindings, leaf, f"result{path}") for leaf, path in pairs]
 
 
 def describe_result(result: Flat, leaves: list[tuple[str, Any]], bindings: Bindings) -> Any:
@@ -296,20 +312,28 @@ def describe_result(result: Flat, leaves: list[tuple[str, Any]], bindings: Bindi
     return describe(result.rebuild([_Found(leaf) for leaf in leaves]), output_of)
 
 
-def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[str, Any]:
-    def output(node: Any) -> int:
-        return bindings.output(OutputKind.RESULT, f"result{path}", node)
+def leaf_of(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[str, Any]:
+    """How the runtime gets one value that it hands to the user."""
 
-    refuse_clocks(leaf, f"result{path}")
+    def output(node: Any) -> int:
+        return bindings.output(OutputKind.RESULT, path, node)
+
+    refuse_clocks(leaf, path)
     leaf = real_of(leaf)
     if is_dtensor(leaf):
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
     if isinstance(leaf, Tensor):
+        if bindings.refuse_part_of_replaced(leaf, path) is not None:
+            raise ParameterDataError(
+                f"{path} shares memory with a parameter whose .data the step sets to it.", fix="clone() it."
+            )
         is_users = id(leaf) in capture.table.by_fake or id(leaf) in capture.table.tracked
         node, fake = _tensor(capture, leaf)
         if fake.is_floating_point() and not fake.requires_grad and not is_users:
             return "detached", output(node)
         return "attached" if fake.requires_grad and not fake.is_leaf else "output", output(node)
+    if has_mark(leaf):
+        return "deferred", bindings.read_after(capture.texts.deferred(leaf))
     scalar = scalar_of(leaf)
     if scalar is not None and scalar.is_deferred:
         return "deferred", bindings.deferred(scalar)
@@ -320,7 +344,7 @@ def _leaf(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple[s
         return ("output", output(node)) if isinstance(node, fx.Node) else ("value", node)
     if isinstance(leaf, GeneratorType) or _hides_tensor(leaf):
         raise UnsupportedError(
-            f"result{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
+            f"{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
             fix="return a dict, tuple or list; or register the class with torch.utils._pytree.register_dataclass.",
         )
     return "value", leaf

@@ -88,6 +88,16 @@ def _valued(why: str, read: Callable[..., Any]) -> Callable[..., Any]:
     return operation
 
 
+def _as_text(function: Callable[..., str]) -> Callable[..., str]:
+    """Text of a number: of one that is not known yet, text that is filled in after the run."""
+
+    def operation(self: Any, *args: Any) -> str:
+        node: ScalarNode = self.node
+        return node.text(function, *args)
+
+    return operation
+
+
 def _converted(kind: type) -> Callable[[Any], Any]:
     """`float(x)`, `int(x)`: a plain number, which C code asks for."""
 
@@ -177,9 +187,9 @@ def _methods(kind: type) -> dict[str, Any]:
         "__float__": _converted(float),
         "__complex__": _valued("complex()", complex),
         "__hash__": _valued("a key", hash),
-        "__str__": _valued("text", str),
-        "__repr__": _valued("text", repr),
-        "__format__": _valued("text", format),
+        "__str__": _as_text(str),
+        "__repr__": _as_text(repr),
+        "__format__": _as_text(format),
         "__array__": _array,
         "__copy__": lambda self: self,
         "__deepcopy__": lambda self, memo: self,
@@ -213,9 +223,9 @@ def _bool_methods() -> dict[str, Any]:
         "__float__": _converted(float),
         "__index__": _valued("an index", int),
         "__hash__": _valued("a key", hash),
-        "__str__": _valued("text", str),
-        "__repr__": _valued("text", repr),
-        "__format__": _valued("text", format),
+        "__str__": _as_text(str),
+        "__repr__": _as_text(repr),
+        "__format__": _as_text(format),
         "__copy__": lambda self: self,
         "__deepcopy__": lambda self, memo: self,
         "__reduce_ex__": lambda self, protocol: (bool, (_plain_value(self),)),

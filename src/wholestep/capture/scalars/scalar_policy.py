@@ -33,6 +33,7 @@ from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_functions import CHECKS, number_tensor
 from wholestep.ir.graph_walks import ancestors
 from wholestep.ir.meta import node_meta
+from wholestep.ir.replayed_calls import FilledLeaf, FreshContainer, ReplayedCall
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
@@ -86,18 +87,22 @@ def trace_with_scalars(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep
     """A capture in which symbolic scalars behaved as plain numbers, and the policy that it was made with."""
     captured, accepted = _with_accepted_numbers(trace, policy)
     if captured.clock_readings:
-        _refuse_clocks(trace, accepted, captured)
+        captured = _refuse_clocks(trace, accepted, captured)
     return captured, accepted
 
 
-def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -> None:
-    """Raise if a trace with later clocks records another program, naming one reading that causes the difference."""
+def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -> CapturedStep:
+    """Raise where a trace in which clocks are later records another program: one reading that makes a difference.
+
+    What the step prints may show a clock: such a call is made after the first run only.
+    """
     readings: tuple[ClockReading, ...] = captured.clock_readings
-    difference = _with_later_clocks(trace, policy, captured, frozenset(range(len(readings))))
+    difference, again = _with_later_clocks(trace, policy, captured, frozenset(range(len(readings))))
     if difference is None:
-        return
+        assert again is not None
+        return _showing_clocks_once(captured, again)
     alone = (i for i in range(min(len(readings), _MOST_TRIES)))
-    guilty = next((i for i in alone if _with_later_clocks(trace, policy, captured, frozenset({i})) is not None), 0)
+    guilty = next((i for i in alone if _with_later_clocks(trace, policy, captured, frozenset({i}))[0] is not None), 0)
     raise ClockError(
         f"what the step does depends on a clock that is read here ({difference} would differ at another time); a "
         "replay reads no clock, and would use this time for ever.",
@@ -106,12 +111,26 @@ def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -
     )
 
 
-def _with_later_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep, later: frozenset[int]) -> str | None:
+def _with_later_clocks(
+    trace: Trace, policy: ScalarPolicy, captured: CapturedStep, later: frozenset[int]
+) -> tuple[str | None, CapturedStep | None]:
     with quiet():
         again, error = _attempt(trace, replace(policy, clocks=(captured.clock_readings, later)), set())
     if again is None:
-        return f"the course of the step ({error})"
-    return first_difference(captured, again)
+        return f"the course of the step ({error})", None
+    if [call.text for call in captured.effects] != [call.text for call in again.effects]:
+        return "what the step prints, logs or writes into lists and dicts", again
+    return first_difference(captured, again, with_effects=False), again
+
+
+def _showing_clocks_once(captured: CapturedStep, again: CapturedStep) -> CapturedStep:
+    """The capture in which calls that show a clock are made once. `again`: the same step with later clocks."""
+    now, later = (_Program(each, captured.items_taken.keys()).effects for each in (captured, again))
+    calls = [
+        call if one == other else replace(call, once=True)
+        for call, one, other in zip(captured.effects, now, later, strict=True)
+    ]
+    return replace(captured, effects=tuple(calls))
 
 
 @contextlib.contextmanager
@@ -189,8 +208,8 @@ def _attempt(trace: Trace, policy: ScalarPolicy, seen: set[str]) -> tuple[Captur
         return None, error
 
 
-def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
-    """The first difference between two captures of one call, scalars compared by their value then; None without one."""
+def first_difference(one: CapturedStep, other: CapturedStep, *, with_effects: bool = True) -> str | None:
+    """Where two captures of one call differ, numbers compared by their value at that call; None if nowhere."""
     programs = _programs(one, other)
     for first, second in zip(programs[0].calls, programs[1].calls, strict=False):
         if first[0] != second[0]:
@@ -201,6 +220,8 @@ def first_difference(one: CapturedStep, other: CapturedStep) -> str | None:
         return f"{longer.calls[min(lengths)][1]} is in one of them only"
     if programs[0].results != programs[1].results:
         return "the results of the step"
+    if with_effects and programs[0].effects != programs[1].effects:
+        return "what the step prints, logs or writes into lists and dicts"
     return _changed_state(*programs)
 
 
@@ -252,6 +273,7 @@ class _Program:
                 self.calls.append((self._call(node), f"{node.name} ({node.target})"))
                 self.lines.append(node_meta(node).location)
         self.results = [self._result(kind, value, outputs) for kind, value in captured.result_leaves]
+        self.effects = [self._effect(call, outputs) for call in captured.effects]
         self.changes = {change.slot.path: self._changed(change, outputs) for change in captured.changes}
         self._slots = {change.slot.path: change.slot for change in captured.changes}
 
@@ -275,6 +297,19 @@ class _Program:
         if change.deferred is not None:
             return self._form(change.deferred.trial)
         return ("removed",) if change.kind is ChangeKind.REMOVED else self._form(change.constant)
+
+    def _effect(self, call: ReplayedCall, outputs: Any) -> Any:
+        args = [self._template(arg, outputs) for arg in call.args]
+        return call.text, args, {name: self._template(arg, outputs) for name, arg in call.kwargs.items()}
+
+    def _template(self, template: Any, outputs: Any) -> Any:
+        if isinstance(template, FilledLeaf):
+            known = template.kind in ("shown", "deferred")
+            return self._form(template.trial) if known else self._result(template.kind, template.value, outputs)
+        if isinstance(template, FreshContainer):
+            keys = None if template.keys is None else list(map(self._form, template.keys))
+            return type(template.empty), keys, [self._template(item, outputs) for item in template.items]
+        return self._form(template) if isinstance(template, int | float | str) else type(template)
 
     def unchanged(self, path: str) -> Any:
         """The value of a place that this capture does not change; None if it is not a plain value."""

@@ -55,6 +55,8 @@ class ScalarHost(Protocol):
 
     def note_given(self, value: Any) -> None: ...
 
+    def text(self, node: ScalarNode, function: Callable[..., str], *args: Any) -> str: ...
+
 
 @dataclass(frozen=True, eq=False)
 class ScalarGuard:
@@ -270,6 +272,13 @@ class ScalarNode:
         if not self.is_fixed and self._host is not None:
             self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
+
+    def text(self, function: Callable[..., str], *args: Any) -> str:
+        """`function` (str, repr, format) of the number: filled in after the run where it is not known yet."""
+        if self.hint is None and self._host is not None:
+            made: str = self._host.text(self, function, *args)
+            return made
+        return function(self.specialise("text"), *args)
 
     def _unknown(self, why: str) -> WholestepError:
         """The error for code that needs the value before there is one."""

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from wholestep.capture.effects.texts import NeedsFormatText, formats_with_own_text
 from wholestep.capture.patching.conversions import NeedsConversion
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, computed_with, scalar_of
@@ -85,6 +86,10 @@ class TracedScalars:
         if self._capture.phase != "optimizer" or not is_of_torch(self._capture.running_step):
             self._has_deferred = True
 
+    def text(self, node: ScalarNode, function: Callable[..., str], *args: Any) -> str:
+        """The text of a number that is not known yet."""
+        return self._capture.texts.mark(function, node, *args)
+
     def note_given(self, value: Any) -> None:
         self.given.append(weakref.ref(value))
 
@@ -101,6 +106,16 @@ class TracedScalars:
         """A function needs the plain number for a scalar that is not known yet: the next trace may replace the
         name by which it converts."""
         frame = user_frame(2)
+        codes = [] if frame is None else formats_with_own_text(frame)
+        if codes:
+            raise NeedsFormatText(
+                codes,
+                ItemError(
+                    "% takes the value of a tensor out of the graph.",
+                    fix='write f"{value:.3f}", or pass the value to print or logging, which format it after the run.',
+                    location=location_of(frame, with_text=True),
+                ),
+            )
         if frame is None or name not in frame.f_code.co_names or name in frame.f_globals:
             return
         refusal = ItemError(

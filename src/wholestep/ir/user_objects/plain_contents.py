@@ -23,7 +23,7 @@ import copy
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -171,8 +171,10 @@ class _Held:
 class Contents:
     """The contents of some containers, and of all that lie in them."""
 
-    def __init__(self, roots: Iterable[tuple[Any, str]]) -> None:
+    def __init__(self, roots: Iterable[tuple[Any, str]], without: Set[int] = frozenset()) -> None:
+        """`without`: identities of containers whose contents do not count."""
         self._roots = list(roots)
+        self._without = without
         self._take()
 
     def _take(self) -> None:
@@ -180,7 +182,7 @@ class Contents:
         stack = [(container, path, 0) for container, path in reversed(self._roots)]
         while stack:
             container, path, depth = stack.pop()
-            if id(container) in self._by_id or depth > _DEEPEST_CONTAINER:
+            if id(container) in self._by_id or depth > _DEEPEST_CONTAINER or id(container) in self._without:
                 continue
             held = self._by_id[id(container)] = _Held(container, path)
             for key, item in zip(held.keys or range(held.length), held.held(), strict=True):

@@ -202,6 +202,20 @@ class BatchGradSlot(Slot):
 
 
 @dataclass(frozen=True, eq=False)
+class SameMemorySlot(Slot):
+    """A slot that takes another tensor over the memory of a parameter: `p.data = state["old"]` made them one."""
+
+    root: Slot
+    parameter: Slot
+
+    def get(self) -> Any:
+        return self.root.get()
+
+    def set(self, value: Any) -> None:
+        self.root.set(self.parameter.get().detach())
+
+
+@dataclass(frozen=True, eq=False)
 class LocalSlot(Slot):
     """A slot that holds a DTensor; the graph sees its local shard."""
 
