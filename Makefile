@@ -4,13 +4,15 @@ PYTHON ?= python3
 JOBS ?= 2
 RANKS ?= 2
 VENV := .venv
+TORCH ?= 2.15.0
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 LONG := every_lowered_case or every_optimizer or long
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz optimizers lint format unit bench clean
+.PHONY: help env demo test test-all fuzz optimizers lint format unit test-torch bench clean
 
 help:
 	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
@@ -19,6 +21,7 @@ help:
 	@echo "make test-all    make test, fuzz and optimizers, and the whole capture suite under Inductor (two hours or more)"
 	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
+	@echo "make test-torch TORCH=2.15.0    the tests on another torch, in an environment of its own (CONTRIBUTING.md says what that takes)"
 	@echo "make optimizers   all optimizers of other packages against eager"
 	@echo "make bench   per-call overhead, capture time and memory, against eager"
 	@echo "make clean   remove the environment and every cache"
@@ -26,11 +29,11 @@ help:
 env: $(STAMP)
 
 # The stamp is newer than both files once everything is installed, so a second run installs nothing.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wholestep needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -c constraints.txt --no-deps timm
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps timm
 	@touch $@
 
 demo: $(STAMP)
@@ -55,6 +58,13 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 unit: $(STAMP)
 	$(PYTEST) -m "not ($(LONG))" $(ARGS)
+
+# The same pins with another torch. `make` variables on the command line override those above.
+.venv-torch-$(TORCH).txt: constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
+test-torch: .venv-torch-$(TORCH).txt
+	$(MAKE) unit VENV=.venv-torch-$(TORCH) CONSTRAINTS=.venv-torch-$(TORCH).txt
 
 optimizers: $(STAMP)
 	$(PYTEST) tests/packages $(ARGS)

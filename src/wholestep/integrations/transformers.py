@@ -19,6 +19,7 @@ the scheduler:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -134,11 +135,14 @@ class _Steps:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         if not trainer.accelerator.gradient_state.sync_gradients:
-            return self._micro_batch(trainer, model, inputs, items)
+            loss, metrics = self._micro_batch(trainer, model, inputs, items)
+            _note_metrics(trainer, metrics)
+            return loss
         steps, zeroes = not self._listens(_LISTENS_BEFORE), not self._listens(_LISTENS_AFTER)
         scaler = trainer.accelerator.scaler
         scale = None if scaler is None else scaler.get_scale()
-        loss, self.norm = self._update(trainer, model, inputs, items, steps, steps and zeroes)
+        loss, self.norm, metrics = self._update(trainer, model, inputs, items, steps, steps and zeroes)
+        _note_metrics(trainer, metrics)
         if not steps:
             self._once(lambda: self._run_optimizer(scale))
             return loss
@@ -190,20 +194,57 @@ class _Steps:
             vars(optimizer)["step"] = self._before
 
 
-def _micro_batch(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-    return trainer._wholestep_training_step(model, inputs, num_items_in_batch)
+def _micro_batch(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[Any, Any]:
+    return _training_step(trainer, model, inputs, num_items_in_batch)
 
 
 def _update(
     trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any, steps: bool, zeroes: bool
-) -> tuple[Any, Any]:
-    loss = trainer._wholestep_training_step(model, inputs, num_items_in_batch)
+) -> tuple[Any, Any, Any]:
+    loss, metrics = _training_step(trainer, model, inputs, num_items_in_batch)
     norm = trainer._wholestep_clip(model)
     if steps:
         trainer.optimizer.step()
     if zeroes:
         model.zero_grad()
-    return loss, norm
+    return loss, norm, metrics
+
+
+def _training_step(trainer: Any, model: Any, inputs: Any, items: Any) -> tuple[Any, Any]:
+    """`training_step`, and what it adds to the metrics of the trainer, which is a result of the graph."""
+    known = trainer.__dict__.get("_metrics")
+    if not isinstance(known, Mapping):
+        return trainer._wholestep_training_step(model, inputs, items), None
+    added = {mode: _AddedMetrics() for mode in known}
+    trainer._metrics = added
+    try:
+        loss = trainer._wholestep_training_step(model, inputs, items)
+    finally:
+        trainer._metrics = known
+    return loss, {mode: (dict(metrics), dict(metrics.replaced)) for mode, metrics in added.items()}
+
+
+class _AddedMetrics(defaultdict[str, list[Any]]):
+    """The metrics of trl's trainers in one step: `metrics[name].append(value)`, `metrics[name] = [value]`."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.replaced: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, values: list[Any]) -> None:
+        if values:
+            self.replaced[name] = values
+        else:
+            super().__setitem__(name, values)
+
+
+def _note_metrics(trainer: Any, added: Any) -> None:
+    """Add what a step returned to the metrics of the trainer."""
+    for mode, (appended, replaced) in (added or {}).items():
+        for name, values in appended.items():
+            trainer._metrics[mode][name].extend(values)
+        for name, values in replaced.items():
+            trainer._metrics[mode][name] = list(values)
 
 
 def _step_optimizer(trainer: Any) -> None:

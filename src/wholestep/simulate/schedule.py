@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from wholestep.errors import OptionError, ScheduleError
-from wholestep.torch_private.pipelining import torchs_action, with_torchs_communication
+from wholestep.torch_private.pipelining import schedules_have_waits, torchs_action, with_torchs_communication
 
 
 class ActionKind(StrEnum):
@@ -74,6 +74,7 @@ COMPOUND = frozenset({ActionKind.OVERLAP_F_B, ActionKind.EXCHANGE, ActionKind.AW
 
 _BY_TEXT = {kind.value: kind for kind in ActionKind}
 _ONE = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+_WAIT = re.compile(r"\d+(WAIT_SEND_F\d+|WAIT_SEND_B\d+|WAIT_REDUCE_GRAD)")  # since torch 2.15
 _MANY = re.compile(r"\((.*)\)(OVERLAP_F_B|EXCHANGE|AWAIT)")
 
 
@@ -96,9 +97,10 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> Action | None:
-    """The action in a CSV cell; None for an empty cell (an idle step). Inverse of `str`."""
+    """The action in a CSV cell; None for an empty cell (an idle step) and for one that only ends what an earlier one
+    began: that is implied here. Inverse of `str`."""
     text = text.strip()
-    if not text:
+    if not text or _WAIT.fullmatch(text):
         return None
     if one := _ONE.fullmatch(text):
         kind = _BY_TEXT[one[2]]
@@ -111,12 +113,34 @@ def parse(text: str) -> Action | None:
     raise _not_an_action(text)
 
 
+def _csv_of(rows: Iterable[list[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def _with_waits(row: Sequence[Action]) -> list[str]:
+    """The cells of a rank with torch's waits: of a reduction right after it, of sends at the end, when each peer has
+    posted its receive."""
+    found: list[str] = []
+    sent: list[str] = []
+    for action in row:
+        found.append(str(action))
+        if action.kind is ActionKind.REDUCE_GRAD:
+            found.append(f"{action.stage}WAIT_REDUCE_GRAD")
+        elif action.kind in SENDS:
+            sent.append(f"{action.stage}WAIT_{action.kind.value}{action.microbatch}")
+    return found + sent
+
+
 def action_of(given: Any) -> Action | None:
     """An action from text, from an `Action`, or from torch's `_Action` (`stage_index`, `computation_type`, ...)."""
     if given is None or isinstance(given, Action):
         return given
     if isinstance(given, str):
         return parse(given)
+    if given.computation_type.value.startswith("WAIT_"):
+        return None
     kind = _BY_TEXT[given.computation_type.value]
     if given.sub_actions is not None:
         return _compound(kind, tuple(part for each in given.sub_actions if (part := action_of(each))), str(given))
@@ -173,12 +197,12 @@ class Schedule:
         return cls.of([row for row in csv.reader(io.StringIO(text)) if row], name)
 
     def to_csv(self) -> str:
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([str(action) for action in rank] for rank in self.ranks)
-        return out.getvalue()
+        return _csv_of([str(action) for action in rank] for rank in self.ranks)
 
     def write_csv(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_csv(), encoding="utf-8")
+        """A file for `_load_csv` of the installed torch: since 2.15 it has the waits that are implied here."""
+        rows = map(_with_waits, self.ranks) if schedules_have_waits() else ([str(a) for a in row] for row in self.ranks)
+        Path(path).write_text(_csv_of(rows), encoding="utf-8")
 
     @cached_property
     def rank_of(self) -> dict[int, int]:

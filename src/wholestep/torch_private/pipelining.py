@@ -228,7 +228,8 @@ def with_torchs_communication(lists: Actions, stages: int, microbatches: int, sh
     # At most 3 stages are prefetched; a lower limit for fewer stages gives the same without a quadratic search.
     listed = {rank: add_shards(row, min(3, per_rank)) for rank, row in lists.items()}
     summed = {rank: add_sums(row, microbatches) for rank, row in listed.items()}
-    lowered: Actions = add_travel(summed, stage_to_rank=rank_of.__getitem__, num_stages=stages)
+    travelling: Actions = add_travel(summed, stage_to_rank=rank_of.__getitem__, num_stages=stages)
+    lowered = {rank: without_waits(row) for rank, row in travelling.items()}
     if sharded:
         return lowered
     left_out = (torch_schedules.UNSHARD, torch_schedules.RESHARD)
@@ -255,7 +256,19 @@ def stages_and_ranks(schedule: Any) -> tuple[int, int]:
 
 def actions_that_run(schedule: PipelineScheduleMulti) -> Mapping[int, Sequence[Any]]:
     """The action lists that a schedule object runs; those without communication if it has no others."""
-    return getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    lists: Actions = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    return {rank: without_waits(row) for rank, row in lists.items()}
+
+
+def schedules_have_waits() -> bool:
+    """Whether torch's action lists say where sends and reductions are waited for. 2.11, 2.13: no; 2.15: yes."""
+    return hasattr(torch_schedules, "WAIT_SEND_F")
+
+
+def without_waits(row: Sequence[Any]) -> list[Any]:
+    """A list without the actions that only end what an earlier one began (`WAIT_SEND_F`, `WAIT_SEND_B`,
+    `WAIT_REDUCE_GRAD`): torch has them since 2.15, and before that the runtime waited by itself."""
+    return [action for action in row if action is None or not action.computation_type.name.startswith("WAIT_")]
 
 
 def has_loss(schedule: Any) -> bool:
