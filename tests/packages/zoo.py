@@ -251,10 +251,10 @@ REFUSED = {
         "pytorch_optimizer/SWATS pytorch_optimizer/SpectralSphere pytorch_optimizer/StableSPAM pytorch_optimizer/TRAC"
     ),
     "WS-SIDE-EFFECT": (
-        "torch_optimizer/Ranger pytorch_optimizer/Conda pytorch_optimizer/Magma pytorch_optimizer/ScalableShampoo"
+        "torch_optimizer/Ranger pytorch_optimizer/Conda pytorch_optimizer/Magma pytorch_optimizer/SaRA "
+        "pytorch_optimizer/ScalableShampoo"
     ),
     "WS-ITEM": "pytorch_optimizer/Lookahead pytorch_optimizer/ScheduleFreeWrapper",
-    "WS-DATA-SHAPE": "pytorch_optimizer/SPAM pytorch_optimizer/SaRA",
     "WS-RNG": "pytorch_optimizer/Kron",
     "WS-PARAM-DATA": "torch_optimizer/Adahessian",
     "WS-UNSUPPORTED": (
