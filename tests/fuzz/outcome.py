@@ -179,13 +179,12 @@ class _Compiled:
 
     def play(self) -> Outcome:
         refused: ws.errors.WholestepError | None = None
-        refusals = 0
         for i in range(self.calls + 1):
             args, kwargs = self.module.arguments(i), self.module.keywords(i)
             before = freeze_world(self.module, args)
             expected = self.eager.frames[i] if i < len(self.eager.frames) else None
-            # A step that was refused twice is tried once more, at the last call: each try is a trace.
-            tried = i < self.calls and (refusals < 2 or i == self.calls - 1)
+            # A step that was refused is tried once more, at the last call: each try is a trace, or several.
+            tried = i < self.calls and (refused is None or i == self.calls - 1)
             step = self.step if tried else self.module.step
             try:
                 result = step(*args, **kwargs)
@@ -194,7 +193,6 @@ class _Compiled:
                 if bad is not None:
                     return bad
                 refused = refused or error
-                refusals += 1
                 if getattr(self.module, "NOT_REPEATABLE", False):
                     break
                 try:
