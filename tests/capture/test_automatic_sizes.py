@@ -138,6 +138,13 @@ def test_dynamic_false_is_one_graph_per_size(dynamic: bool | None) -> None:
     assert len(compiled.graphs) == (2 if dynamic is None else 4)
 
 
+def test_a_tensor_that_is_not_contiguous_has_a_graph_of_its_own() -> None:
+    compiled = ws.compile(lambda x: x * 2, lower="eager")
+    for x in (torch.ones(3, 4), torch.ones(5, 4), torch.ones(4, 3).t(), torch.ones(7, 4), torch.ones(4, 6).t()):
+        assert compiled(x).stride() == (x * 2).stride()
+    assert len(compiled.graphs) == 4
+
+
 def test_sizes_that_were_equal_are_one_symbol_until_they_differ() -> None:
     seen = SeenSizes()
     x, y = torch.ones(8, 5), torch.ones(8)

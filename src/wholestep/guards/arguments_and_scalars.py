@@ -154,6 +154,10 @@ class DynamicSizes(PerItemGuard):
         if excluded:
             yield excluded
             return
+        for leaf in self._sizes.dims:  # strides of symbolic sizes follow from them only in contiguous tensors
+            if not call.leaves[leaf].is_contiguous():
+                yield f"{self._paths[leaf]} is not contiguous"
+                return
         sizes: dict[str, int] = {}
         for name, places in self._sizes.sources.items():
             found = {f"{self._paths[leaf]}.shape[{dim}]": call.leaves[leaf].shape[dim] for leaf, dim in places}
