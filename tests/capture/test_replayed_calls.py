@@ -266,6 +266,18 @@ def test_a_tensor_is_shown_as_it_is_at_that_line(output: io.StringIO) -> None:
     assert shown(eager, eager.step, output)[0] == shown(compiled, ws.compile(compiled.step), output)[0]
 
 
+def test_text_that_the_step_puts_together_by_print_is_a_result() -> None:
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
+        loss = train(model, optimizer, x)
+        one, other = io.StringIO(), io.StringIO()
+        print("loss", loss.item(), file=one)
+        with contextlib.redirect_stdout(other):
+            print(loss.detach())
+        return one.getvalue(), other.getvalue()
+
+    same(body)
+
+
 def test_a_refused_step_prints_nothing(output: io.StringIO) -> None:
     def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         print("before")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import logging
 import os
 import sys
@@ -119,10 +120,11 @@ class ShowingCalls:
     # The replacements.
 
     def _print(self, *args: Any, **kwargs: Any) -> None:
-        if not self.is_here() or asking_frame() is None:
+        file = kwargs.get("file")
+        own = isinstance(file, io.StringIO) or (file is None and not isinstance(sys.stdout, _Stream))
+        if own or not self.is_here() or asking_frame() is None:  # a text that the step puts together itself
             _PRINT(*args, **kwargs)
             return
-        file = kwargs.get("file")
         if isinstance(file, _Stream):
             kwargs = {**kwargs, "file": None}
             self.show("print", _print_to, file.name, args, kwargs)
