@@ -18,8 +18,9 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 from torch import fx
 
 from wholestep.capture.graph.dynamic_shapes import SeenSizes
+from wholestep.capture.objects.discover import find_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, first_difference, quiet
-from wholestep.capture.trace import find_models, is_tracing
+from wholestep.capture.trace import is_tracing
 from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, Pending
 from wholestep.cross_iteration.pending_updates import PendingWork, finally_flush

@@ -20,8 +20,9 @@ from typing import Any, Literal, overload
 from torch import Tensor, fx
 
 from wholestep.capture.objects.called import EarlierTraces
+from wholestep.capture.objects.discover import find_models, plan_of_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
-from wholestep.capture.trace import find_models, is_tracing, plan_of_models, trace_step
+from wholestep.capture.trace import is_tracing, trace_step
 from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, IterationGraphs, iteration_graphs
 from wholestep.errors import GuardError, LowerWarning, OptionError, UnsupportedError

@@ -25,7 +25,7 @@ from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.graph.refusals import refuse_hooks, trace_parameter_hooks
+from wholestep.capture.graph.refusals import refuse_hooks, sharded_with_plain, trace_parameter_hooks
 from wholestep.capture.graph.tensor_values import may_replace_data
 from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
 from wholestep.capture.objects.discover import World, discover
@@ -70,12 +70,11 @@ from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, name_l
 from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options
-from wholestep.parallel.place_models import Placing, placed_by_plan, plan_hooks, sharding_hooks
-from wholestep.parallel.plan import Plan
+from wholestep.parallel.place_models import plan_hooks, sharding_hooks
 from wholestep.parallel.session import Session
-from wholestep.parallel.torch_wrappers import flags_of, plan_of_wrappers
+from wholestep.parallel.torch_wrappers import flags_of
 from wholestep.progress import SILENT, Progress
-from wholestep.torch_private.distributed import default_group, is_dtensor, local_of
+from wholestep.torch_private.distributed import is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode, storage_of
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
@@ -164,31 +163,6 @@ def _operators_of(graph: fx.Graph) -> Callable[[], str]:
         return "capture" if traced is None else f"capture, {len(traced.nodes):,} operators so far"
 
     return text
-
-
-def find_models(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Placing:
-    """The models and optimizers of a step that are not yet in the form of a plan."""
-    flat = flatten((args, kwargs))
-    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
-    assert options.parallel is not None
-    return Placing(options.parallel, discover(fn, leaves, EarlierTraces(options).calls))
-
-
-def plan_of_models(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Plan | None:
-    """What torch has made of the models of a step (`DistributedDataParallel`, `fully_shard`), as a plan."""
-    if default_group() is None:
-        return None
-    flat = flatten((args, kwargs))
-    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
-    world = discover(fn, leaves, lambda target: isinstance(target, nn.Module))
-    return plan_of_wrappers(world, placed_by_plan(world).__contains__)
 
 
 class Capture:
@@ -445,7 +419,7 @@ class Capture:
                     raise takes_no_symbols(location_of_exception(error)) from error
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
-                raise _mixed(location_of_exception(error)) from error
+                raise sharded_with_plain(location_of_exception(error)) from error
         self._refuse_changed_arguments(fake_args, fake_kwargs)
         rng.check_untouched()
         self.settings.refuse_left_changed()
@@ -620,13 +594,3 @@ class Capture:
 
 def _same_tree(before: Any, now: Any) -> bool:
     return bool(before[1] == now[1]) and same_objects(before[0], now[0])
-
-
-def _mixed(location: Location | None) -> UnsupportedError:
-    return UnsupportedError(
-        "an operator got a sharded parameter together with a plain tensor. Outside of a module's forward a parameter "
-        "is what this rank has of it.",
-        fix="move the computation into the forward of a module, where parameters are whole; or take the whole of it: "
-        "parameter.full_tensor().",
-        location=location,
-    )

@@ -18,9 +18,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import DynamicShapeError, OptionError
-from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf
+from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ReplayedCall
 from wholestep.ir.early_values import Recipe
-from wholestep.ir.replayed_calls import ReplayedCall
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.slots import BatchSlot, GradSlot, ModuleSlot, Slot, in_users_objects

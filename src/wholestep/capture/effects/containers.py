@@ -65,7 +65,7 @@ class Unread(Tensor):
 _UNREAD: Any = torch.empty(0).as_subclass(Unread)
 
 
-class Recorder:
+class ContainerRecorder:
     """What one trace does to one container."""
 
     def __init__(self, capture: Capture, real: Any, path: str) -> None:
@@ -192,7 +192,7 @@ class Recorders:
     def __init__(self, capture: Capture, containers: list[Any]) -> None:
         self._capture = capture
         self._wanted = {id(container): container for container in containers}
-        self._made: dict[int, tuple[Recorder, Any]] = {}
+        self._made: dict[int, tuple[ContainerRecorder, Any]] = {}
 
     def holds(self, container: Any) -> bool:
         """Whether writes to a container are recorded."""
@@ -203,11 +203,11 @@ class Recorders:
         if id(real) not in self._wanted:
             return None
         if id(real) not in self._made:
-            recorder = Recorder(self._capture, real, path)
+            recorder = ContainerRecorder(self._capture, real, path)
             self._made[id(real)] = recorder, _stand_in_of(recorder)
         return self._made[id(real)][1]
 
-    def made(self) -> list[Recorder]:
+    def made(self) -> list[ContainerRecorder]:
         """All that were in use."""
         return [recorder for recorder, _ in self._made.values()]
 
@@ -232,7 +232,7 @@ def can_record(container: Any, places: list[Slot | None]) -> bool:
 class StandInContainer:
     """Common to all: where the recorder is."""
 
-    wholestep_recorder: Recorder
+    wholestep_recorder: ContainerRecorder
 
     @property
     def wholestep_real(self) -> Any:
@@ -373,7 +373,7 @@ def _added(self: Any, other: Any) -> Any:
 
 
 def _element(self: Any, index: Any) -> Any:
-    recorder: Recorder = self.wholestep_recorder
+    recorder: ContainerRecorder = self.wholestep_recorder
     if type(index) is not int:
         return _plain(self)[index]
     size = len(recorder.real)
@@ -385,7 +385,7 @@ def _element(self: Any, index: Any) -> Any:
 
 
 def _set_element(self: Any, index: Any, value: Any) -> None:
-    recorder: Recorder = self.wholestep_recorder
+    recorder: ContainerRecorder = self.wholestep_recorder
     size = len(recorder.real)
     if type(index) is int and 0 <= index < size:
         recorder.do("__setitem__", index, value, keys=(index,), structured=False)
@@ -415,7 +415,7 @@ _SET["__ior__"] = lambda self, other: (self.update(other), self)[1]
 
 
 def _get_item(self: Any, key: Any) -> Any:
-    recorder: Recorder = self.wholestep_recorder
+    recorder: ContainerRecorder = self.wholestep_recorder
     real = recorder.real
     if key in real:
         return recorder.value(key)
@@ -430,7 +430,7 @@ def _get_item(self: Any, key: Any) -> Any:
 
 
 def _get(self: Any, key: Any, default: Any = None) -> Any:
-    recorder: Recorder = self.wholestep_recorder
+    recorder: ContainerRecorder = self.wholestep_recorder
     if key in recorder.real:
         return recorder.value(key)
     recorder.note_absent(key)
@@ -438,7 +438,7 @@ def _get(self: Any, key: Any, default: Any = None) -> Any:
 
 
 def _set_item(self: Any, key: Any, value: Any) -> None:
-    recorder: Recorder = self.wholestep_recorder
+    recorder: ContainerRecorder = self.wholestep_recorder
     recorder.do("__setitem__", key, value, keys=(key,), structured=key not in recorder.real)
 
 
@@ -505,7 +505,7 @@ _METHODS: dict[type, dict[str, Any]] = {
 _made: dict[type, type] = {}
 
 
-def _stand_in_of(recorder: Recorder) -> Any:
+def _stand_in_of(recorder: ContainerRecorder) -> Any:
     kind = type(recorder.real)
     if kind not in _made:
         common = {k: v for k, v in vars(StandInContainer).items() if k not in ("__dict__", "__weakref__", "__doc__")}

@@ -22,8 +22,8 @@ from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.collect import leaf_of
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import Location, SideEffectError, UnsupportedError
+from wholestep.ir.deferred import FilledLeaf, FreshContainer, ReplayedCall, ShownTensor, Template
 from wholestep.ir.meta import user_location
-from wholestep.ir.replayed_calls import FilledLeaf, FreshContainer, ReplayedCall, ShownTensor, Template
 from wholestep.torch_private.distributed import is_dtensor, local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 
@@ -36,7 +36,7 @@ _DEEPEST = 20
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldContainer:
     """A tensor as it is when a call shows it."""
 
     shown: ShownTensor
@@ -103,7 +103,7 @@ class ReplayedCalls:
     def _held(self, value: Any, copied: dict[int, Any], depth: int) -> Any:
         value = real_of(value)
         if isinstance(value, Tensor):
-            return _Held(self.shown(value))
+            return _HeldContainer(self.shown(value))
         if type(value) not in _FRESH or self._is_users(value) or depth > _DEEPEST:
             self._refuse_hidden(value)
             return value
@@ -158,7 +158,7 @@ class ReplayedCalls:
             refuse_clocks(value, kept_in)
         if isinstance(value, ClockNumber):
             return _plain_clock(value)
-        if isinstance(value, _Held):
+        if isinstance(value, _HeldContainer):
             shown = value.shown
             output = bindings.logged(shown.output)
             bound = ShownTensor(output, shown.grad_fn, shown.requires_grad, shown.is_parameter)

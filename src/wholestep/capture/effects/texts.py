@@ -24,9 +24,8 @@ from wholestep.capture.objects.called import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import ItemError, Location, WholestepError
-from wholestep.ir.deferred import DeferredNumber
+from wholestep.ir.deferred import DeferredNumber, ShownLeaf
 from wholestep.ir.meta import user_location
-from wholestep.ir.replayed_calls import ShownLeaf
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
-from wholestep.errors import AliasError, DataShapeError, HookError, OverlapError, UnsupportedError
+from wholestep.errors import AliasError, DataShapeError, HookError, Location, OverlapError, UnsupportedError
 from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
@@ -172,3 +172,14 @@ def _name(hook: Any) -> str:
     name = getattr(hook, "__qualname__", None) or type(hook).__name__
     code = getattr(hook, "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def sharded_with_plain(location: Location | None) -> UnsupportedError:
+    """The error for an operator on a sharded parameter and a plain tensor."""
+    return UnsupportedError(
+        "an operator got a sharded parameter together with a plain tensor. Outside of a module's forward a parameter "
+        "is what this rank has of it.",
+        fix="move the computation into the forward of a module, where parameters are whole; or take the whole of it: "
+        "parameter.full_tensor().",
+        location=location,
+    )

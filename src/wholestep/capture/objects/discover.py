@@ -32,10 +32,16 @@ from wholestep.capture.objects.reachable import Chain, has_own_dict, search
 from wholestep.errors import WrappedError
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.call_tree import flatten, name_leaves
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, own_dict
 from wholestep.ir.user_objects.plain_contents import PLAIN as _PLAIN
 from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.options import Options
+from wholestep.parallel.place_models import Placing, placed_by_plan
+from wholestep.parallel.plan import Plan
+from wholestep.parallel.torch_wrappers import plan_of_wrappers
 from wholestep.torch_private.autograd import tensor_hooks
+from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.guard_checks import generator_key
 from wholestep.torch_private.modules_and_optimizers import (
     MODULE_INTERNALS,
@@ -459,3 +465,28 @@ def _can_be_read(mapping: dict[Any, Any]) -> bool:
     except Exception:
         return False
     return True
+
+
+def find_models(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Placing:
+    """The models and optimizers of a step that are not yet in the form of a plan."""
+    flat = flatten((args, kwargs))
+    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
+    assert options.parallel is not None
+    return Placing(options.parallel, discover(fn, leaves, lambda target: True))
+
+
+def plan_of_models(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Plan | None:
+    """What torch has made of the models of a step (`DistributedDataParallel`, `fully_shard`), as a plan."""
+    if default_group() is None:
+        return None
+    flat = flatten((args, kwargs))
+    leaves = zip(name_leaves(fn, flat, len(args)), flat.leaves, strict=True)
+    world = discover(fn, leaves, lambda target: isinstance(target, nn.Module))
+    return plan_of_wrappers(world, placed_by_plan(world).__contains__)

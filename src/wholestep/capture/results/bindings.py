@@ -15,8 +15,7 @@ from wholestep.capture.results.effect_line import value_effect
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import Change
-from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, SizeLeaf
-from wholestep.ir.replayed_calls import ShownLeaf
+from wholestep.ir.deferred import DeferredNumber, DeferredSources, HostLeaf, ItemLeaf, ShownLeaf, SizeLeaf
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.ir.user_objects.slots import ABSENT, LocalSlot, SameMemorySlot, Slot
 from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of

@@ -29,11 +29,11 @@ from wholestep.capture.python_reads.clocks import ClockReading
 from wholestep.errors import ClockError, ItemError, Location, UnsupportedError, WholestepError
 from wholestep.ir.call_arguments import arguments_by_name
 from wholestep.ir.captured_step import CapturedStep, Change
+from wholestep.ir.deferred import FilledLeaf, FreshContainer, ReplayedCall
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_functions import CHECKS, number_tensor
 from wholestep.ir.graph_walks import ancestors
 from wholestep.ir.meta import node_meta
-from wholestep.ir.replayed_calls import FilledLeaf, FreshContainer, ReplayedCall
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
