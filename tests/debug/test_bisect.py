@@ -247,6 +247,7 @@ def test_fewer_roundings_of_half_precision_are_not_a_fault(monkeypatch):
     assert bisect(lowered, (model, torch.randn(8, 4)), quiet=True).stage == "nothing"
 
 
+@pytest.mark.long  # a region that raises, below, is found in the same way
 def test_a_miscompiled_region_is_found_and_minimised(monkeypatch):
     def compile_wrong(retraced: Any, config: Any) -> Any:
         gm = copy.deepcopy(retraced.gm)
