@@ -226,7 +226,7 @@ def meddled(it: Meddler, x: Tensor) -> dict[str, Any]:
 def test_the_state_is_restored_when_eager_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from wholestep.compiled_step import CompiledStep
 
-    monkeypatch.setattr(CompiledStep, "_ready", lambda *given: None)  # capture would refuse before anything runs
+    monkeypatch.setattr(CompiledStep, "_prepare", lambda *given: None)  # capture would refuse before anything runs
     it, x = Meddler(), torch.ones(3)
     before = meddled(it, x)
     with pytest.raises(KeyError, match="on purpose"):
