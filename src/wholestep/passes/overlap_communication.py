@@ -140,7 +140,7 @@ def _best_packed(
     if isinstance(bucket, str):
         if not worth_a_try(index, times, plan.found.order, stream_rules(index, given.machine)):
             return None
-        tried = list(sizes(index, times))
+        tried = sizes(index, times)
     else:
         tried = [float(bucket)]
     best: tuple[float, _Plan] | None = None

@@ -9,11 +9,16 @@ the graph, which is scheduled as a whole; whether it pays is what the simulator 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
+from wholestep.passes.comm_fusion import (
+    DEFAULT_BUCKET_MB,
+    bucket_all_gather,
+    bucket_reduce_scatter,
+    comm_fusion_with_concat,
+)
 from wholestep.simulate.cost_model import sent_bytes
 from wholestep.simulate.exposed_collectives import stalls
 from wholestep.simulate.step_index import Order, StepIndex
@@ -22,6 +27,8 @@ from wholestep.simulate.step_replay import StreamRules, replay
 _LEAST_PART = 0.03
 """Of the step, that must be exposed latency."""
 _BUSY = 0.8
+_LATENCIES = (8.0, 2.0, 0.5)
+_LARGE_GRAPH, _FEW_SIZES = 8_000, 2
 _MEBIBYTE = 2**20
 
 
@@ -55,20 +62,23 @@ def worth_a_try(index: StepIndex, cost: Sequence[float], order: Order, rules: St
     return exposed > _LEAST_PART * found.step
 
 
-def sizes(index: StepIndex, cost: Sequence[float]) -> Iterator[float]:
-    """Sizes of buckets in MiB that are worth a try: at which a collective takes a few times its latency."""
+def sizes(index: StepIndex, cost: Sequence[float]) -> list[float]:
+    """Sizes of buckets in MiB that are worth a try: at which a collective takes a few times its latency, and at least
+    two buckets are left."""
     latency = _latencies(index, cost)
-    rates = [
-        _bytes(index, c) / (cost[c] - latency[c])
-        for c in index.collectives
-        if cost[c] > latency[c] and latency[c] > 0.0
-    ]
     slow = sorted(latency[c] for c in index.collectives if latency[c] > 0.0)
     if not slow:
-        return
-    bytes_per_latency = slow[len(slow) // 2] * (sorted(rates)[len(rates) // 2] if rates else _MEBIBYTE)
-    for factor in (8.0, 2.0):
-        yield max(factor * bytes_per_latency / _MEBIBYTE, 1e-3)
+        return []
+    rates = sorted(_bytes(index, c) / (cost[c] - latency[c]) for c in index.collectives if cost[c] > latency[c] > 0.0)
+    in_latency = slow[len(slow) // 2] * (rates[len(rates) // 2] if rates else _MEBIBYTE) / _MEBIBYTE
+    together: dict[object, float] = {}
+    for c in index.collectives:
+        key = index.nodes[c].target, index.group[c]
+        together[key] = together.get(key, 0.0) + _bytes(index, c) / _MEBIBYTE
+    most = max(together.values()) / 2.0
+    wanted = {min(factor * in_latency, most) for factor in _LATENCIES} | {min(DEFAULT_BUCKET_MB, most)}
+    largest_first = sorted(wanted, reverse=True)
+    return largest_first[-_FEW_SIZES:] if len(index) > _LARGE_GRAPH else largest_first
 
 
 def _bytes(index: StepIndex, c: int) -> int:
