@@ -38,6 +38,10 @@ def slow_network(node: fx.Node) -> float:
     return 90.0 if is_collective(node.target) else 40.0
 
 
+def slow_network_fast_copies(node: fx.Node) -> float:
+    return 90.0 if is_collective(node.target) else 20.0 if node.target is torch.ops.aten.mm.default else 1.0
+
+
 def small(name: str) -> StepGraph:
     return STEPS[name](layers=3, rows=8, width=4, ranks=2)
 
@@ -59,10 +63,21 @@ def test_a_large_step_comes_near_the_bound_within_the_memory(name: str) -> None:
 def test_every_bit_stays_and_so_do_writes_at_the_end(name: str) -> None:
     step = small(name)
     expected, inputs, issued = run(step)
-    apply_pass(overlap_communication, step, (), {"cost": slow_network, "peak_bytes": 1 << 20}, level=3)
+    options = {"cost": slow_network, "peak_bytes": 1 << 20, "bucket": None}
+    apply_pass(overlap_communication, step, (), options, level=3)
     found, inputs_now, issued_now = run(step)
     assert all(torch.equal(a, b) for a, b in zip([*expected, *inputs], [*found, *inputs_now], strict=True))
     assert sorted(issued) == sorted(issued_now)
+
+
+def test_small_collectives_are_packed_where_their_latency_is_exposed() -> None:
+    step = small("fully sharded")
+    expected, inputs, issued = run(step)
+    options = {"cost": slow_network_fast_copies, "peak_bytes": 1 << 20}
+    apply_pass(overlap_communication, step, (), options, level=3)
+    found, inputs_now, issued_now = run(step)
+    assert all(torch.equal(a, b) for a, b in zip([*expected, *inputs], [*found, *inputs_now], strict=True))
+    assert len(issued_now) < len(issued)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
