@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -465,6 +466,10 @@ class Capture:
         met = self.met if self.met is not None else self._behind.changed()
         if met is not None:
             raise FoundByCall(met)
+
+    def knows_formats(self, codes: list[CodeType]) -> bool:
+        """Whether an earlier trace asked for these formats already, so that another one would not help."""
+        return all(code in self._earlier.formats for code in codes)
 
     def may_record(self, container: Any) -> bool:
         """Whether writes to a container can be recorded in another trace; not where they were to be in this one."""

@@ -329,6 +329,8 @@ def _is_format(const: Any) -> bool:
 def swap_formats(texts: Texts, codes: list[CodeType]) -> Callable[[], None]:
     """Give functions code whose texts are `FormatText`; what puts their code back."""
     before: list[tuple[FunctionType, CodeType]] = []
+    if codes and gc.get_freeze_count():
+        gc.unfreeze()  # frozen objects are hidden from the search
     holders = gc.get_referrers(*codes) if codes else []
     for function in [each for each in holders if isinstance(each, FunctionType) and each.__code__ in codes]:
         before.append((function, function.__code__))

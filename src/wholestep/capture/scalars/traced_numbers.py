@@ -107,7 +107,7 @@ class TracedScalars:
         name by which it converts."""
         frame = user_frame(2)
         codes = [] if frame is None else formats_with_own_text(frame)
-        if codes:
+        if codes and not self._capture.knows_formats(codes):
             raise NeedsFormatText(
                 codes,
                 ItemError(
