@@ -93,6 +93,7 @@ class ShowingCalls:
                     patch(logging.Logger, name, self._logger(vars(logging.Logger)[name], level, name))
             patch(logging.Logger, "log", self._log(logging.Logger.log))
             patch(logging.Logger, "_log", self._log(vars(logging.Logger)["_log"]))
+            patch(logging.LoggerAdapter, "log", self._adapter(logging.LoggerAdapter.log))
             for name in ("stdout", "stderr"):
                 if (stream := getattr(sys, name)) is not None:
                     patch(sys, name, _Stream(self, stream, name))
@@ -169,6 +170,17 @@ class ShowingCalls:
                 args, *rest = args
                 kwargs = dict(zip(("exc_info", "extra", "stack_info", "stacklevel"), rest, strict=False)) | kwargs
             self._record(logger, level, msg, tuple(args), kwargs, frame)
+
+        return log
+
+    def _adapter(self, real: Any) -> Any:
+        @functools.wraps(real)
+        def log(adapter: Any, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.is_here() or asking_frame() is None:
+                real(adapter, level, msg, *args, **kwargs)
+                return
+            msg, kwargs = adapter.process(msg, kwargs)
+            adapter.logger.log(level, msg, *args, **kwargs)
 
         return log
 
