@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 LONG := every_lowered_case or every_optimizer or long
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz optimizers lint format unit test-torch bench clean
+.PHONY: help env demo test test-all fuzz optimizers corpus lint format unit test-torch bench clean
 
 help:
 	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
@@ -23,6 +23,7 @@ help:
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
 	@echo "make test-torch TORCH=2.15.0    the tests on another torch, in an environment of its own (CONTRIBUTING.md says what that takes)"
 	@echo "make optimizers   all optimizers of other packages against eager"
+	@echo "make corpus  some 450 training steps of other people's models, optimizers and recipes against eager; writes docs/corpus.md"
 	@echo "make bench   per-call overhead, capture time and memory, against eager"
 	@echo "make clean   remove the environment and every cache"
 
@@ -69,11 +70,14 @@ test-torch: .venv-torch-$(TORCH).txt
 optimizers: $(STAMP)
 	$(PYTEST) tests/packages $(ARGS)
 
+corpus: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m corpus --write-page $(ARGS)
+
 # 2,000 random programs, 50 of them also compiled; SHOW=17 prints and runs the program of one seed.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
 
-test-all: test fuzz optimizers
+test-all: test fuzz optimizers corpus
 	$(PYTEST) -m long $(ARGS)
 	$(PYTEST) -m every_lowered_case $(ARGS)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Entry:
     make: Callable[[], Run]
     why_refused: str | None = None
     """The code with which it is refused, where it is."""
-    graphs: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `ws.compile` that it needs, such as assume=True."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def try_entry(entry: Entry, calls: int = CALLS, **options: Any) -> Found:
         except Exception as error:
             return Found("eager fails", f"{type(error).__name__}: {error}")
         run = fresh(entry)
-        step = ws.compile(run.step, **options)
+        step = ws.compile(run.step, progress=False, **{**entry.options, **options})
         try:
             actual = play(run, step, calls)
         except ws.errors.WholestepError as error:

@@ -14,7 +14,28 @@ from corpus.recipes import RECIPES
 from harness import Run
 from packages.zoo import Sample, samples
 
-REFUSED: dict[str, str] = {}
+TEXTS = {
+    "Hugging Face: causal language models": CAUSAL,
+    "Hugging Face: masked language models": MASKED,
+    "Hugging Face: sequence to sequence": SEQUENCE_TO_SEQUENCE,
+}
+ASSUMED = """
+masked language models/LongformerForMaskedLM
+masked language models/IBertForMaskedLM
+sequence to sequence/LEDForConditionalGeneration
+sequence to sequence/ProphetNetForConditionalGeneration
+sequence to sequence/FSMTForConditionalGeneration
+sequence to sequence/M2M100ForConditionalGeneration
+images, audio, other heads/led
+""".strip().splitlines()
+"""Models that branch on values which only the step computes: they are compiled with assume=True."""
+
+REFUSED: dict[str, str] = {
+    # A module is built in the first forward.
+    "Hugging Face: masked language models/BigBirdForMaskedLM": "WS-PARAM-DATA",
+    "Hugging Face: causal language models/BigBirdForCausalLM": "WS-PARAM-DATA",
+    "Hugging Face: sequence to sequence/BigBirdPegasusForConditionalGeneration": "WS-PARAM-DATA",
+}
 """Code by entry. Any other refusal is a failure of the corpus."""
 
 
@@ -23,18 +44,18 @@ def entries() -> list[Entry]:
     found = [*_texts(), *_families("Hugging Face: images, audio, other heads", IMAGES | OTHERS)]
     found += _made("PEFT", PEFT) + _made("diffusers", DIFFUSERS) + _made("frameworks", FRAMEWORKS)
     found += _made("recipes", RECIPES) + _optimizers()
-    return [replace(e, why_refused=REFUSED.get(f"{e.group}/{e.name}", e.why_refused)) for e in found]
+    return [_with_settings(entry) for entry in found]
+
+
+def _with_settings(entry: Entry) -> Entry:
+    name = f"{entry.group}/{entry.name}"
+    options = {"assume": True} if name.removeprefix("Hugging Face: ") in ASSUMED else {}
+    return replace(entry, why_refused=REFUSED.get(name, entry.why_refused), options=options)
 
 
 def _texts() -> list[Entry]:
     return [
-        Entry(f"Hugging Face: {kind}", row.split(":")[1], Family(*row.split(":")).run)
-        for kind, rows in (
-            ("causal language models", CAUSAL),
-            ("masked language models", MASKED),
-            ("sequence to sequence", SEQUENCE_TO_SEQUENCE),
-        )
-        for row in rows
+        Entry(group, row.split(":")[1], Family(*row.split(":")).run) for group, rows in TEXTS.items() for row in rows
     ]
 
 

@@ -112,10 +112,16 @@ IMAGES: dict[str, Family] = {
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
     ),
     "convnext": Family(
-        "ConvNextConfig", "ConvNextForImageClassification", images, {"hidden_sizes": [8, 16], "depths": [1, 1]}
+        "ConvNextConfig",
+        "ConvNextForImageClassification",
+        images,
+        {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]},
     ),
     "convnextv2": Family(
-        "ConvNextV2Config", "ConvNextV2ForImageClassification", images, {"hidden_sizes": [8, 16], "depths": [1, 1]}
+        "ConvNextV2Config",
+        "ConvNextV2ForImageClassification",
+        images,
+        {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]},
     ),
     "swin": Family(
         "SwinConfig",
@@ -212,11 +218,15 @@ def _clip() -> dict[str, Any]:
     }
 
 
+START = {"decoder_start_token_id": 0}
+
 OTHERS: dict[str, Family] = {
-    "t5": Family("T5Config", "T5ForConditionalGeneration"),
+    "t5": Family("T5Config", "T5ForConditionalGeneration", changes=START),
     "mt5": Family("MT5Config", "MT5ForConditionalGeneration"),
     "umt5": Family("UMT5Config", "UMT5ForConditionalGeneration"),
-    "switch_transformers": Family("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"),
+    "switch_transformers": Family(
+        "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", changes=START
+    ),
     "led": Family("LEDConfig", "LEDForConditionalGeneration"),
     "whisper": Family(
         "WhisperConfig",
@@ -244,7 +254,7 @@ OTHERS: dict[str, Family] = {
     "llama_padded": Family("LlamaConfig", "LlamaForCausalLM", masked_text),
     "gpt2_padded": Family("GPT2Config", "GPT2LMHeadModel", masked_text),
     "bert_padded": Family("BertConfig", "BertForMaskedLM", masked_text),
-    "t5_padded": Family("T5Config", "T5ForConditionalGeneration", masked_text),
+    "t5_padded": Family("T5Config", "T5ForConditionalGeneration", masked_text, START),
     "llama_bfloat16": Family("LlamaConfig", "LlamaForCausalLM", prepare=lambda model: model.to(torch.bfloat16)),
     "wav2vec2": Family("Wav2Vec2Config", "Wav2Vec2ForCTC", speech, WAVES),
     "hubert": Family("HubertConfig", "HubertForCTC", speech, WAVES),

@@ -162,19 +162,21 @@ def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[Captured
         raise error if isinstance(error, WholestepError) else own_error
     if captured is not None and first_difference(captured, plain) is None:
         return captured, policy
-    return _pin(trace, policy, plain, seen)
+    where = line_of_difference(captured, plain) if captured is not None else getattr(error, "location", None)
+    return _pin(trace, policy, plain, seen, where)
 
 
-def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]) -> tuple[CapturedStep, ScalarPolicy]:
+def _pin(
+    trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str], where: Location | None
+) -> tuple[CapturedStep, ScalarPolicy]:
     """Pin the numbers that cause a difference: first all that were lifted, then all; those that can be stay inputs."""
     difference: str | None = None
-    where: Location | None = None
     for pinned in (seen & policy.lifted, seen):
         best = policy.without(pinned)
         captured, error = _attempt(trace, best, set())
         if captured is None:
             if pinned == seen and error is not None:
-                raise error
+                raise _needed_as_both(error, where) if isinstance(error, MustBeInputs) else error
             continue
         difference = first_difference(captured, plain)
         if difference is not None:
@@ -197,6 +199,15 @@ def _pin(trace: Trace, policy: ScalarPolicy, plain: CapturedStep, seen: set[str]
         f"two traces of the same call with the same numbers recorded different programs: {difference}.",
         fix="make the step's Python deterministic: the order of sets, id(), clocks and counters outside of the step "
         "must not decide what it computes.",
+        location=where,
+    )
+
+
+def _needed_as_both(error: MustBeInputs, where: Location | None) -> ItemError:
+    return ItemError(
+        f"the step sets {error} in each call, from the value of a tensor, and its Python needs the number itself in the "
+        "next one: it would be known only when the graph ran.",
+        fix="keep a tensor instead of a number, and compute with tensors (torch.minimum instead of min).",
         location=where,
     )
 
