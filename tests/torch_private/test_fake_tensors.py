@@ -72,3 +72,42 @@ def test_gradients_of_a_recurrent_layer_on_a_gpu_have_its_layout() -> None:
         )
     assert [each.shape for each in found[:3]] == [x.shape, hidden.shape, hidden.shape]
     assert [each.shape for each in found[3]] == [each.shape for each in weights]
+
+
+GRADIENTS = {
+    "softplus_backward": (1, 20),
+    "hardtanh_backward": (-1, 1),
+    "leaky_relu_backward": (0.1, False),
+    "logit_backward": (1e-3,),
+    "hardswish_backward": (),
+    "hardsigmoid_backward": (),
+    "gelu_backward": (),
+    "silu_backward": (),
+    "mish_backward": (),
+    "tanh_backward": (),
+    "mse_loss_backward": (torch.rand(2, 2, 9), 1),
+    "huber_loss_backward": (torch.rand(2, 2, 9), 1, 1.0),
+    "smooth_l1_loss_backward": (torch.rand(2, 2, 9), 1, 1.0),
+    "binary_cross_entropy_backward": (torch.rand(2, 2, 9), None, 1),
+    "_log_softmax_backward_data": (-1, torch.float32),
+    "_softmax_backward_data": (-1, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_fake_gradient_has_the_layout_of_the_real_one(name: str) -> None:
+    """Where the gradient and the input have other strides, the real kernel decides which of them its result has."""
+    packet = getattr(torch.ops.aten, name)
+    operator = packet.default if "default" in packet.overloads() else packet.grad_input
+    moved, straight = torch.rand(2, 9, 2).transpose(1, 2), torch.rand(2, 2, 9)
+    layouts = (moved, straight, torch.rand(9, 2, 2).permute(2, 1, 0))
+    for grad in layouts:
+        for x in layouts:
+            real = operator(grad, x, *GRADIENTS[name])
+            mode = new_fake_mode(None)
+            fakes = [
+                mode.from_tensor(each) if isinstance(each, Tensor) else each for each in (grad, x, *GRADIENTS[name])
+            ]
+            with mode:
+                fake = operator(*fakes)
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)

@@ -82,7 +82,33 @@ def _ctc_loss_of_lengths(
 _RULES_WITH_NEW_SIZES: dict[Any, Callable[..., Any]] = {_aten._ctc_loss.Tensor: _ctc_loss_of_lengths}
 """Rules for operators that have a size which only a run decides; they take the ShapeEnv first."""
 
+
+def _like_operands(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """The gradient of a pointwise function has the layout that its operands agree on, the gradient first. torch's rule
+    is a decomposition, whose `where` begins with a condition on x."""
+    return torch.add(grad, x)
+
+
+def _contiguous(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """The gradient of a mean or sum of losses begins as contiguous zeros."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    _aten.softplus_backward.default: _like_operands,
+    _aten.hardtanh_backward.default: _like_operands,
+    _aten.logit_backward.default: _like_operands,
+    _aten.hardswish_backward.default: _like_operands,
+    _aten.hardsigmoid_backward.default: _like_operands,
+    _aten.mse_loss_backward.default: _contiguous,
+    _aten.huber_loss_backward.default: _contiguous,
+    _aten.smooth_l1_loss_backward.default: _contiguous,
+    _aten._log_softmax_backward_data.default: _contiguous,
+    _aten.binary_cross_entropy_backward.default: _like_input,
     _aten._grouped_mm.default: _grouped_mm,
     _aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
     _aten._ctc_loss.default: _ctc_loss,
