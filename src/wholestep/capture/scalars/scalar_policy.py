@@ -205,8 +205,8 @@ def _pin(
 
 def _needed_as_both(error: MustBeInputs, where: Location | None) -> ItemError:
     return ItemError(
-        f"the step sets {error} in each call, from the value of a tensor, and its Python needs the number itself in the "
-        "next one: it would be known only when the graph ran.",
+        f"the step sets {error} in each call, from the value of a tensor, and its Python needs the number itself in "
+        "the next one: it would be known only when the graph ran.",
         fix="keep a tensor instead of a number, and compute with tensors (torch.minimum instead of min).",
         location=where,
     )
