@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from corpus import more_recipes, recipes
 from corpus.entry import Entry
 from corpus.families import CAUSAL, IMAGES, MASKED, OTHERS, SEQUENCE_TO_SEQUENCE
 from corpus.hugging_face import Family
 from corpus.packages import DIFFUSERS, FRAMEWORKS, PEFT
-from corpus.recipes import RECIPES
+from corpus.recipe_parts import RECIPES
 from harness import Run
 from packages.zoo import Sample, samples
 
@@ -43,7 +44,7 @@ def entries() -> list[Entry]:
     """Every entry, by group."""
     found = [*_texts(), *_families("Hugging Face: images, audio, other heads", IMAGES | OTHERS)]
     found += _made("PEFT", PEFT) + _made("diffusers", DIFFUSERS) + _made("frameworks", FRAMEWORKS)
-    found += _made("recipes", RECIPES) + _optimizers()
+    found += _made("recipes", _recipes()) + _optimizers()
     return [_with_settings(entry) for entry in found]
 
 
@@ -57,6 +58,11 @@ def _texts() -> list[Entry]:
     return [
         Entry(group, row.split(":")[1], Family(*row.split(":")).run) for group, rows in TEXTS.items() for row in rows
     ]
+
+
+def _recipes() -> dict[str, Callable[[], Run]]:
+    names = {*vars(recipes), *vars(more_recipes)}  # importing them filled the table
+    return {name: make for name, make in RECIPES.items() if name in names}
 
 
 def _families(group: str, families: dict[str, Family]) -> list[Entry]:

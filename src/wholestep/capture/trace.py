@@ -157,13 +157,8 @@ def trace_step(
 
 def _operators_of(graph: fx.Graph) -> Callable[[], str]:
     """How far a trace is; the graph is not held."""
-    found = weakref.ref(graph)
-
-    def text() -> str:
-        traced = found()
-        return "capture" if traced is None else f"capture, {len(traced.nodes):,} operators so far"
-
-    return text
+    held = weakref.ref(graph)
+    return lambda: "capture" if (found := held()) is None else f"capture, {len(found.nodes):,} operators so far"
 
 
 class Capture:
