@@ -52,7 +52,7 @@ def pixels() -> Run:
     return training(model, lambda model, x: model(x).square().mean(), batch)
 
 
-@pytest.mark.parametrize(("make", "static"), [(classifier, 2), (sequences, 1), (pixels, 1)], ids=lambda v: str(v))
+@pytest.mark.parametrize(("make", "static"), [(classifier, 2), (sequences, 1), (pixels, 1)])
 def test_from_the_second_size_on_there_is_one_graph_for_all(make: Callable[[], Run], static: int) -> None:
     """One that creates optimizer state, one for the first size, one for all others; sizes 0 and 1 have their own."""
     torch.manual_seed(5)

@@ -519,3 +519,26 @@ def test_captures_that_leave_nothing_behind_are_not_searched(monkeypatch: pytest
         for i in range(3):
             compiled(torch.randn(2, 1, 8), i + 0.5)
         assert compiled.graphs
+
+
+def test_a_cached_function_under_another_default_dtype_is_refused() -> None:
+    """Eager would go on with the float32 tensor that it made and cached in the first call."""
+
+    @functools.lru_cache
+    def weights(n: int) -> torch.Tensor:
+        return torch.linspace(0.5, 1.5, n)
+
+    @ws.compile(lower="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weights(x.shape[0])
+
+    x = torch.ones(4)
+    assert step(x).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ws.errors.UnsupportedError, match="lru_cache and makes tensors") as raised:
+            step(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert raised.value.location is not None
+    assert step(x).dtype == torch.float32

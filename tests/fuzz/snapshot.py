@@ -85,7 +85,7 @@ class _Walk:
             self.found[path] = (kind.__name__, repr(value))
         elif isinstance(value, torch.Tensor):
             self.tensor(value, path)
-        elif id(value) in self.seen:
+        elif id(value) in self.seen and not path.endswith("._last_lr"):  # a scheduler's list, or an equal one
             self.found[path] = f"same object as {self.seen[id(value)]}"
         else:
             self.seen[id(value)] = path

@@ -149,6 +149,7 @@ def trace_step(
                     raise refusal from error
                 raise error
         leftovers.refuse(capture, captured.step_graph, capture.release(), context)
+        earlier.refuse_caches_of_other_defaults(leftovers.cleared)
     signature = captured.step_graph.signature
     facts = IterationFacts(captured.late_outputs(), signature.creates_optimizer_state)
     note_iteration_facts(captured.step_graph.gm, facts)

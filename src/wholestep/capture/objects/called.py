@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.capture.objects.discover import World, owns
-from wholestep.errors import CapturedTensorError, SideEffectError, WholestepError
-from wholestep.ir.meta import user_location
+from wholestep.errors import CapturedTensorError, SideEffectError, UnsupportedError, WholestepError
+from wholestep.ir.meta import location_of_function, user_location
 from wholestep.options import Options
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
@@ -51,6 +51,8 @@ class EarlierTraces:
         """Code that formats numbers that are not known yet with a text of its own: `"%.3f" % loss.item()`."""
         self.written: list[Any] = []
         """Lists and dicts that outlive the step and that it writes."""
+        self._caches: list[tuple[weakref.ref[Any], Any]] = []
+        """Functions with an `lru_cache` that the step calls, and the default dtype and device of the first trace."""
 
     def calls(self, target: Any) -> bool:
         """Whether the step is known to call an object."""
@@ -61,6 +63,22 @@ class EarlierTraces:
         assert not self.calls(target), f"{target} is known to be called and was not found"
         self._called = [r for r in self._called if r() is not None]
         self._called.append(weakref.ref(target))
+
+    def refuse_caches_of_other_defaults(self, caches: list[Any]) -> None:
+        """Refuse a cached function that makes tensors, if the default dtype or device changed since its first trace:
+        eager would use the tensors that it made then."""
+        now = (torch.get_default_dtype(), torch.get_default_device())
+        for cache in caches:
+            first = next((defaults for reference, defaults in self._caches if reference() is cache), None)
+            if first is None:
+                self._caches.append((weakref.ref(cache), now))
+            elif first != now:
+                raise UnsupportedError(
+                    f"{cache.__qualname__} has an lru_cache and makes tensors: eager goes on with those that it made "
+                    f"under {first[0]} on {first[1]}, a graph would compute them anew under {now[0]} on {now[1]}.",
+                    fix="give the dtype and the device to the function as arguments.",
+                    location=location_of_function(cache),
+                )
 
 
 class TraceAgain(BaseException):

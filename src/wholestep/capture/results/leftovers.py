@@ -59,6 +59,8 @@ class Leftovers:
         self._globals = GlobalState()
         self._collections = _collections()
         self._made: set[int] | None = None
+        self.cleared: list[Any] = []
+        """The `lru_cache`s that were emptied."""
 
     def clean_up(self, mode: FakeTensorMode) -> None:
         """After a trace that failed: remove what it left, without an error beside the one that is raised."""
@@ -92,8 +94,12 @@ class Leftovers:
 
     def _clear_users_caches(self, traced: _Traced) -> None:
         for cache in self._globals.caches:
-            if _cache_holds(cache, traced):
-                cache.cache_clear()
+            self._clear(cache, traced)
+
+    def _clear(self, cache: Any, traced: _Traced) -> None:
+        if _cache_holds(cache, traced):
+            cache.cache_clear()
+            self.cleared.append(cache)
 
     def _look(self, traced: _Traced, still: Callable[[], bool]) -> list[Leftover]:
         with _nothing_frozen():
@@ -112,8 +118,7 @@ class Leftovers:
         for cache in [each for each in gc.get_objects() if type(each) is _LRU_CACHE]:
             if young is not None and young.isdisjoint(map(id, gc.get_referents(cache))):
                 continue  # nothing was added
-            if _cache_holds(cache, traced):
-                cache.cache_clear()
+            self._clear(cache, traced)
 
     def _collect(self) -> None:
         self._made = self._young()
