@@ -69,8 +69,8 @@ def test_a_step_that_loses_one_of_its_parameters_is_found(monkeypatch: pytest.Mo
 def test_a_write_back_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = collect.add_write_backs
 
-    def without_the_first(capture: Any) -> Any:
-        copies = original(capture)
+    def without_the_first(capture: Any, results: Any) -> Any:
+        copies = original(capture, results)
         first = next(n for n in capture.graph.nodes if n.target is torch.ops.aten.copy_.default)
         capture.graph.erase_node(first)
         return copies[1:]

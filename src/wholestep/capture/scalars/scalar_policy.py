@@ -147,10 +147,7 @@ def quiet() -> Iterator[None]:
 
 def _with_accepted_numbers(trace: Trace, policy: ScalarPolicy) -> tuple[CapturedStep, ScalarPolicy]:
     seen: set[str] = set()
-    captured, error = _attempt(trace, policy, seen)
-    while isinstance(error, MustBeInputs):
-        policy = policy.with_changed(error.paths)
-        captured, error = _attempt(trace, policy, seen)
+    captured, error, policy = _with_inputs(trace, policy, seen)
     if captured is not None and not captured.compare_scalars:
         return captured, policy
     if isinstance(error, WholestepError) and not policy.lifted & seen:
@@ -172,8 +169,7 @@ def _pin(
     """Pin the numbers that cause a difference: first all that were lifted, then all; those that can be stay inputs."""
     difference: str | None = None
     for pinned in (seen & policy.lifted, seen):
-        best = policy.without(pinned)
-        captured, error = _attempt(trace, best, set())
+        captured, error, best = _with_inputs(trace, policy.without(pinned), set())
         if captured is None:
             if pinned == seen and error is not None:
                 raise _needed_as_both(error, where) if isinstance(error, MustBeInputs) else error
@@ -201,6 +197,17 @@ def _pin(
         "must not decide what it computes.",
         location=where,
     )
+
+
+def _with_inputs(
+    trace: Trace, policy: ScalarPolicy, seen: set[str]
+) -> tuple[CapturedStep | None, BaseException | None, ScalarPolicy]:
+    """A trace; again for as long as it finds numbers that must be inputs and may be."""
+    captured, error = _attempt(trace, policy, seen)
+    while isinstance(error, MustBeInputs) and not error.paths <= policy.lifted | policy.pinned:
+        policy = policy.with_changed(error.paths)
+        captured, error = _attempt(trace, policy, seen)
+    return captured, error, policy
 
 
 def _needed_as_both(error: MustBeInputs, where: Location | None) -> ItemError:
