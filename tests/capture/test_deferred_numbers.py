@@ -295,8 +295,11 @@ def looks_up(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
     return {0: "none"}.get((x > 100).sum().item())  # <- here
 
 
+FORMAT = "%.3f"
+
+
 def formats_by_percent(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
-    return "%.3f" % train(model, optimizer, x).item()  # noqa: UP031  # <- here
+    return FORMAT % train(model, optimizer, x).item()  # <- here
 
 
 def makes_an_array(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:

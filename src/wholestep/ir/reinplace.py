@@ -15,7 +15,7 @@ Epilogue copies that remain move up to the last read of what they overwrite.  Co
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -132,11 +132,10 @@ class _Reinplace:
             return False
         return self.last_read.get(root, -1) <= self.order[at]
 
-    def _is_copied_later(self, node: fx.Node, root: fx.Node) -> bool:
+    def _is_copied_later(self, value: fx.Node, root: fx.Node) -> bool:
         """Whether a value is copied into another input (`p.data, q.data = q.data, p.data`) after the epilogue has
         overwritten the input whose memory it would be in."""
-        results = [node, *(user for user in node.users if user.target is operator.getitem)]
-        last = max(self.last_copied.get(self.root[result], -1) for result in results)
+        last = self.last_copied.get(self.root[value], -1)
         return root in self.written_back and last > self.order[self.written_back[root]]
 
     def _merge(self, result: fx.Node, target: fx.Node) -> None:
@@ -173,9 +172,10 @@ class _Reinplace:
             return False
         if not all(self._free_to_write(t, node) and _same_dtype_and_shape(t, node, op) for t in targets):
             return False
-        if any(self._is_copied_later(node, root) for root in roots):
+        written = list(_written_values(node, op, positions, args, targets))
+        if any(self._is_copied_later(value, self.root[target]) for value, target in written):
             return False
-        self._rewrite(node, op, positions, args, targets)
+        self._rewrite(node, op, args, written)
         return True
 
     def _are_disjoint(self, targets: list[fx.Node]) -> bool:
@@ -189,39 +189,24 @@ class _Reinplace:
         return all(None not in found and len({part[0] for part in found if part}) == 1 for found in several)
 
     def _rewrite(
-        self, node: fx.Node, op: OpOverload, positions: tuple[int, ...], args: tuple[Any, ...], targets: list[fx.Node]
+        self, node: fx.Node, op: OpOverload, args: tuple[Any, ...], written: list[tuple[fx.Node, fx.Node]]
     ) -> None:
         schema = schema_of(op)
-        fresh = sum(1 for r in schema.returns if r.alias_info is None)
-        flat = node.target is call_on_copies
-        single = len(positions) == 1 and fresh == 0 and not flat
-        pieces = list(node.users) if not single or _is_list(node) else []
+        fresh = _fresh_results(op)
+        pieces = [] if written and written[0][0] is node else list(node.users)
         node.target = op
         node.args = args
         if not schema.returns:
             node.meta = {**node.meta, "val": None}  # graphs that were copied share metadata
-        if not pieces:
-            self._merge(node, targets[0])
-            return
         for piece in pieces:
-            index = piece.args[1]
-            assert isinstance(index, int)
-            if index < fresh:
-                if fresh == 1:
-                    piece.replace_all_uses_with(node)
-                    self.root[node] = self.root[piece]
-                continue
-            if flat:
-                self._replace(piece, targets[index - fresh])
-            elif single:
-                self._replace(piece, targets[index])
+            if fresh == 1 and piece.args[1] == 0:
+                piece.replace_all_uses_with(node)
+                self.root[node] = self.root[piece]
+        for value, target in written:
+            if value is node:
+                self._merge(node, target)
             else:
-                value = args[positions[index - fresh]]
-                if isinstance(value, fx.Node):
-                    self._replace(piece, value)
-                else:
-                    for item in list(piece.users):
-                        self._replace(item, value[item.args[1]])
+                self._replace(value, target)
 
     def _replace(self, piece: fx.Node, target: fx.Node) -> None:
         self._merge(piece, target)
@@ -263,6 +248,41 @@ class _Reinplace:
             may_move = self.nodes[point].op == "call_function" and self.nodes[point] not in copies  # those move, too
             if self.order[copy] > point + 1 and may_move:
                 self.nodes[point].append(copy)
+
+
+def _fresh_results(op: OpOverload) -> int:
+    return sum(1 for result in schema_of(op).returns if result.alias_info is None)
+
+
+def _written_values(
+    node: fx.Node, op: OpOverload, positions: tuple[int, ...], args: tuple[Any, ...], targets: list[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The nodes of the values that an update gives, each with what it is written to in place."""
+    fresh = _fresh_results(op)
+    flat = node.target is call_on_copies
+    single = len(positions) == 1 and fresh == 0 and not flat
+    if single and not _is_list(node):
+        yield node, targets[0]
+        return
+    if not node.users:
+        yield node, targets[0]
+        return
+    for piece in node.users:
+        index = piece.args[1]
+        assert isinstance(index, int)
+        if index < fresh:
+            continue
+        if flat:
+            yield piece, targets[index - fresh]
+        elif single:
+            yield piece, targets[index]
+        else:
+            value = args[positions[index - fresh]]
+            if isinstance(value, fx.Node):
+                yield piece, value
+            else:
+                for item in piece.users:
+                    yield item, value[item.args[1]]
 
 
 def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
