@@ -127,6 +127,27 @@ def test_a_dict_of_averages_is_read_and_written() -> None:
     assert_parity(Case("averages", make, steps=6, graphs=2), device())
 
 
+def test_a_dict_with_parameters_as_keys_is_read_and_written() -> None:
+    def make(where: torch.device) -> Run:
+        run = run_of(lambda model, optimizer, x: None)
+        model, optimizer = run.watch["model"], run.watch["optimizer"]
+        averages = {p: p.detach().clone() for p in model.parameters()}
+        counts: dict[Any, int] = {}
+
+        def step(x: Tensor) -> Tensor:
+            loss = train(model, optimizer, x)
+            for p in model.parameters():
+                averages[p] = averages[p] * 0.9 + p.detach() * 0.1
+                counts[p] = counts.get(p, 0) + 1
+            return loss
+
+        seen = Everything(Holder())
+        seen.state_dict = lambda: {"values": [*averages.values()], "counts": [*counts.values()]}  # type: ignore[method-assign]
+        return Run(step, run.arguments, {"model": model, "held": seen})
+
+    assert_parity(Case("by parameter", make, steps=6, graphs=4), device())
+
+
 def test_contents_that_the_step_made_may_be_read() -> None:
     def effect(holder: Holder, loss: Tensor, x: Tensor) -> Any:
         holder.losses.clear()

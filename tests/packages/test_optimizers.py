@@ -39,6 +39,7 @@ MORE_GRAPHS = {
     "timm/AdaBelief": 8,  # a table of ten rows in the param group, indexed by the step count
     "timm/RAdamLegacy": 8,
     "torch_optimizer/RAdam": 8,
+    "torch_optimizer/Ranger": 8,
     "timm/Lookahead": 5,
     "pytorch_optimizer/AdaShift": 8,  # a queue of ten gradients that grows
     "pytorch_optimizer/LaProp": 8,

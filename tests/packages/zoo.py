@@ -251,12 +251,10 @@ REFUSED = {
         "pytorch_optimizer/SWATS pytorch_optimizer/SpectralSphere pytorch_optimizer/StableSPAM pytorch_optimizer/TRAC"
     ),
     "WS-SIDE-EFFECT": (
-        "torch_optimizer/Ranger pytorch_optimizer/Conda pytorch_optimizer/Magma pytorch_optimizer/SaRA "
-        "pytorch_optimizer/ScalableShampoo"
+        "pytorch_optimizer/Conda pytorch_optimizer/ScalableShampoo pytorch_optimizer/ScheduleFreeWrapper"
     ),
-    "WS-ITEM": "pytorch_optimizer/Lookahead pytorch_optimizer/ScheduleFreeWrapper",
+    "WS-ITEM": "pytorch_optimizer/Lookahead",
     "WS-RNG": "pytorch_optimizer/Kron",
-    "WS-PARAM-DATA": "torch_optimizer/Adahessian",
     "WS-UNSUPPORTED": (
         "torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
     ),

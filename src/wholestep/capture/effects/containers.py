@@ -111,7 +111,7 @@ class ContainerRecorder:
         if key in self._served:
             return self._served[key]
         self.reads[key] = held
-        where = f"{self.path}[{key!r}]"
+        where = self._where(key)
         if type(held) in (int, float) and self._capture.numbers.lifts(where):
             held = self._capture.scalars.lift(replace(self.slot(key), kind=InputKind.HYPER_PARAMETER), held)
         self._served[key] = held = self._stand_in(held, key)
@@ -123,13 +123,20 @@ class ContainerRecorder:
             self.reads.setdefault(key, ABSENT)
 
     def _stand_in(self, value: Any, key: Any) -> Any:
-        return self._capture.sources.stand_ins.of(value, f"{self.path}[{key!r}]")
+        return self._capture.sources.stand_ins.of(value, self._where(key))
+
+    def _where(self, key: Any) -> str:
+        """The path of an element; a tensor among the keys is named by its own path."""
+        if not isinstance(key, Tensor):
+            return f"{self.path}[{key!r}]"
+        tracked = self._capture.table.by_fake.get(id(key))
+        return f"{self.path}[{tracked.slot.path if tracked is not None else id(key)}]"
 
     def slot(self, key: Any) -> Slot:
         """The place of an element in the real container."""
-        where = f"{self.path}[{key!r}]"
-        if isinstance(self.real, dict):
-            return MappingSlot(InputKind.CAPTURED, where, None, self.real, key)
+        where = self._where(key)
+        if isinstance(self.real, dict):  # after the trace its keys are the user's tensors again
+            return MappingSlot(InputKind.CAPTURED, where, None, self.real, self._capture.table.real_of(key))
         return SequenceSlot(InputKind.CAPTURED, where, None, self.real, key)
 
     # Writing.
@@ -176,7 +183,9 @@ class ContainerRecorder:
 
     def is_written(self, slot: Slot) -> bool:
         """Whether the step writes the element that lies in a slot."""
-        return (slot.key if isinstance(slot, MappingSlot) else getattr(slot, "index", None)) in self.written
+        if isinstance(slot, MappingSlot):
+            return any(self._capture.table.real_of(key) is slot.key or _equal(key, slot.key) for key in self.written)
+        return getattr(slot, "index", None) in self.written
 
     def read_values(self) -> Iterator[tuple[str, Slot, Any]]:
         """Elements that the step read: path, place and value before the step."""
@@ -184,6 +193,10 @@ class ContainerRecorder:
             if scalar_of(self._served.get(key)) is None:
                 slot = self.slot(key)
                 yield slot.path, slot, held
+
+
+def _equal(key: Any, other: Any) -> bool:
+    return not isinstance(key, Tensor) and not isinstance(other, Tensor) and bool(key == other)
 
 
 class Recorders:

@@ -125,14 +125,14 @@ class ReplayedCalls:
         return id(container) in self._users or self._capture.recorded.holds(container)
 
     @staticmethod
-    def _refuse_hidden(value: Any) -> None:
+    def _refuse_hidden(value: Any, kept_in: str = "") -> None:
         attributes = getattr(value, "__dict__", None)
         if isinstance(value, nn.Module | type) or not isinstance(attributes, dict):
             return
         if any(isinstance(each, FakeTensor) or has_mark(each) for each in attributes.values()):
             raise SideEffectError(
-                f"the step shows or keeps a {type(value).__name__} with tensors inside, which a replay cannot make "
-                "again.",
+                f"the step shows or keeps a {type(value).__name__} with tensors inside"
+                f"{f' in {kept_in}' if kept_in else ''}, which a replay cannot make again.",
                 fix="pass its tensors themselves, or a dict of them.",
                 location=user_location(),
             )
@@ -174,7 +174,7 @@ class ReplayedCalls:
                 made[id(value)] = FilledLeaf(*leaf_of(self._capture, bindings, value, kept_in or "an argument"))
             return made[id(value)]
         if type(value) not in _FRESH and not (isinstance(value, tuple) and hasattr(value, "_fields")):
-            self._refuse_hidden(value)
+            self._refuse_hidden(value, kept_in)
             return value
         if self._is_users(value):
             return value
@@ -184,7 +184,7 @@ class ReplayedCalls:
         if id(value) in made:
             return made[id(value)]
         items: list[Template] = []
-        keys = list(map(real_of, value)) if isinstance(value, dict) else None
+        keys = list(map(self._key, value)) if isinstance(value, dict) else None
         empty = value if isinstance(value, tuple) else _empty_like(value)
         if isinstance(value, tuple):
             kind: Any = type(value)
@@ -193,6 +193,16 @@ class ReplayedCalls:
         for item in value.values() if isinstance(value, dict) else value:
             items.append(self.template(bindings, item, made, kept_in))
         return template
+
+    def _key(self, key: Any) -> Any:
+        """The key of a dict that the step made: a parameter is the user's own."""
+        real = self._capture.table.real_of(real_of(key))
+        if isinstance(real, FakeTensor):
+            raise SideEffectError(
+                f"the step keeps a dict that has a tensor of shape {tuple(real.shape)} of its own as a key.",
+                fix="use a name or a number as the key.",
+            )
+        return real
 
     @staticmethod
     def _number(bindings: Bindings, scalar: ScalarNode, kept_in: str) -> Template:

@@ -192,7 +192,8 @@ class ChangedPython:
             places = [slot for slot in self._capture.world.places.get(id(container), []) if slot is not None]
             keys: Any = None
             if recorder.read_at is not None:
-                keys = list(recorder.before) if isinstance(container, dict) else len(recorder.before)
+                is_dict = isinstance(container, dict)
+                keys = list(map(self._table.real_of, recorder.before)) if is_dict else len(recorder.before)
             self.written.append(WrittenContainer(container, recorder.path, tuple(places), keys))
             for path, slot, held in recorder.read_values():
                 if isinstance(held, Tensor):
