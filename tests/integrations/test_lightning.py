@@ -215,6 +215,19 @@ def test_callbacks_of_lightning_do_their_work(tmp_path: Path) -> None:
     both(Regression, tmp_path, max_epochs=4, callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=0.1)])
 
 
+class ReadsWhatWasLogged(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        found["loss"] = found["loss"] * (1 + len(self.trainer.callback_metrics))
+        return found
+
+
+def test_what_a_replay_would_not_repeat_is_refused_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(errors.WholestepError) as caught:
+        fit(ReadsWhatWasLogged, tmp_path, WholestepCallback())
+    assert "test_lightning.py" in str(caught.value)
+
+
 class AppendsLosses(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
@@ -225,19 +238,14 @@ class AppendsLosses(Regression):
 losses: list[Tensor] = []
 
 
-class ReadsWhatWasLogged(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found = super().training_step(batch, batch_idx)
-        found["loss"] = found["loss"] * (1 + len(self.trainer.callback_metrics))
-        return found
-
-
-@pytest.mark.parametrize("make", [AppendsLosses, ReadsWhatWasLogged])
-def test_what_a_replay_would_not_repeat_is_refused_with_the_line(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(errors.WholestepError) as caught:
-        fit(make, tmp_path, WholestepCallback())
-    assert "test_lightning.py" in str(caught.value)
-    losses.clear()
+def test_a_list_that_the_training_step_appends_to_is_appended_to(tmp_path: Path) -> None:
+    seen = []
+    for more in ([], [WholestepCallback()]):
+        fit(AppendsLosses, tmp_path, *more)
+        seen.append([loss.clone() for loss in losses])
+        losses.clear()
+    assert len(seen[0]) == len(seen[1]) > 0
+    assert all(map(torch.equal, *seen))
 
 
 def test_lightnings_own_loops_are_back_after_training(tmp_path: Path) -> None:
