@@ -227,8 +227,25 @@ def test_compile_options_are_those_of_compile(tmp_path: Path) -> None:
     assert (update.options.lower, update.options.name) == ("debug", "mine")
 
 
+class StopsOnLargeLosses(Own):
+    """Its loss function branches on what the step computes."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if loss > 1e6:
+            raise FloatingPointError("the loss is too large")
+        return loss
+
+
+def test_what_a_replay_would_not_repeat_is_refused_with_the_users_line(tmp_path: Path) -> None:
+    kind = type("Compiled", (WholestepTrainerMixin, StopsOnLargeLosses), {})
+    with pytest.raises(errors.WholestepError) as caught:
+        trainer_of(kind, tmp_path).train()
+    assert "test_transformers.py" in str(caught.value)
+
+
 class KeepsLosses(Own):
-    """Its loss function also keeps what it computes, which a replay would not."""
+    """Its loss function also appends what it computes to a list."""
 
     kept: ClassVar[list[Tensor]] = []
 
@@ -238,12 +255,14 @@ class KeepsLosses(Own):
         return loss
 
 
-def test_what_a_replay_would_not_repeat_is_refused_with_the_users_line(tmp_path: Path) -> None:
-    kind = type("Compiled", (WholestepTrainerMixin, KeepsLosses), {})
-    with pytest.raises(errors.WholestepError) as caught:
+def test_a_list_that_the_loss_function_appends_to_is_appended_to(tmp_path: Path) -> None:
+    seen = []
+    for kind in (KeepsLosses, type("Compiled", (WholestepTrainerMixin, KeepsLosses), {})):
         trainer_of(kind, tmp_path).train()
-    assert "test_transformers.py" in str(caught.value)
-    assert KeepsLosses.kept == []
+        seen.append([loss.clone() for loss in KeepsLosses.kept])
+        KeepsLosses.kept.clear()
+    assert len(seen[0]) == len(seen[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
 def test_a_framework_that_is_missing_is_an_error_that_says_what_to_install() -> None:
