@@ -127,7 +127,7 @@ def replaces_data(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     loss = model(x).square().mean()
     loss.backward()
     for p in model.parameters():
-        p.data = p.data - 0.1 * p.grad  # <- here
+        p.data = (p.data - 0.1 * p.grad).double()  # <- here
     return loss
 
 
