@@ -420,15 +420,15 @@ def test_capture_under_such_a_mode_is_refused() -> None:
 
 
 def product_without_mkldnn(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    with mkldnn.flags(enabled=False):
-        loss = (x @ model.first.weight.T).square().mean()  # <- here
+    with mkldnn.flags(enabled=False):  # <- here
+        loss = (x @ model.first.weight.T).square().mean()
     loss.backward()
     return loss
 
 
 def deterministic_in_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    torch.use_deterministic_algorithms(True)
-    loss = (x @ model.first.weight.T).square().mean()  # <- here
+    torch.use_deterministic_algorithms(True)  # <- here
+    loss = (x @ model.first.weight.T).square().mean()
     loss.backward()
     torch.use_deterministic_algorithms(False)
     return loss
@@ -436,8 +436,8 @@ def deterministic_in_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> to
 
 def other_default_dtype(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     loss = model(x).square().mean()
-    torch.set_default_dtype(torch.float64)
-    scale = torch.ones(3)  # <- here
+    torch.set_default_dtype(torch.float64)  # <- here
+    scale = torch.ones(3)
     torch.set_default_dtype(torch.float32)
     return loss * scale.sum()
 

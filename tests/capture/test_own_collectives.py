@@ -147,7 +147,7 @@ def test_a_branch_on_a_number_that_ranks_summed_up_is_refused_not_communicated()
 
     def code(rank: int) -> None:
         if rank == 0:
-            with pytest.raises(ws.errors.ItemError):
+            with pytest.raises(ws.errors.ControlFlowError):
                 ws.capture(lambda module: branches(module.count), counter)
 
     counter = nn.Module()
