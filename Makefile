@@ -23,7 +23,7 @@ help:
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
 	@echo "make test-torch TORCH=2.15.0    the tests on another torch, in an environment of its own (CONTRIBUTING.md says what that takes)"
 	@echo "make optimizers   all optimizers of other packages against eager"
-	@echo "make corpus  some 450 training steps of other people's models, optimizers and recipes against eager; writes docs/corpus.md"
+	@echo "make corpus  some 500 training steps of other people's models, optimizers and recipes against eager; writes docs/corpus.md"
 	@echo "make bench   per-call overhead, capture time and memory, against eager"
 	@echo "make clean   remove the environment and every cache"
 
