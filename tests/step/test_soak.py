@@ -62,7 +62,7 @@ def test_the_number_of_graphs_is_capped_and_the_oldest_is_freed(monkeypatch: pyt
     assert api._MAX_GRAPHS <= 128
     monkeypatch.setattr(api, "_MAX_GRAPHS", 12)
     trainer = SoakTrainer(device())
-    step = ws.compile(trainer.step, lower="eager")
+    step = ws.compile(trainer.step, lower="eager", dynamic=False)
     step(torch.randn(2, 3), 1.0)
     step(torch.randn(2, 3), 1.0)
     oldest = weakref.ref(step.graphs[0])
@@ -83,7 +83,7 @@ def _capture_often(step: Any, times: int) -> None:
 
 @pytest.mark.long  # the tests around it have fewer captures
 def test_two_hundred_captures_of_new_models_and_shapes_keep_memory_flat() -> None:
-    step = ws.compile(lambda trainer, x, weight: trainer.step(x, weight), lower="eager")
+    step = ws.compile(lambda trainer, x, weight: trainer.step(x, weight), lower="eager", dynamic=False)
     _capture_often(step, 30)
     step.reset()
     objects, caches, bytes_before = live_objects(), cache_sizes(), resident_bytes()
