@@ -224,6 +224,7 @@ def _rank_main(
     parents_end.close()
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.disable()  # handlers that a package put in its place are replaced
         faulthandler.enable(file=file, all_threads=True)
         faulthandler.dump_traceback_later(deadline + _ORPHAN_SECONDS, exit=True, file=file)
         try:
