@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,8 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(entry: Any, tmp_path: 
     (tmp_path / "index.json").write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(DumpError):
         read_index(tmp_path)
+
+
+def test_a_dumper_may_be_copied_with_the_arguments_of_torch_compile(tmp_path: Path) -> None:
+    dumper = graph_dumper_aot("net", str(tmp_path))
+    assert copy.deepcopy({"backend": dumper})["backend"] is dumper

@@ -58,6 +58,10 @@ class GraphDumper:
         self._numbers = 0
         self.__name__ = f"graph_dumper_{name}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphDumper:
+        """The same dumper: there is one index for each folder. Lightning copies the arguments of `torch.compile`."""
+        return self
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: dump what AOTAutograd builds from a graph of dynamo."""
         traced = _DumpedTrace(self, _names_of_inputs(gm))
