@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import os
 import shutil
 import sys
@@ -38,8 +37,6 @@ _TEST_FILES: set[str] = set()
 _CRASH = "crash of a thread that is not Python's"
 
 torch.set_num_threads(1)
-# It keeps the functions that print and log as they are when it is imported: not in a capture, which replaces them.
-importlib.import_module("torch.export._trace")
 
 slow_by_nature = [HealthCheck.too_slow, HealthCheck.data_too_large]
 common = settings(deadline=None, database=None, suppress_health_check=slow_by_nature)

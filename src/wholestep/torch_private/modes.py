@@ -6,6 +6,7 @@ these are the functions of `torch._C` behind them. 2.11, 2.13; names that a vers
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -305,3 +306,9 @@ def mode_that_needs_eager() -> str | None:
     if _parametrizations["_cache_enabled"]:
         return "torch.nn.utils.parametrize.cached"
     return None
+
+
+def import_what_keeps_print() -> None:
+    """Import `torch.export._trace`, which keeps `print` and the methods of loggers as they are at that time and copies
+    them in each export: it must not meet functions that a capture put in their place. 2.11, 2.13."""
+    importlib.import_module("torch.export._trace")

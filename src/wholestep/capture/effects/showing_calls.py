@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from wholestep.capture.effects.texts import has_mark
 from wholestep.capture.objects.callers import kind_of_code
+from wholestep.torch_private.modes import import_what_keeps_print
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -79,6 +80,7 @@ class ShowingCalls:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record in the block."""
+        import_what_keeps_print()
         with ExitStack() as stack:
 
             def patch(owner: Any, name: str, replacement: Any) -> None:
