@@ -3,16 +3,25 @@
 python -m corpus                       all of them
 python -m corpus --only t5 --only gan  those with such a name
 python -m corpus --list                names only
+
+In parts: results are kept in a file, after every entry; entries that it has are not run again.
+
+python -m corpus --results FILE --minutes 15    as many more as fit into 15 minutes; again and again until none is left
+python -m corpus --results FILE --again --only t5   these again
+python -m corpus --results A --results B --minutes 0 --write-page   the page from what is in A and B; nothing is run
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +31,7 @@ import torch
 
 from corpus.entry import CALLS, WORKS, Entry, Found, try_entry
 from corpus.every_entry import entries
-from fuzz.isolated import run_in_batch
+from fuzz.isolated import run_in_batch, warm_up
 
 PAGE = Path(__file__).parents[2] / "docs" / "corpus.md"
 BEGIN, END = "<!-- corpus: written by make corpus -->", "<!-- end of the corpus -->"
@@ -33,51 +42,68 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="entries whose group/name contains this")
     parser.add_argument("--lower", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--seconds", type=float, default=300, help="limit of an entry")
-    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--results", action="append", default=[], type=Path, help="results are read and kept here")
+    parser.add_argument("--minutes", type=float, help="start no other entry after this time")
+    parser.add_argument("--again", action="store_true", help="run also what the results have")
     parser.add_argument("--write-page", action="store_true", help="put the table into docs/corpus.md")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    chosen = [e for e in entries() if not options.only or any(part in f"{e.group}/{e.name}" for part in options.only)]
+    every = entries()
+    chosen = [e for e in every if not options.only or any(part in e.title for part in options.only)]
     if options.list:
-        print("\n".join(f"{e.group}/{e.name}" for e in chosen))
+        print("\n".join(e.title for e in chosen))
         return 0
     torch.set_num_threads(1)
-    found = run(chosen, options.lower, options.seconds)
-    if options.json:
-        options.json.write_text(json.dumps([row(e, f) for e, f in found], indent=1) + "\n")
+    kept = read_results(options.results)
+    to_run = [e for e in chosen if options.again or e.title not in kept]
+    for entry, result in run(to_run, options.lower, options.seconds, options.minutes):
+        kept[entry.title] = result
+        if options.results:
+            keep_result(options.results[0], entry, result)
+    found = [(e, kept[e.title]) for e in chosen if e.title in kept]
+    print(f"{len(chosen) - len(found)} of {len(chosen)} are not tried yet")
     if options.write_page:
-        write_page(found)
+        write_page([(e, kept[e.title]) for e in every if e.title in kept])
     return verdict(found)
 
 
-def run(chosen: list[Entry], lower: str, seconds: float) -> list[tuple[Entry, Found]]:
+def run(chosen: list[Entry], lower: str, seconds: float, minutes: float | None = None) -> Iterator[tuple[Entry, Found]]:
     """Each entry in a forked process that goes on with the next one; a crash or a hang is named."""
-    found: list[tuple[Entry, Found]] = []
-    began = time.monotonic()
+    if not chosen or minutes == 0:
+        return
+    import transformers  # noqa: F401  # once, for all processes
+
+    warm_up()
+    began, count = time.monotonic(), 0
     attempt: Any = lambda entry: try_entry(entry, lower=lower)  # noqa: E731
-    for index, outcome, took in run_in_batch(attempt, chosen, seconds):
-        entry = chosen[index]
-        result = outcome if isinstance(outcome, Found) else Found(outcome.kind, outcome.key)
-        found.append((entry, result))
-        mark = " " if result.works else "-" if result.kind == "refused" and result.code == entry.why_refused else "X"
-        text = " | ".join(result.text.splitlines())[:200]
-        print(f"{mark} {entry.group}/{entry.name:34s} {result.kind:16s} {took:5.1f} s {text}", flush=True)
-    print(f"{len(found)} entries in {time.monotonic() - began:.0f} s")
-    return found
+    with contextlib.closing(run_in_batch(attempt, chosen, seconds)) as outcomes:
+        for index, outcome, took in outcomes:
+            entry = chosen[index]
+            result = outcome if isinstance(outcome, Found) else Found(outcome.kind, outcome.key)
+            mark = " " if result.works else "-" if as_expected(entry, result) else "X"
+            text = " | ".join(result.text.splitlines())[:200]
+            print(f"{mark} {entry.title:46s} {result.kind:16s} {took:5.1f} s {text}", flush=True)
+            count += 1
+            yield entry, result
+            if minutes is not None and time.monotonic() - began > 60 * minutes:
+                break
+    print(f"{count} entries in {time.monotonic() - began:.0f} s")
 
 
-def row(entry: Entry, found: Found) -> dict[str, Any]:
-    """What is recorded of an entry."""
-    return {
-        "group": entry.group,
-        "name": entry.name,
-        "outcome": found.kind,
-        "code": found.code,
-        "line": found.line,
-        "graphs": found.graphs,
-        "nodes": found.nodes,
-        "text": found.text.splitlines()[0] if found.text else "",
-    }
+def read_results(files: list[Path]) -> dict[str, Found]:
+    """What earlier parts found, by title; a later line replaces an earlier one."""
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {title: Found(**fields) for title, fields in map(json.loads, lines)}
+
+
+def keep_result(file: Path, entry: Entry, found: Found) -> None:
+    """Append one line: nothing is lost where a later entry ends the process."""
+    with file.open("a") as out:
+        out.write(json.dumps([entry.title, asdict(found)]) + "\n")
+
+
+def as_expected(entry: Entry, found: Found) -> bool:
+    return found.works if found.kind != "refused" else found.code == entry.why_refused
 
 
 def verdict(found: list[tuple[Entry, Found]]) -> int:
@@ -86,7 +112,7 @@ def verdict(found: list[tuple[Entry, Found]]) -> int:
     works = sum(kinds[kind] for kind in WORKS)
     print(", ".join(f"{kind}: {count}" for kind, count in kinds.most_common()))
     print(f"{works} of {len(found)} work ({100 * works / max(len(found), 1):.1f}%)")
-    wrong = [f"{e.group}/{e.name}" for e, f in found if f.failed or (f.kind == "refused" and f.code != e.why_refused)]
+    wrong = [e.title for e, f in found if not as_expected(e, f)]
     if wrong:
         print(f"not as expected: {', '.join(wrong)}")
     return int(bool(wrong))

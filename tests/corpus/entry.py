@@ -29,6 +29,10 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ws.compile` that it needs, such as assume=True."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.group}/{self.name}"
+
 
 @dataclass(frozen=True)
 class Found:

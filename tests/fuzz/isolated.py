@@ -39,28 +39,30 @@ def run_in_batch(
         process.start()
         writer.close()
         base, started = done, time.monotonic()
-        while done < len(items):
-            if not reader.poll(seconds):
-                process.kill()
-                yield done, Outcome("hang", f"more than {seconds:g} s"), time.monotonic() - started
-                done += 1
-                break
-            try:
-                word, value = reader.recv()
-            except EOFError:
-                process.join()
-                yield done, Outcome("crash", f"exit code {process.exitcode}"), time.monotonic() - started
-                done += 1
-                break
-            if word == "started":
-                started = time.monotonic()
-                assert base + value == done
-            elif word == "done":
-                yield done, value, time.monotonic() - started
-                done += 1
-        reader.close()
-        process.kill()
-        process.join()
+        try:
+            while done < len(items):
+                if not reader.poll(seconds):
+                    process.kill()
+                    yield done, Outcome("hang", f"more than {seconds:g} s"), time.monotonic() - started
+                    done += 1
+                    break
+                try:
+                    word, value = reader.recv()
+                except EOFError:
+                    process.join()
+                    yield done, Outcome("crash", f"exit code {process.exitcode}"), time.monotonic() - started
+                    done += 1
+                    break
+                if word == "started":
+                    started = time.monotonic()
+                    assert base + value == done
+                elif word == "done":
+                    yield done, value, time.monotonic() - started
+                    done += 1
+        finally:  # also where the caller takes no more
+            reader.close()
+            process.kill()
+            process.join()
 
 
 def run_alone(source: str, lower: str = "eager", seconds: float = 40.0) -> Outcome:
