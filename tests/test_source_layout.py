@@ -8,6 +8,8 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from file_index import PAGE, page, sentences
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "wholestep"
 LONGEST = 600
@@ -55,3 +57,11 @@ def exists(name: str) -> bool:
             found = getattr(found, part)
         return True
     return False
+
+
+def test_the_index_of_files_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "write it: .venv/bin/python tests/file_index.py"
+
+
+def test_each_file_says_in_one_sentence_what_is_inside() -> None:
+    assert {str(path): text for path, text in sentences().items() if not 10 <= len(text) <= 300} == {}

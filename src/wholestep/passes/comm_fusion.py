@@ -18,12 +18,10 @@ would be alive anyway.  The collectives move, their waits and the views behind t
 division, a cast), so do these elementwise uses, as far down as the bucket needs.  The results of one bucket are views
 of one tensor.  Cost: one walk over the graph.
 
-The rewrite: operands are concatenated in one flat tensor, one collective runs, and its result is split.
+Where a bucket begins and where its results are needed is planned first (`buckets.py`); then each bucket is rewritten as
+above. A new node gets its value where shapes are static, so that no meta kernel has to run.
 
-Where a bucket begins and where its results are needed is planned before (`buckets.py`). Each new node gets its value
-where shapes are static, so that no meta kernel has to run.
-
-`LateUses`: how long the uses of a result can wait. Elementwise followers move down, with their results, to the first
+`LateUses` tells how long the uses of a result can wait. Elementwise uses move down, with their results, to the first
 other use.
 
     w1 = wait(a1); d1 = div(w1, 2)         d1 = div(w1, 2) can stand anywhere before the output,

@@ -7,9 +7,7 @@ Compiled steps use the compiler's own cut where that fits, with fewer bytes save
 softmax are decomposed, forward and backward become calls of their own, and plans are searched. Deterministic: ranks
 with the same shapes choose the same.
 
-The two rewrites of a step under a budget.
-
-`recompute` lets the backward recompute values:
+A step under a budget is rewritten in two ways. `recompute` lets the backward recompute values:
 
     before    h = gelu(u); ..; g = gelu_backward(d, u); w = mm(h, d)
     after     h = gelu(u); ..; g = gelu_backward(d, u); h_again = gelu(u); w = mm(h_again, d)

@@ -9,7 +9,7 @@ Estimates order the plans from the smallest peak to the one that recomputes noth
 tells its exact peak. `PlanSearch` is a binary search over the ordered plans. `CutSearch` tries increasing values of
 `shed`; it comes first, because the compiler's own cut is the fastest executable there is.
 
-The cheapest choice of what to save and what to recompute, as a minimum cut.
+Each plan is the cheapest choice of what to save and what to recompute at one price, found as a minimum cut:
 
     source --price x time--> v.in --bytes--> v.out --oo--> w.in      (w reads v, both in the forward)
                                              v.out --oo--> sink      (the backward reads v)

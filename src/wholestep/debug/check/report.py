@@ -1,6 +1,6 @@
 """The result of a check: what is equal, what differs by rounding, what is different, and where a difference comes from.
 
-Compare two observations of the state: what is equal, what differs by rounding, and what is different.
+Two observations of the state are compared:
 
     observe(roots, result, copy=True)      values by path, to be compared after the state has changed
     observe(roots, result, copy=False)     to be compared now
@@ -14,12 +14,11 @@ rounding if it is
 
 Where the contract is exact (`lower="eager"`, passes that promise the same bits) every difference counts.
 
-The result of a check: a frozen record that prints as a table, with time and peak memory of both sides.
+`CheckReport` is a frozen record that prints as a table, with time and peak memory of both sides.
 
-Where in the graph and in the user's code a difference comes from.
-
-`ws.debug.bisect` checks capture, passes, lowering and guards. Where it finds nothing (the graph is right, the use of
-its outputs is not), the signature says which node computes the value that differs.
+Where in the graph and in the user's code a difference comes from: `ws.debug.bisect` checks capture, passes, lowering
+and guards. Where it finds nothing (the graph is right, the use of its outputs is not), the signature says which node
+computes the value that differs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`Pipe.from_tracing`: with an example call as in torch, without one as in PiPPy, by symbolic tracing of `torch.fx`.
 
-Without an example no shapes are known. Such a pipe runs here only, with its backward if it has a loss. For ranks, pass
-an example call.
-
-A pipe that was traced without an example call, as in PiPPy.
+Without an example no shapes are known. Such a pipe runs in one process only, with its backward if it has a loss; for
+ranks, pass an example call. It is split by moving nodes:
 
     traced                                      split
     mm(x, get_attr w), pipe_split, lin(...)     submod_0   mm(x, moved_w)

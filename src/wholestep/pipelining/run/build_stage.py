@@ -1,7 +1,4 @@
-"""`build_stage`: the stage of a pipe on this rank.
-
-Gradient clipping over all stages of a pipeline.
-"""
+"""`build_stage`: the stage of a pipe on this rank, with gradient clipping over all stages."""
 
 from __future__ import annotations
 
