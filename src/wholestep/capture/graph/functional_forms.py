@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,25 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+@dataclass
+class OperatorCall:
+    """A call of an operator, with the fakes that it runs on and the nodes that it is recorded with."""
+
+    func: Any
+    facts: OperatorFacts
+    fake_args: list[Any]
+    fake_kwargs: dict[str, Any]
+    node_args: list[Any]
+    node_kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        return list(tensors_in([self.fake_args, list(self.fake_kwargs.values())]))
+
+    def written(self) -> list[Any]:
+        """The arguments that the operator writes, each a tensor, a list of tensors, or None."""
+        return [bound_argument(self.func, i, self.fake_args, self.fake_kwargs) for i in self.facts.writes]
+
+
 class Writes:
     """Records operators that write, for one recorder."""
 
@@ -62,37 +82,28 @@ class Writes:
         self._nodes = recorder.nodes
         self._values = recorder.values
 
-    def record(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        fake_args: list[Any],
-        fake_kwargs: dict[str, Any],
-        node_args: list[Any],
-        node_kwargs: dict[str, Any],
-    ) -> Any:
+    def record(self, call: OperatorCall) -> Any:
         """Run an operator that writes on the fakes and record its functional form."""
+        func, facts, fake_args, fake_kwargs = call.func, call.facts, call.fake_args, call.fake_kwargs
         if func is aten.copy_.default and self._steals(fake_args[0], fake_args[1]):
             out = func(*fake_args, **fake_kwargs)
-            self._values.write(fake_args[0], node_args[1])
+            self._values.write(fake_args[0], call.node_args[1])
             return out
-        targets = [bound_argument(func, position, fake_args, fake_kwargs) for position in facts.writes]
+        targets = call.written()
         flat = list(tensors_in(targets))
-        records = torch.is_grad_enabled() and any(
-            t.requires_grad for t in tensors_in([fake_args, [*fake_kwargs.values()]])
-        )
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors())
         for target in flat:
             refuse_overlap(func, target)
             if records:  # autograd recreates the view from its storage offset
                 self._values.fix_moving_views(target, "a write through a view that autograd records")
         refuse_shifted_overlap(func, flat, fake_args)
         functional = facts.functional
-        exact = functional is not None and _keeps_geometry(targets, fake_args, fake_kwargs)
+        exact = functional is not None and _keeps_geometry(targets, call)
         if facts.is_random and not exact:
             functional = None  # a random operator fills memory in order: keep the layout
         for name in facts.out_names if functional is not None else ():
             fake_kwargs.pop(name)
-            node_kwargs.pop(name)
+            call.node_kwargs.pop(name)
             exact = False
         plain = None
         if functional is not None and not exact:
@@ -104,17 +115,17 @@ class Writes:
             self._recorder.note_random(targets, fake_args)
         fresh = _fresh_results(out, facts)
         if functional is None:
-            node = self._call_on_copies(func, facts, node_args, node_kwargs, fresh, targets)
+            node = self._call_on_copies(call, fresh, targets)
             results = iter(self._split_flat(node, len(fresh) + sum(1 for _ in tensors_in(targets))))
             fresh_nodes = [next(results) for _ in fresh]
             new_nodes = list(results)
         else:
             vals = plain if plain is not None else _functional_vals(fresh, targets)
             for name, default in facts.lost_defaults:
-                if facts.names.index(name) >= len(node_args):
-                    node_kwargs.setdefault(name, default)
+                if facts.names.index(name) >= len(call.node_args):
+                    call.node_kwargs.setdefault(name, default)
             in_place = None if facts.out_names else func
-            node = self._nodes.create(functional, tuple(node_args), node_kwargs, vals, in_place)
+            node = self._nodes.create(functional, tuple(call.node_args), call.node_kwargs, vals, in_place)
             pieces = list(self._pieces(node, vals))
             fresh_nodes, new_nodes = pieces[: len(fresh)], pieces[len(fresh) :]
         for fake, fresh_node in zip(fresh, fresh_nodes, strict=True):
@@ -123,10 +134,9 @@ class Writes:
             self._values.write(target, self._fitted(target, new))
         return out
 
-    def overlap(self, func: Any, facts: OperatorFacts, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+    def overlap(self, call: OperatorCall) -> bool:
         """Whether two of the tensors that an operator writes share a base."""
-        targets = [bound_argument(func, position, fake_args, fake_kwargs) for position in facts.writes]
-        flat = list(tensors_in(targets))
+        flat = list(tensors_in(call.written()))
         return len(flat) > 1 and len({id(self._values.value(t).base) for t in flat}) < len(flat)
 
     def one_by_one(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -170,18 +180,9 @@ class Writes:
         vals = node.meta["val"]
         return [self._nodes.create(operator.getitem, (node, i), {}, vals[i]) for i in range(count)]
 
-    def _call_on_copies(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        node_args: list[Any],
-        node_kwargs: dict[str, Any],
-        fresh: list[Any],
-        targets: list[Any],
-    ) -> fx.Node:
+    def _call_on_copies(self, call: OperatorCall, fresh: list[Any], targets: list[Any]) -> fx.Node:
         """Record an operator without a functional variant as a call on copies of what it writes."""
-        positional = list(node_args)
-        rest = dict(node_kwargs)
+        func, facts, positional, rest = call.func, call.facts, list(call.node_args), dict(call.node_kwargs)
         while len(positional) <= max(facts.writes) and facts.names[len(positional)] not in facts.keyword_only:
             name = facts.names[len(positional)]
             if name not in rest:
@@ -227,10 +228,9 @@ def _functional_vals(fresh: list[Tensor], targets: list[Any]) -> Any:
     return vals[0] if len(vals) == 1 else tuple(vals)
 
 
-def _keeps_geometry(targets: list[Any], fake_args: list[Any], fake_kwargs: dict[str, Any]) -> bool:
+def _keeps_geometry(targets: list[Any], call: OperatorCall) -> bool:
     """Whether the functional result is certain to have the dtype and strides of what it replaces."""
-    dtypes = {t.dtype for t in tensors_in([fake_args, list(fake_kwargs.values())])}
-    if len(dtypes) > 1:
+    if len({t.dtype for t in call.tensors()}) > 1:
         return False
     return all(t.is_contiguous() for t in tensors_in(targets))
 
@@ -329,18 +329,10 @@ class CustomOperators:
         self._nodes = recorder.nodes
         self._values = recorder.values
 
-    def record(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        fake_args: list[Any],
-        fake_kwargs: dict[str, Any],
-        node_args: list[Any],
-        node_kwargs: dict[str, Any],
-        out: Any,
-    ) -> Any:
+    def record(self, call: OperatorCall, out: Any) -> Any:
         """Record a call whose fake result is `out`. Returns what the step gets."""
-        inputs = list(tensors_in([fake_args, list(fake_kwargs.values())]))
+        func, facts, node_args, node_kwargs = call.func, call.facts, call.node_args, call.node_kwargs
+        inputs = call.tensors()
         results = list(tensors_in(out))
         sources = [self._source(result, inputs, declared=facts.is_view) for result in results]
         shared = [(result, source) for result, source in zip(results, sources, strict=True) if source is not None]

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.graph.functional_forms import CustomOperators, Writes
+from wholestep.capture.graph.functional_forms import CustomOperators, OperatorCall, Writes
 from wholestep.capture.graph.refusals import (
     data_shape,
     higher_order,
@@ -205,15 +205,16 @@ class Recorder(DispatchMode):
             self._insert_named_scalars(facts, node_args, node_kwargs)
         if func is aten._cudnn_rnn.default and fake_args[3] is None:
             fake_args[3], node_args[3] = self._packed_weights(fake_args[1], node_args[1])
+        call = OperatorCall(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
         try:
             if facts.is_inplace_view:
                 return self._inplace_view(func, fake_args, fake_kwargs)
             if facts.replaces_storage:
                 return self._replace_storage(func, fake_args, fake_kwargs)
             if facts.writes and (not facts.writes_if or self._flag(func, facts, args, kwargs)):
-                if self._writes.overlap(func, facts, fake_args, fake_kwargs):
+                if self._writes.overlap(call):
                     return self._writes.one_by_one(func, list(args), kwargs)
-                return self._writes.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs)
+                return self._writes.record(call)
             out = self._computed(func, fake_args, fake_kwargs)
         except DynamicOutputShapeException as error:
             raise data_shape(func) from error
@@ -226,9 +227,9 @@ class Recorder(DispatchMode):
         if facts.is_random:
             self.note_random(out, fake_args)
         if facts.is_custom:
-            return self._custom.record(func, facts, fake_args, fake_kwargs, node_args, node_kwargs, out)
+            return self._custom.record(call, out)
         if facts.is_view:
-            return self._record_view(func, view_args, fake_kwargs, node_args, node_kwargs, out)
+            return self._record_view(call, view_args, out)
         node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
         self.register_outputs(node, out)
         return out
@@ -276,20 +277,13 @@ class Recorder(DispatchMode):
                 if isinstance(item, Tensor | list | tuple):
                     self.register_outputs(self.nodes.create(operator.getitem, (node, i), {}, item), item)
 
-    def _record_view(
-        self,
-        func: Any,
-        view_args: Sequence[Any],
-        fake_kwargs: dict[str, Any],
-        node_args: list[Any],
-        node_kwargs: dict[str, Any],
-        out: Any,
-    ) -> Any:
+    def _record_view(self, call: OperatorCall, view_args: Sequence[Any], out: Any) -> Any:
+        func, fake_kwargs = call.func, call.fake_kwargs
         source = view_args[0] if view_args else next(iter(fake_kwargs.values()))
         if not isinstance(source, Tensor) or out is source:
             return out
         parent = self.values.value(source)
-        node = self.nodes.create(func, tuple(node_args), node_kwargs, out)
+        node = self.nodes.create(func, tuple(call.node_args), call.node_kwargs, out)
         rest = tuple(view_args[1:])
         if isinstance(out, Tensor):
             self.values.add_view(out, Value(out, node, parent.base, parent, func, rest, fake_kwargs))
