@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,8 +31,13 @@ def files() -> Iterator[tuple[str, Path]]:
             yield package, path
 
 
-def imported_packages(path: Path, *, at_import: bool = False) -> Iterator[str]:
+@cache
+def imported_packages(path: Path, *, at_import: bool = False) -> tuple[str, ...]:
     """The packages that a file imports something from; `at_import`: when it is imported itself."""
+    return tuple(_imported_packages(path, at_import))
+
+
+def _imported_packages(path: Path, at_import: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for node in _executed(tree) if at_import else ast.walk(tree):
         names: list[str] = []
