@@ -14,6 +14,7 @@
 | `FakeTensor.tolist` | a symbolic scalar per element | torch's unbinds the tensor |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is over all shards |
 | `gc.collect` | nothing | `leftovers` tells objects of the trace by their GC generation |
+| the hooks that transformers adds in a forward | another trace, after adding them | eager's first call adds them, too |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
 | optimizers, schedulers, scalers | the same, detecting unknown ones (`called`) | some are found only when called |
 | functions of `torch.jit.script` | the Python functions as written | TorchScript bypasses all dispatch modes |
@@ -42,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.called import CallHost, detect_calls, detect_module_call
+from wholestep.capture.objects.output_hooks import INSTALL_OUTPUT_HOOKS, install_before_trace, output_hooks_module
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     CapturedTensorError,
@@ -144,6 +146,8 @@ def patched(host: PatchHost) -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and hasattr(masking, "is_tracing"):
             patch(masking, "is_tracing", _causal_mask_is_traced)
+        if (hooks := output_hooks_module()) is not None:
+            patch(hooks, INSTALL_OUTPUT_HOOKS, partial(install_before_trace, host.world.modules))
         before = validate_distributions(False)
         stack.callback(validate_distributions, before)
         if (propagator := sharding_propagator()) is not None:
