@@ -6,7 +6,8 @@ of the process. After each trace:
 
     captured     the reference count of each fake is compared with our records (nodes of the graph, inputs). A higher
                  one means that something else holds the fake: search for the holder
-    failed       the exception holds frames, and those hold fakes: search in any case
+    failed       the exception holds frames, and those hold fakes: search if an object with a fake in it that was made
+                 in the trace has more references than other objects made in the trace explain
     search       objects made in the trace are in Python's youngest generation, because the collector is paused. An
                  older list, dict, object, cell or cache that refers to a young object with a fake in it is the holder
     found        entries of `lru_cache`s are removed without an error. From any other holder the entry is removed too,
@@ -67,9 +68,10 @@ class Leftovers:
         traced = _Traced(mode)
         self._globals.put_back(traced.identities)
         self._clear_users_caches(traced)
-        self._clear_caches(traced)
-        for holder, child in self._edges(traced):
-            _take_out(holder, child)
+        if self._collections != _collections() or _held_by_older_objects(traced):
+            self._clear_caches(traced)
+            for holder, child in self._edges(traced):
+                _take_out(holder, child)
 
     def refuse(self, capture: Capture, step_graph: StepGraph, fakes: Fakes, context: Context) -> None:
         """After a trace: remove what is left, and refuse the step if that was more than `lru_cache` entries."""
@@ -149,6 +151,27 @@ class Leftovers:
                     for child in gc.get_referents(holder):
                         if id(child) in young and traced.in_value(child):
                             yield from _within(holder, child, traced)
+
+
+def _held_by_older_objects(traced: _Traced) -> bool:
+    """Whether something beside the objects made in the trace refers to one of them that has a traced value in it.
+
+    A search of the older objects takes a second in a large process; this looks at the young ones only.
+    """
+    young = gc.get_objects(generation=0)
+    among_themselves = Counter(map(id, gc.get_referents(*young)))
+    counts = list(map(sys.getrefcount, young))
+    for i, held in enumerate(young):
+        others = counts[i] - _COUNTED_HERE - among_themselves[id(held)]
+        if others > 0 and isinstance(held, Tensor):
+            others -= held_by_torch(held)
+        if others > 0 and (traced.in_value(held) or (type(held) is _LRU_CACHE and _cache_holds(held, traced))):
+            return True
+    return False
+
+
+_COUNTED_HERE = next(map(sys.getrefcount, [[]]))
+"""The references to an object that is counted in a list."""
 
 
 def _within(holder: Any, child: Any, traced: _Traced) -> Iterator[tuple[Any, Any]]:
