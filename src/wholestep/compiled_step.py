@@ -24,8 +24,16 @@ from wholestep.capture.trace import is_tracing
 from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, Pending
 from wholestep.cross_iteration.pending_updates import PendingWork, finally_flush
-from wholestep.errors import DynamicShapeError, EagerWarning, LowerWarning, OptionError, RecompileWarning
-from wholestep.ir.meta import warn_user
+from wholestep.errors import (
+    DynamicShapeError,
+    EagerWarning,
+    LowerWarning,
+    OptionError,
+    RecompileWarning,
+    UnsupportedError,
+)
+from wholestep.ir.meta import user_location, warn_user
+from wholestep.ir.signature import InputKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.lower.report import Lowering as LoweringReport
@@ -47,7 +55,7 @@ from wholestep.step import (
 )
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.distributed import default_group
-from wholestep.torch_private.modes import mode_that_needs_eager
+from wholestep.torch_private.modes import AutocastBlock, autocast_caches_casts, mode_that_needs_eager
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,6 +109,9 @@ class CompiledStep(Generic[P, R]):
         self._modes_warned: set[str] = set()
         self._refusals = Refusals()
         self._sizes = SeenSizes()
+        self._autocast = AutocastBlock()
+        self._weights_written = False
+        """Whether a call in the current autocast block wrote parameters."""
         self._ranks = self._ranks_of_plan()
         self._pending_work = PendingWork()
         weakref.finalize(self, finally_flush, self._pending_work).atexit = False
@@ -163,6 +174,9 @@ class CompiledStep(Generic[P, R]):
         mode = mode_that_needs_eager()
         if mode is not None:
             return self._run_in_eager(mode, fn, args, kwargs)
+        under_autocast = autocast_caches_casts()
+        if under_autocast:
+            self._refuse_stale_casts()
         self._calls += 1
         leaves, structure = leaves_of((args, kwargs))
         refusal: Refusal | None = None
@@ -175,9 +189,31 @@ class CompiledStep(Generic[P, R]):
             pending_updates.resume()
         if refusal is not None:
             result = self._run_refused(fn, args, kwargs, refusal)
+        if under_autocast and refusal is None:
+            self._autocast.enter()  # a capture has cleared the cache
+            self._weights_written = self._weights_written or self._last_wrote_parameters()
         if last:
             self.flush()
         return result
+
+    def _refuse_stale_casts(self) -> None:
+        """Eager casts a weight once per autocast block: a second call would train on the casts of the first."""
+        if not self._autocast.enter():
+            self._weights_written = False
+        elif self._weights_written:
+            raise UnsupportedError(
+                "the call is in the same torch.autocast block as an earlier call, which changed the weights. Eager "
+                "would go on with the weights as they were cast before that change.",
+                fix="put torch.autocast into the step, or around each call; or pass cache_enabled=False to it.",
+                location=user_location(),
+            )
+
+    def _last_wrote_parameters(self) -> bool:
+        if self._last is None:
+            return False
+        signature = self._last.step_graph.signature
+        parameters = {each.name for each in signature.inputs if each.kind is InputKind.PARAMETER}
+        return any(each.target in parameters for each in signature.write_backs)
 
     def _run_in_eager(self, mode: str, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call the plain function, because a mode around the call acts on operators and a replay would ignore it."""

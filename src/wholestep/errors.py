@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Self
 
@@ -75,10 +76,28 @@ class WholestepError(ValueError):
         return "\n".join(lines)
 
 
+MADE_WHILE_TRACING: ContextVar[list[CaptureError] | None] = ContextVar("refusals of a step", default=None)
+"""Refusals while user code is traced: one that user code swallows (`except Exception:`) is raised after it."""
+
+
 class CaptureError(WholestepError):
     """The step could not be turned into a graph that replays like eager. Nothing of the user's was changed."""
 
     code = "WS-CAPTURE"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        fix: str = "",
+        node: str = "",
+        location: Location | None = None,
+        around: Sequence[str] = (),
+    ) -> None:
+        super().__init__(what, fix=fix, node=node, location=location, around=around)
+        made = MADE_WHILE_TRACING.get()
+        if made is not None:
+            made.append(self)
 
 
 class ControlFlowError(CaptureError):

@@ -13,6 +13,7 @@ for section in (
     "randomness_and_modes",
     "python",
     "effects",
+    "odd_places",
     "leftovers",
     "operators",
     "arguments",

@@ -26,9 +26,15 @@ from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.graph.refusals import refuse_hooks, sharded_with_plain, trace_parameter_hooks
+from wholestep.capture.graph.refusals import (
+    refuse_attribute_of_a_tensor,
+    refuse_hooks,
+    sharded_with_plain,
+    trace_parameter_hooks,
+)
 from wholestep.capture.graph.tensor_values import may_replace_data
 from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
+from wholestep.capture.objects.callers import none_swallowed
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.patching.conversions import swap_conversions
@@ -394,7 +400,7 @@ class Capture:
             stack.callback(self.interrupts.shield)  # the first to run
             self.interrupts.allow()
             try:
-                with nullcontext() if self.line_watch is None else self.line_watch.watching():
+                with nullcontext() if self.line_watch is None else self.line_watch.watching(), none_swallowed():
                     result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()
@@ -409,7 +415,7 @@ class Capture:
                     raise needs_text("a conversion", location_of_exception(error)) from error
                 raise
             except AttributeError as error:
-                self._refuse_attribute_of_a_tensor(error)
+                refuse_attribute_of_a_tensor(error, self.table.by_fake.get(id(error.obj)))
                 raise
             except RuntimeError as error:
                 if "symbolic sizes/strides" in str(error):
@@ -438,16 +444,6 @@ class Capture:
             return error
         where = location_of_exception(error) or otherwise
         return error.at(where)
-
-    def _refuse_attribute_of_a_tensor(self, error: AttributeError) -> None:
-        """Refuse an attribute that the user put on a tensor and that its fake does not have."""
-        tracked = self.table.by_fake.get(id(error.obj))
-        if tracked is not None and error.name in vars(tracked.real):
-            raise UnsupportedError(
-                f"the step reads {tracked.slot.path}.{error.name}, an attribute that was put on a tensor.",
-                fix="keep it in optimizer.state, or in an attribute of a module.",
-                location=location_of_exception(error),
-            ) from error
 
     def _line_of(self, error: WholestepError) -> Location | None:
         """The line for an error found after the trace: that of the optimizer's step if the error names one, or the

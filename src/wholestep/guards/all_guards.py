@@ -13,6 +13,7 @@ from wholestep.guards.arguments_and_scalars import (
     NoArgumentGradients,
     SameArgumentAliases,
     SameContents,
+    SameInference,
     SameObjects,
     SameScalarConditions,
     SameScalarTypes,
@@ -104,6 +105,7 @@ class Guards:
             SameStateArguments(specs),
             NoArgumentGradients(specs, leaves),
             SameArgumentAliases(specs, leaves),
+            SameInference(specs, leaves),
             self._sizes,
             SameScalarConditions(specs),
         ]

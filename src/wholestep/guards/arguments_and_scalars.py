@@ -106,6 +106,27 @@ class NoArgumentGradients(PerItemGuard):
                 yield f"{self._paths[i]}.grad is set"
 
 
+class SameInference(Guard):
+    """Tensors among the arguments were made under `torch.inference_mode()`, or were not, as at the capture."""
+
+    def __init__(self, specs: GuardSpecs, leaves: list[Any]) -> None:
+        self._paths = specs.arguments.paths
+        self._indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._before = [leaves[i].is_inference() for i in self._indices]
+
+    def is_needed(self) -> bool:
+        return bool(self._indices)
+
+    def holds(self, call: Call) -> bool:
+        leaves = call.leaves
+        return [leaves[i].is_inference() for i in self._indices] == self._before
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for i, before in zip(self._indices, self._before, strict=True):
+            if call.leaves[i].is_inference() != before:
+                yield f"{self._paths[i]} was {'' if before else 'not '}made under torch.inference_mode() at the capture"
+
+
 class SameArgumentAliases(PerItemGuard):
     """Arguments that were the same tensor still are."""
 

@@ -189,6 +189,10 @@ def _same_entries(now: dict[str, Any], before: dict[str, Any]) -> bool:
     return list(now) == list(before) and all(map(is_, now.values(), before.values()))
 
 
+def _types(group: dict[str, Any]) -> list[type]:
+    return list(map(type, group.values()))
+
+
 class SameOptimizer(Guard):
     """An optimizer has the same param groups and options, and state for the same parameters."""
 
@@ -202,6 +206,9 @@ class SameOptimizer(Guard):
             for group in groups
         ]
         self._options = [dict(group.constants) for group in groups]
+        own = not type(optimizer).__module__.startswith("torch.")
+        self._types = [_types(group) if own or specs.reads_param_groups else None for group in optimizer.param_groups]
+        """The types of all options, where user code may tell `1` from `1.0`; torch's optimizers do not."""
         self._owners = list(optimizer.state)
         self._sizes = _sizes(optimizer.state)
         self._passed_version = -1
@@ -225,8 +232,8 @@ class SameOptimizer(Guard):
         groups = self._optimizer.param_groups
         if len(groups) != len(self._groups):
             return False
-        for group, (params, keys, options) in zip(groups, self._groups, strict=True):
-            if group.keys() != keys:
+        for group, types, (params, keys, options) in zip(groups, self._types, self._groups, strict=True):
+            if group.keys() != keys or (types is not None and _types(group) != types):
                 return False
             now = group["params"]
             if len(now) != len(params) or not all(map(is_, now, params)):
@@ -235,6 +242,12 @@ class SameOptimizer(Guard):
                 if skeleton(group.get(key, ABSENT)) != value:
                     return False
         return True
+
+    def _other_types(self) -> Iterator[str]:
+        for g, (group, types) in enumerate(zip(self._optimizer.param_groups, self._types, strict=False)):
+            for key, now, before in zip(group, _types(group), types or (), strict=False):
+                if now is not before:
+                    yield f"{self._path}.param_groups[{g}].{key} is no longer of the type that it was of"
 
     def reasons(self, call: Call) -> Iterator[str]:
         count, state = len(self._optimizer.param_groups), self._optimizer.state
@@ -245,6 +258,7 @@ class SameOptimizer(Guard):
         for path, before, now in self._changed_options():
             yield change_text(path, before, now)
         yield from self._other_keys()
+        yield from self._other_types()
         if not self.holds(call):
             yield "a parameter or the state of an optimizer changed"
 

@@ -297,6 +297,8 @@ class GuardSpecs:
     """Parameters that lie outside of modules (in a list, in a param group)."""
     optimizers: Mapping[Optimizer, str] = field(default_factory=dict)
     param_groups: Mapping[Optimizer, Sequence[ParamGroupSpec]] = field(default_factory=dict)
+    reads_param_groups: bool = False
+    """Whether code of the user's reads options of param groups: it can tell `1` from `1.0`."""
     scalers: Mapping[Any, str] = field(default_factory=dict)
     nested_state: Sequence[tuple[Slot, Any]] = ()
     """Lists and dicts in optimizer state, and their structure."""

@@ -312,3 +312,33 @@ def import_what_keeps_print() -> None:
     """Import `torch.export._trace`, which keeps `print` and the methods of loggers as they are at that time and copies
     them in each export: it must not meet functions that a capture put in their place. 2.11, 2.13."""
     importlib.import_module("torch.export._trace")
+
+
+def autocast_caches_casts() -> bool:
+    """Whether casts of weights are kept until the end of the `torch.autocast` block around the caller
+    (`_is_any_autocast_enabled`). 2.11, 2.13."""
+    return bool(_C._is_any_autocast_enabled()) and torch.is_autocast_cache_enabled()
+
+
+class AutocastBlock:
+    """Tells whether two moments are in one `torch.autocast` block: whether the cast of a weight is still cached.
+
+    The cast of a leaf is one function of autograd as long as it is in the cache. About 10 us a call. 2.11, 2.13.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, torch.nn.Parameter] = {}
+        self._casts: dict[str, object] = {}
+
+    def enter(self) -> bool:
+        """Whether this is the block of the last call of `enter`."""
+        casts: dict[str, object] = {}
+        for device, _ in _autocast_devices():
+            if device not in self._weights:
+                self._weights[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device, dtype=torch.float32))
+            weight = self._weights[device]
+            with torch.enable_grad():
+                product: Any = torch.mm(weight, weight)
+            casts[device] = product.grad_fn.next_functions[0][0]
+        before, self._casts = self._casts, casts
+        return any(before.get(device) is cast for device, cast in casts.items())

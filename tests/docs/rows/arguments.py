@@ -159,14 +159,3 @@ def odd_tensors() -> None:
         with pytest.raises(ws.errors.WholestepError) as caught:
             ws.compile(lambda x: x * 2)(batch)
         assert caught.value.code in ("WS-SPARSE", "WS-UNSUPPORTED")
-
-
-@row("one `torch.autocast` block around several calls")
-def one_autocast_block() -> None:
-    def losses(compiled: bool) -> list[float]:
-        run = run_of(train, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
-        step = ws.compile(run.step) if compiled else run.step
-        with torch.autocast("cpu", torch.bfloat16):
-            return [step(*run.arguments(0)).item() for _ in range(3)]
-
-    assert losses(True)[2] < losses(False)[2]  # eager goes on with weights that it cast before the first update

@@ -16,7 +16,7 @@ from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
 from wholestep.errors import AliasError, DataShapeError, HookError, Location, OverlapError, UnsupportedError
 from wholestep.ir.io.node_values import size_hint
-from wholestep.ir.meta import user_location
+from wholestep.ir.meta import location_of_exception, user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.modules_and_optimizers import (
@@ -183,3 +183,13 @@ def sharded_with_plain(location: Location | None) -> UnsupportedError:
         "parameter.full_tensor().",
         location=location,
     )
+
+
+def refuse_attribute_of_a_tensor(error: AttributeError, tracked: Tracked | None) -> None:
+    """Refuse an attribute that the user put on a tensor and that its fake does not have."""
+    if tracked is not None and error.name in vars(tracked.real):
+        raise UnsupportedError(
+            f"the step reads {tracked.slot.path}.{error.name}, an attribute that was put on a tensor.",
+            fix="keep it in optimizer.state, or in an attribute of a module.",
+            location=location_of_exception(error),
+        ) from error

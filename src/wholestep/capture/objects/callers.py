@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy
 import torch
 
 import wholestep
-from wholestep.errors import Location
+from wholestep.errors import MADE_WHILE_TRACING, CaptureError, Location, WholestepError
 from wholestep.ir.meta import location_of
 
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
@@ -106,3 +108,26 @@ def is_foreign(member: Any) -> bool:
     if root == "wholestep" and isinstance(name, str) and name.startswith(_INTEGRATIONS):
         return False
     return root in _LIBRARIES or root in _STANDARD_MODULES or root in _TOOLS
+
+
+@contextmanager
+def none_swallowed() -> Iterator[None]:
+    """Raise a refusal that user code in the block caught (`except Exception:`): eager does not come that way."""
+    made: list[CaptureError] = []
+    token = MADE_WHILE_TRACING.set(made)
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, WholestepError):
+            _raise_swallowed(made, error)
+        raise
+    finally:
+        MADE_WHILE_TRACING.reset(token)
+    _raise_swallowed(made)
+
+
+def _raise_swallowed(made: list[CaptureError], cause: Exception | None = None) -> None:
+    for error in made:
+        passed = error.__traceback__  # begins with the frame that caught the error
+        if passed is not None and is_user_code(passed.tb_frame.f_code):
+            raise error from cause

@@ -76,6 +76,8 @@ class World:
     generators: dict[int, tuple[torch.Generator, str]] = field(default_factory=dict)
     variables: list[tuple[str, Slot, Any]] = field(default_factory=list)
     """What closures and globals that the step's code names are bound to: path, slot, value."""
+    reads_param_groups: bool = False
+    """Whether code of the user's names param groups: it can tell `1` from `1.0` there."""
     asks_for_ids: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Global namespaces of user code that calls `id`, by identity."""
     asks_for_types: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -337,6 +339,7 @@ class _Walk:
         if known in self._codes:
             return
         self._codes[known] = fn
+        self.world.reads_param_groups |= "param_groups" in fn.__code__.co_names
         slots: list[tuple[str, Slot]] = []
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))

@@ -101,6 +101,8 @@ class FunctionMode(TorchFunctionMode):
             return result
         if func in _TEXTS and _is_traced(args[0]):
             return self._text(func, *args)
+        if func is torch.autograd.grad:
+            self._host.account.went_back = True
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",

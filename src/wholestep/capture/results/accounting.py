@@ -63,6 +63,8 @@ class Account:
         self._calls: list[tuple[OpOverload, Location | None]] = []
         self._real: list[tuple[Tracked, int | None, Tensor | None]] = []
         self._fakes: dict[int, int] = {}
+        self.went_back = False
+        """Whether the step computed gradients."""
 
     def begin(self) -> None:
         """Record the state before the step is traced."""
@@ -107,6 +109,7 @@ class Account:
     @contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
         """Around a call of `backward()`."""
+        self.went_back = True
         before, last = self._gradients(), self._capture.recorder.nodes.last()
         roots = [roots] if isinstance(roots, Tensor) else list(roots)
         # Asked before: the functions of autograd are released while it runs.

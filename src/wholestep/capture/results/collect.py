@@ -90,9 +90,12 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
     used = set(capture.graph.nodes)
     gm = lazy_graph_module(_Root(capture.inputs.constants), capture.graph, "WholeStep")
     capture.erased = [node for node in made if node not in used]
+    inputs = tuple(capture.inputs.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder")
+    if capture.account.went_back:
+        _refuse_inference_tensors(capture, inputs)
     return CapturedStep(
         step_graph=StepGraph(gm, sign(capture, gm, bindings, copies, description)),
-        inputs=tuple(capture.inputs.slot_of[node] for node in gm.graph.nodes if node.op == "placeholder"),
+        inputs=inputs,
         changes=tuple(bindings.changes),
         result_leaves=tuple(leaves),
         rebuild_result=None if flat.is_leaf else flat.rebuild,
@@ -105,6 +108,18 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
         compare_scalars=capture.scalars.may_tell_apart(),
         clock_readings=tuple(capture.sources.clocks.readings),
     )
+
+
+def _refuse_inference_tensors(capture: Capture, inputs: tuple[Slot, ...]) -> None:
+    """Eager cannot save a tensor for the backward that was made under `torch.inference_mode()`."""
+    for slot in inputs:
+        leaf = capture.flat.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()
+        real = capture.table.real_of(leaf)
+        if isinstance(real, Tensor) and real.is_inference():
+            raise UnsupportedError(
+                f"{slot.path} was made under torch.inference_mode(), and the step computes gradients.",
+                fix="make it under torch.no_grad(), or clone() it before the step.",
+            )
 
 
 def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, items: Recipe | None) -> GuardSpecs:
@@ -148,6 +163,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         classes=dict(sources.classes),
         classes_set_by_step=frozenset(c.slot.owner for c in bindings.changes if isinstance(c.slot, ClassSlot)),
         functions=tuple(sources.functions),
+        reads_param_groups=world.reads_param_groups,
         thread_locals=tuple(sources.thread_locals),
         environment=dict(outside.environment),
         whole_environment=outside.whole_environment,
@@ -231,8 +247,7 @@ def _class_reads(capture: Capture) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """What the step read of the classes of plain objects, except for what tracing switches off."""
     for reader, path in capture.readers:
         values = {name: value for name, value in reader.class_values.items() if name != VALIDATION_OF_DISTRIBUTIONS}
-        if values:
-            yield reader.obj, path, values
+        yield reader.obj, path, values
 
 
 def _may_read(capture: Capture, path: str) -> bool:
