@@ -1,135 +1,124 @@
-"""Simulated step times: as captured, with the default list, with `overlap_communication`, and the bound.
+"""Simulated step times: as captured, with the default list, with torch's scheduler, with ours, and the bound.
 
-    python benchmarks/overlap.py [--models gpt llama] [--plans sharded hsdp replicated] [--ranks 8 64 256 1024]
-                                 [--judge FOLDER [--torch]] [--json FILE]
+    python benchmarks/overlap.py [--models gpt llama mixtral] [--plans sharded hsdp sharded_tp replicated]
+                                 [--ranks 8 64 256 1024] [--made] [--judge FOLDER] [--torch] [--json FILE]
 
-Whole steps (forward, backward, AdamW) are captured on a fake process group and simulated on `ws.simulate.H100`.
-`--judge`: the folder of `overlap_eval.py`; its graphs are replayed by it, not by our simulator, with its costs.
-`--torch` adds torch's own scheduler there. Nothing runs on a GPU. No name of a node or layer is looked at.
+The graphs are those of `overlap_graphs.py`: steps that are captured on fake process groups, and (`--made`) graphs made
+by hand. They are simulated on `ws.simulate.H100`. `--judge`: the folder of `overlap_eval.py`; its graphs are replayed
+by it, not by our simulator, with its costs. `--torch` adds torch's own scheduler, with the same costs.
+Nothing runs on a GPU. No name of a node or layer is looked at.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import importlib.util
 import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from models import GPT, Shape
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from overlap_graphs import MODELS, PLANS, SHAPE, captured, experts, sharded_layers
+from torch import fx
 
 import wholestep as ws
+from wholestep.simulate.cost_model import node_costs, sent_bytes, spread_of
+from wholestep.simulate.step_index import index_step, plain
 
-SHAPE = Shape(layers=8, width=1024, heads=16, batch=4, length=2048, words=32768)
 GIB = 2**30
-JUDGED = ("graph", "pass", "step_ms", "bound_ms", "chain_ms", "peak_gib", "displaced", "kept", "pass_s", "check")
+MACHINE = ws.simulate.H100
+MADE: dict[str, Callable[[], fx.GraphModule]] = {
+    "sharded layers (8B parameters), 64": lambda: sharded_layers(477, 8192, 4096, 64),
+    "experts, 8": lambda: experts(16, 16384, 4096, 8),
+    "experts and more rows, 8": lambda: experts(16, 65536, 4096, 8),
+}
 
 
-class LlamaBlock(nn.Module):
-    """Attention with fewer keys than queries, and a gated product; RMS norms before."""
+def torch_overlap(gm: fx.GraphModule) -> fx.GraphModule:
+    """torch's scheduler with buckets, with our costs."""
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.groups = heads, heads // 4
-        head = width // heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, self.groups * head, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, 7 * width // 2, bias=False) for _ in range(2))
-        self.down = nn.Linear(7 * width // 2, width, bias=False)
+    index = index_step(gm)
+    known = dict(zip(index.nodes, node_costs(index, MACHINE), strict=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        h = self.norm1(x)
-        q = self.q(h).view(batch, length, self.heads, -1).transpose(1, 2)
-        k, v = (each(h).view(batch, length, self.groups, -1).transpose(1, 2) for each in (self.k, self.v))
-        k, v = (each.repeat_interleave(self.heads // self.groups, dim=1) for each in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, width))
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+    def milliseconds(node: fx.Node, override_size: int | None = None) -> float:
+        number = index.number.get(node, -1)
+        if override_size is not None and number >= 0 and index.group[number] >= 0:
+            group = index.group[number]
+            spread = spread_of(index.groups[group], index.group_ranks[group], MACHINE)
+            size = override_size or min(sent_bytes(node), 1)
+            return MACHINE.collectives.seconds(plain(node.target), spread, size) * 1e3
+        return known.get(node, 0.0) / 1e3
 
-
-class Llama(nn.Module):
-    """Words in, the loss out."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.words = nn.Embedding(shape.words, shape.width)
-        self.blocks = nn.Sequential(*(LlamaBlock(shape.width, shape.heads) for _ in range(shape.layers)))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.words, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.blocks(self.words(ids))))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+    with ExitStack() as stack:
+        for patch in _without_gpu():
+            stack.enter_context(patch)
+        found: fx.GraphModule = schedule_overlap_bucketing(
+            gm,
+            collective_bucketing=True,
+            insert_overlap_deps=False,
+            custom_runtime_estimation=milliseconds,
+            compute_estimator="analytical",
+            collective_estimator="analytical",
+            enable_fusion_regions=False,
+        )
+    return found
 
 
-MODELS = {"gpt": GPT, "llama": Llama}
+def _without_gpu() -> Iterator[Any]:
+    """What torch's scheduler asks a GPU for, as that of `MACHINE` answers; all costs come from us."""
+    import torch._inductor.comm_analysis as analysis
+    import torch._inductor.utils as utils
+    import torch.utils._runtime_estimation as estimation
+
+    yield mock.patch.object(analysis, "get_gpu_type", return_value=analysis.NVIDIA_GPU_TYPE.HOPPER)
+    for module in (utils, estimation):
+        yield mock.patch.object(module, "get_gpu_dram_gbps", return_value=MACHINE.memory / 1e9)
+        yield mock.patch.object(module, "get_device_tflops", return_value=MACHINE.rate(True) / 1e12)
 
 
-def plan_of(name: str, ranks: int) -> Any:
-    """A plan of wholestep on all ranks."""
-    if name == "hsdp":
-        mesh = init_device_mesh("cpu", (ranks // 8, 8), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    if name == "replicated":
-        return ws.Replicate(mesh)
-    return ws.FullyShard(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
-def captured(model_name: str, plan_name: str, ranks: int) -> Any:
-    """The graph of a whole step, without passes."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    torch.manual_seed(0)
-    model = MODELS[model_name](SHAPE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def train_step(ids: Tensor, labels: Tensor) -> Tensor:
-        loss = model(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    ids = torch.zeros(SHAPE.batch, SHAPE.length, dtype=torch.long)
-    return ws.compile(train_step, parallel=plan_of(plan_name, ranks), passes=None).capture(ids, ids)
-
-
-def row(name: str, ranks: int, graph: Any) -> dict[str, Any]:
+def row(name: str, graph: Any, with_torch: bool) -> dict[str, Any]:
     """Times of one graph, in milliseconds, and peaks in GiB."""
-    machine = ws.simulate.H100
-    as_is = ws.simulate.step(graph, machine=machine)
-    default, ours = graph.copy(), graph.copy()
+    as_is = ws.simulate.step(graph, machine=MACHINE)
+    default, ours = _copy(graph), _copy(graph)
     ws.passes.run_passes(default, "default")
     begin = time.perf_counter()
-    ws.passes.run_passes(ours, [ws.passes.overlap_communication(machine=machine)])
+    ws.passes.run_passes(ours, [ws.passes.overlap_communication(machine=MACHINE)])
     took = time.perf_counter() - begin
-    by_default, by_us = ws.simulate.step(default, machine=machine), ws.simulate.step(ours, machine=machine)
-    return {
+    by_us = ws.simulate.step(ours, machine=MACHINE)
+    found = {
         "graph": name,
-        "ranks": ranks,
-        "nodes": len(graph.gm.graph.nodes),
+        "nodes": len(as_is.index),
         "as_captured": _shown(as_is),
-        "default_list": _shown(by_default),
+        "default_list": _shown(ws.simulate.step(default, machine=MACHINE)),
         "overlap_communication": _shown(by_us),
         "bound_ms": round(min(as_is.bounds.largest, by_us.bounds.largest) / 1e3, 3),
+        "chain_ms": round(as_is.bounds.chain / 1e3, 3),
         "pass_s": round(took, 2),
     }
+    return found | (_by_torch(graph) if with_torch else {})
+
+
+def _by_torch(graph: Any) -> dict[str, Any]:
+    gm = copy.deepcopy(getattr(graph, "gm", graph))
+    begin = time.perf_counter()
+    try:
+        made = torch_overlap(gm)
+    except Exception as error:  # whatever its pass raises is its result
+        return {"torch": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    return {"torch": _shown(ws.simulate.step(made, machine=MACHINE)), "torch_s": round(time.perf_counter() - begin, 2)}
+
+
+def _copy(graph: Any) -> Any:
+    return graph.copy() if isinstance(graph, ws.StepGraph) else copy.deepcopy(graph)
 
 
 def _shown(timeline: Any) -> dict[str, float]:
@@ -174,8 +163,9 @@ def judged(folder: Path, with_torch: bool) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--plans", nargs="*", default=["sharded", "hsdp", "replicated"])
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--ranks", nargs="*", type=int, default=[8, 64, 256, 1024])
+    parser.add_argument("--made", action="store_true")
     parser.add_argument("--judge", type=Path)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -185,15 +175,19 @@ def main() -> None:
         for line in judged(given.judge, given.torch):
             rows.append(line)
             print(line, flush=True)
-    for model in given.models:
-        for plan in given.plans:
-            for ranks in given.ranks:
-                if plan == "hsdp" and ranks < 16:
-                    continue
-                rows.append(row(f"{model}, {plan}", ranks, captured(model, plan, ranks)))
-                print(rows[-1], flush=True)
-                if given.json:
-                    _write(given.json, rows)
+    made = MADE if given.made else {}
+    todo = [*made.items()] + [
+        (f"{model}, {plan}, {ranks}", functools.partial(captured, model, plan, ranks))
+        for model in given.models
+        for plan in given.plans
+        for ranks in given.ranks
+        if (plan != "hsdp" or ranks >= 16) and not (model == "gpt" and plan == "sharded_tp")
+    ]
+    for name, make in todo:
+        rows.append(row(name, make(), given.torch))
+        print(rows[-1], flush=True)
+        if given.json:
+            _write(given.json, rows)
     if given.json:
         _write(given.json, rows)
 

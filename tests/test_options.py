@@ -15,8 +15,8 @@ from cases.parts import train_step
 from wholestep.api import CompileOptions
 from wholestep.api import compile as compile_step
 from wholestep.errors import OptionError
-from wholestep.passes.engine.registry import DEFAULT
-from wholestep.step import ResolvedOptions, resolve
+from wholestep.passes import overlap_communication
+from wholestep.step import ResolvedOptions, Shared, for_step, resolve
 
 NAMES = [field.name for field in fields(ws.Options)]
 
@@ -104,10 +104,17 @@ def test_auto_runs_nothing_where_nothing_communicates() -> None:
     assert resolved(lower="inductor").passes == ()
 
 
-def test_auto_runs_the_default_list_where_a_plan_is_given() -> None:
+def test_auto_hides_communication_where_a_plan_is_given() -> None:
     options = resolved(parallel=a_plan(), lower="inductor")
-    assert names_of(options) == [each.name for each in DEFAULT]
-    assert options == resolved(parallel=options.parallel, lower="inductor", passes="default")
+    assert names_of(options) == ["overlap_communication"]
+    assert options == resolved(parallel=options.parallel, lower="inductor", passes=[overlap_communication()])
+
+
+def test_a_memory_budget_in_bytes_is_the_limit_of_the_schedule() -> None:
+    for budget, limit in (("1GiB", {"peak_bytes": 2**30}), (0.5, {}), (None, {})):
+        options = resolved(parallel=a_plan(), lower="inductor", memory_budget=budget)
+        (bound,) = (for_step(each, options, Shared.of(options)) for each in options.passes)
+        assert bound.options == limit
 
 
 @pytest.mark.parametrize(
@@ -115,8 +122,8 @@ def test_auto_runs_the_default_list_where_a_plan_is_given() -> None:
 )
 def test_auto_runs_exact_passes_only_where_the_bits_of_eager_are_asked_for(asked: dict[str, Any]) -> None:
     options = resolved(parallel=a_plan(), **asked)
-    assert names_of(options) == ["bucket_all_gather"]
-    assert {bound.graph_pass.contract.numerics for bound in options.passes} == {"exact"}
+    assert names_of(options) == ["overlap_communication"]
+    assert {bound.graph_pass.numerics_with(bound.args, bound.options) for bound in options.passes} == {"exact"}
 
 
 def test_passes_none_is_none_also_with_a_plan() -> None:
@@ -125,6 +132,7 @@ def test_passes_none_is_none_also_with_a_plan() -> None:
 
 def test_a_default_pass_may_be_disabled_although_auto_leaves_it_out_itself() -> None:
     assert resolved(disable_passes=["schedule_comm_wait"]).passes == ()
+    assert resolved(parallel=a_plan(), disable_passes=["overlap_communication"]).passes == ()
     with pytest.raises(OptionError, match="disable_passes names 'reinplace_tail'"):
         resolved(disable_passes=["reinplace_tail"])
 

@@ -112,8 +112,8 @@ def compile(
             None: Inductor's own choice.
         policy: With `memory_budget`, what is saved or recomputed in any case, by module path or operator:
             `{"model.blocks.*": "recompute", torch.ops.aten.mm: "save"}`, or a function of a node.
-        passes: Rewrites of the graph. "auto": the default list where `parallel` is given (with lower="eager" only its
-            passes that keep every bit), otherwise none. "default": the default list. None: no passes. A list: passes
+        passes: Rewrites of the graph. "auto": `overlap_communication` where `parallel` is given (with lower="eager" so
+            that every bit stays), otherwise none. "default": buckets and late waits. None: no passes. A list: passes
             (`ws.passes...`) and their names, "default" among them.
         disable_passes: Names of passes that do not run.
         dump_passes: A folder for the graphs before and after each pass.

@@ -42,6 +42,7 @@ from wholestep.parallel.in_eager import communicating_in_eager, why_not_in_eager
 from wholestep.ranks.channel import DEADLINE
 from wholestep.ranks.step_ranks import RankOptions, Ranks
 from wholestep.refused_steps import REFUSALS, CannotCaptureError, Refusal, Refusals, is_refusal
+from wholestep.simulate.machine import Machine
 from wholestep.step import (
     BoundGraph,
     Executable,
@@ -119,7 +120,9 @@ class CompiledStep(Generic[P, R]):
 
     def _new_shared(self) -> Shared:
         """The state before the first capture under these options. It does not hold the step."""
-        return Shared.of(self.options, self._name, functools.partial(_speaks, weakref.ref(self)))
+        here = weakref.ref(self)
+        one_plan = None if self.options.parallel is None else functools.partial(_one_plan, here)
+        return Shared.of(self.options, self._name, functools.partial(_speaks, here), one_plan)
 
     def _ranks_of_plan(self) -> Ranks | None:
         plan = self.options.parallel
@@ -151,6 +154,15 @@ class CompiledStep(Generic[P, R]):
     def lowering(self) -> LoweringReport | None:
         """Which nodes of the graph that ran last were compiled, and why the others were not; None without Inductor."""
         return None if self._last is None else self._last.lowering
+
+    def explain(self, machine: Machine | None = None) -> str:
+        """What runs, as text: why there are several graphs, which passes ran, what was compiled, the memory, and which
+        communication is not hidden and why, as simulated on `machine` (by default that of the graph's device)."""
+        if self._last is None:
+            return f"{self._name}: nothing was captured yet"
+        graphs = "1 graph" if len(self._entries) == 1 else f"{len(self._entries)} graphs"
+        why = [f"  {recompile}" for recompile in self.recompiles]
+        return "\n".join([f"{self._name}: {graphs}", *why, self._last.explain(machine)])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_tracing():
@@ -543,6 +555,12 @@ def _speaks(step: weakref.ref[CompiledStep[Any, Any]]) -> bool:
         group = default_group()
         return group is None or group.rank() == 0
     return found._ranks.speaks(found._calls)
+
+
+def _one_plan(step: weakref.ref[CompiledStep[Any, Any]], key: str, make: Callable[[], str]) -> str:
+    """The plan that all ranks use for graphs with this key."""
+    found = step()
+    return make() if found is None or found._ranks is None else found._ranks.one_plan(found._calls, key, make)
 
 
 def _complete(executor: CrossingExecutor, updates: Pending, ranks: Ranks | None, call: int) -> None:

@@ -48,17 +48,21 @@ from wholestep.lower.report import Lowering as LoweringReport
 from wholestep.lower.report import found_lowering
 from wholestep.options import Options, default_progress
 from wholestep.parallel.plan import Plan
-from wholestep.passes.engine.contract import BoundPass, check_list
+from wholestep.passes.engine.contract import BoundPass, applied_passes, check_list
 from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.engine.registry import DEFAULT, automatic
 from wholestep.passes.engine.registry import resolve as resolve_passes
+from wholestep.passes.overlap.shared_plan import OnePlan
+from wholestep.passes.overlap_communication import overlap_communication
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.progress import SILENT, Progress
 from wholestep.remat.fit import fit_to_budget
 from wholestep.remat.options import Budget, policy_of
 from wholestep.runtime.executor import Executor, Gather
 from wholestep.runtime.python_program import program
+from wholestep.simulate.machine import Machine
+from wholestep.simulate.step_timeline import step as simulate_step
 from wholestep.torch_private.modes import mode_that_needs_eager
 
 ALWAYS = (remove_duplicate_collectives, remove_dead_collectives)
@@ -118,7 +122,7 @@ def _passes_to_run(options: Options, lower_options: LowerOptions) -> tuple[Bound
         exact = options.lower != "inductor" or lower_options.exact
         chosen = automatic(communicates=options.parallel is not None, exact=exact)
         # Naming a default pass that "auto" has already left out is not an error.
-        left_out = {each.name for each in DEFAULT} - {each.name for each in chosen}
+        left_out = {each.name for each in (*DEFAULT, overlap_communication)} - {each.name for each in chosen}
         disabled = [name for name in disabled if name not in left_out]
     passes = resolve_passes(chosen, disabled)
     check_list(passes)
@@ -184,13 +188,22 @@ class Shared:
     """Which Python scalars are inputs of the graph."""
     lowering: LoweringCache = field(default_factory=LoweringCache)
     progress: Progress = SILENT
+    one_plan: OnePlan | None = None
+    """How ranks come to one plan of `overlap_communication`."""
 
     @classmethod
-    def of(cls, options: Options, name: str = "", speaks: Callable[[], bool] = lambda: True) -> Shared:
+    def of(
+        cls,
+        options: Options,
+        name: str = "",
+        speaks: Callable[[], bool] = lambda: True,
+        one_plan: OnePlan | None = None,
+    ) -> Shared:
         """The state before the first capture. `speaks`: whether this process reports progress."""
         wanted = default_progress() if options.progress is None else options.progress
         progress = Progress(name, wanted and bool(name), speaks)
-        return cls(EarlierTraces(options), lowering=LoweringCache(RegionCache(progress=progress)), progress=progress)
+        cache = LoweringCache(RegionCache(progress=progress))
+        return cls(EarlierTraces(options), lowering=cache, progress=progress, one_plan=one_plan)
 
 
 @overload
@@ -220,7 +233,8 @@ def compile_step(
         run_passes(graph, ALWAYS if graph.signature.groups else (), level=0)
         verify(graph, min(options.verify, 2))
         dump = _dump_of(options)
-        run_passes(graph, options.passes, level=options.verify, dump=dump, progress=shared.progress)
+        passes = [for_step(each, options, shared) for each in options.passes]
+        run_passes(graph, passes, level=options.verify, dump=dump, progress=shared.progress)
     else:
         graph = start
     if end == "graph":
@@ -246,6 +260,18 @@ def compile_step(
         executor = Executor(graph.captured, lowered.gm, forward, unversioned, graph.memory)
     graph.guards.add_conditions_on_sizes()  # lowering adds conditions on dynamic sizes
     return Executable(graph, executor, report)
+
+
+def for_step(bound: BoundPass, options: ResolvedOptions, shared: Shared) -> BoundPass:
+    """A pass with what only the step knows: the memory budget, and how ranks come to one plan."""
+    if bound.graph_pass is not overlap_communication:
+        return bound
+    known: dict[str, Any] = {}
+    if shared.one_plan is not None:
+        known["one_plan"] = shared.one_plan
+    if options.memory_budget is not None and options.memory_budget.most is not None:
+        known["peak_bytes"] = options.memory_budget.most
+    return replace(bound, options=known | (bound.options or {}))
 
 
 def _dump_of(options: Options) -> PassDump | None:
@@ -362,6 +388,17 @@ class Executable:
         if isinstance(self.executor, CrossingExecutor) and self.executor.pending is not None:
             self.executor.complete(self.executor.pending)
         return result
+
+    def explain(self, machine: Machine | None = None) -> str:
+        """What runs, as text: passes, what was compiled, memory, and which communication is exposed and why."""
+        graph = self.step_graph
+        lines = [f"{graph.num_nodes} nodes after {', '.join(applied_passes(graph.gm)) or 'no pass'}"]
+        lines += [] if self.lowering is None else [f"lowering: {self.lowering}"]
+        lines += [] if graph.memory is None else [str(graph.memory)]
+        timeline = simulate_step(
+            graph, machine=machine, peak_bytes=None if graph.memory is None else graph.memory.budget
+        )
+        return "\n".join([*lines, str(timeline) if timeline.index.collectives else "no communication"])
 
     def __repr__(self) -> str:
         return f"Executable({self.step_graph!r})"

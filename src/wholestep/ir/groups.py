@@ -35,7 +35,10 @@ def group_size(node: fx.Node) -> int:
     stated = argument(node, "group_size") if name is not None else None
     if type(stated) is int:
         return stated
-    return (process_group_size(name) if name is not None else 0) or 1
+    if name is None:
+        return 1
+    pieces = argument(node, "output_split_sizes")  # of an all-to-all: one for each rank
+    return process_group_size(name) or (len(pieces) if isinstance(pieces, list | tuple) else 1)
 
 
 def group_table(gm: fx.GraphModule, axis_of: Mapping[str, str] | None = None) -> tuple[GroupSpec, ...]:

@@ -11,7 +11,7 @@
 Needs: nothing.  Numerics: exact where nothing is packed: every node computes what it did, only the order changes. Where
 latency is exposed, collectives are packed into buckets if the step with them is faster: gathers are exact, reductions
 reassociate (`bucket="exact"` packs gathers only, `bucket=None` nothing).  Random draws, writes and effects keep their
-order; write-backs stay at the end.  All ranks choose the same where they have the same graph and the same costs, so
+order; write-backs stay at the end.  `passes="auto"` lets one rank plan for all (`overlap/shared_plan.py`), so
 collectives of overlapping groups are issued in one order everywhere.
 Memory: never above `peak_bytes`.  Cost: a few runs of a list scheduler (`overlap/list_schedule.py`), each near-linear.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,8 +31,9 @@ from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.propagate_metadata import fill_values
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.engine.manager import drop_dead_code
-from wholestep.passes.overlap.choice import ScheduledStep, choose
+from wholestep.passes.overlap.choice import LITTLE, ScheduledStep, choose, default_limit
 from wholestep.passes.overlap.packing import pack, sizes, worth_a_try
+from wholestep.passes.overlap.shared_plan import OnePlan, SharedPlan, plan_key, structure, with_issue_order
 from wholestep.passes.overlap.task_graph import task_graph
 from wholestep.simulate.cost_model import node_costs
 from wholestep.simulate.machine import Machine
@@ -51,6 +53,7 @@ def _check(
     peak_bytes: int | None = None,
     bucket: Bucket = "auto",
     max_displaced: float | None = None,
+    one_plan: OnePlan | None = None,
 ) -> None:
     given: Any = machine
     if given is not None and not isinstance(given, Machine):
@@ -64,9 +67,15 @@ def _check(
         raise invalid_value("bucket", bucket, 'use "auto", "exact" (gathers only), None, or a size in MiB.')
     if max_displaced is not None and not 0.0 <= max_displaced <= 1.0:
         raise invalid_value("max_displaced", max_displaced, "give a part of all nodes, from 0 to 1.")
+    if one_plan is not None and not callable(one_plan):
+        raise invalid_value("one_plan", one_plan, "give a function of a key and of a function that makes a plan.")
 
 
-@graph_optimization_pass(numerics="reassociates", allow_rerun=True, check=_check)
+def _packs_no_reduction(*, bucket: Bucket = "auto", **_: object) -> bool:
+    return bucket is None or bucket == "exact"
+
+
+@graph_optimization_pass(numerics="reassociates", exact_if=_packs_no_reduction, allow_rerun=True, check=_check)
 def overlap_communication(
     gm: fx.GraphModule,
     *,
@@ -75,30 +84,59 @@ def overlap_communication(
     peak_bytes: int | None = None,
     bucket: Bucket = "auto",
     max_displaced: float | None = None,
+    one_plan: OnePlan | None = None,
 ) -> None:
     """Order the nodes of a graph so that communication is hidden.
 
     `cost`: microseconds of a node; without, the model of `machine` (by default that of the graph's device).
-    `peak_bytes`: the most bytes that may be alive; without, 1.05 times the peak of the graph as it is.
+    `peak_bytes`: the most bytes that may be alive; without, 1.05 times the peak of the graph as it is, or 16 MiB more.
     `bucket`: "auto", "exact" (gathers only), None, or a size in MiB. `max_displaced`: the part of all nodes that may
-    move.
+    move. `one_plan`: how ranks come to one plan: called with a key and a function that makes a plan as text, it returns
+    the plan that all ranks with this key use.
     """
     index = index_step(gm)
     if not index.collectives:
         return
     given = _Given(machine or (None if cost is not None else machine_for(gm.graph)), cost, max_displaced)
+
+    def own() -> SharedPlan:
+        return _own_plan(gm, index, given, peak_bytes, bucket)
+
+    if one_plan is None:
+        plan = own()
+    else:
+        key = plan_key(gm)
+        plan = SharedPlan.from_json(one_plan(key, lambda: own().to_json()))
+    if plan.bucket is not None:
+        _pack(gm, plan.bucket, bucket)
+        index = index_step(gm)
+    its = structure(index)
+    if its != plan.graph:
+        following = partial(_following_plan, index, given, peak_bytes, plan)
+        plan = (
+            SharedPlan.from_json(one_plan(f"{key}/{its}", lambda: following().to_json())) if one_plan else following()
+        )
+    if plan.order:
+        reorder(gm.graph, [index.nodes[i] for i in plan.order])
+
+
+def _following_plan(index: StepIndex, given: _Given, peak_bytes: int | None, first: SharedPlan) -> SharedPlan:
+    """The plan for a graph that communicates as another one, which has a plan."""
+    own = _plan(index, given, peak_bytes)
+    order = with_issue_order(task_graph(index, own.times), own.found.order, first.issued)
+    return SharedPlan.of(index, order or range(len(index)), first.bucket)
+
+
+def _own_plan(
+    gm: fx.GraphModule, index: StepIndex, given: _Given, peak_bytes: int | None, bucket: Bucket
+) -> SharedPlan:
+    """The plan for a graph, which stays as it is."""
     plan = _plan(index, given, peak_bytes)
-    limit = peak_bytes if peak_bytes is not None else int(1.05 * plan.as_is.peak)
+    limit = peak_bytes if peak_bytes is not None else default_limit(plan.as_is.peak)
     packed = _best_packed(gm, plan, given, limit, bucket)
     if packed is not None:
-        mebibytes, trial = packed
-        _pack(gm, mebibytes, bucket)
-        nodes: list[fx.Node] = list(gm.graph.nodes)
-        if [node.target for node in nodes] != [node.target for node in trial.index.nodes]:
-            trial = _plan(index_step(gm), given, limit)
-        reorder(gm.graph, [nodes[i] for i in trial.found.order])
-    elif plan.found is not plan.as_is:
-        reorder(gm.graph, [index.nodes[i] for i in plan.found.order])
+        return SharedPlan.of(packed[1].index, packed[1].found.order, packed[0])
+    return SharedPlan.of(index, plan.found.order, None)
 
 
 @dataclass(frozen=True)
@@ -154,7 +192,7 @@ def _best_packed(
         trial = _plan(trial_index, given, limit, quickly=True)
         if trial.found.peak <= max(limit, plan.found.peak) and trial.found.time <= shortest:
             best, shortest = (mebibytes, trial), _FASTER * trial.found.time
-    if best is not None:
+    if best is not None and best[1].found.time > LITTLE:
         best = best[0], _plan(best[1].index, given, limit)
     return best
 

@@ -6,7 +6,7 @@ Without other ranks (a world of one, a fake process group) every method does not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from wholestep.ranks.agreement_records import (
     local_shapes,
 )
 from wholestep.ranks.channel import Channel
+from wholestep.ranks.one_plan import PlanOfRanks
 from wholestep.ranks.scalar_watch import ScalarHistory
 from wholestep.ranks.shared_scalars import Named, SharedScalars, update_constants
 from wholestep.torch_private.distributed import default_group
@@ -85,6 +86,19 @@ class Ranks:
             channel.deadline = self._deadline
             place = f"{self._step}, placing its models"
             Agreement(channel, place, self._deadline).agree(call, TextDigest(lines))
+
+    def one_plan(self, call: int, key: str, make: Callable[[], str]) -> str:
+        """The plan that the ranks of this step use for graphs with this key: that of the first of them.
+
+        If that rank makes none in this call (it runs a graph that it has, or fails), the first plan that is written.
+        """
+        channel = Channel.current()
+        if channel is None:
+            return make()
+        channel.deadline = self._deadline
+        leader = self._members[0] if self._members else 0
+        search = PlanOfRanks(channel, (self._step, call), f"plan/{self._step}/{key}", leader, self._deadline)
+        return search.found() or search.write(make())
 
     def agree(self, call: int, captured: CapturedStep, state: list[Any], pending: Sequence[int]) -> Mapping[int, str]:
         """Before a graph runs for the first time: check that the graphs of all ranks fit (`agreement`).

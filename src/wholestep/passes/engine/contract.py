@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, overload
 
@@ -70,13 +70,27 @@ class GraphPass:
     """A function on graphs with its contract."""
 
     def __init__(
-        self, function: Callable[..., Any], contract: Contract, check: Callable[..., None] | None = None
+        self,
+        function: Callable[..., Any],
+        contract: Contract,
+        check: Callable[..., None] | None = None,
+        exact_if: Callable[..., bool] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.contract = contract
         self._signature = inspect.signature(function)
         self._check = check
+        self._exact_if = exact_if
+
+    def numerics_with(self, args: Sequence[Any], options: Mapping[str, Any]) -> Numerics:
+        """The effect on numerics with some options."""
+        if self._exact_if is None:
+            return self.contract.numerics
+        given = self._signature.bind_partial(None, *args, **options)
+        _, *names = given.arguments
+        exact = self._exact_if(**{name: given.arguments[name] for name in names})
+        return "exact" if exact else self.contract.numerics
 
     @property
     def name(self) -> str:
@@ -173,6 +187,7 @@ def graph_optimization_pass(
     ends_normal_form: bool = False,
     only_for: Iterable[Any] = (),
     check: Callable[..., None] | None = None,
+    exact_if: Callable[..., bool] | None = None,
 ) -> Callable[[Callable[..., Any]], GraphPass]: ...
 
 
@@ -185,10 +200,12 @@ def graph_optimization_pass(
     ends_normal_form: bool = False,
     only_for: Iterable[Any] = (),
     check: Callable[..., None] | None = None,
+    exact_if: Callable[..., bool] | None = None,
 ) -> Any:
     """Declare a pass. Prerequisites and `apply_after` are passes or their names, one or several.
 
-    `check` takes the options and raises if one of them is wrong, when they are bound.
+    `check` takes the options and raises if one of them is wrong, when they are bound. `exact_if` takes those that were
+    given, and says whether with them the pass keeps every bit.
     """
     if numerics not in _NUMERICS:
         raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}.")
@@ -199,7 +216,10 @@ def graph_optimization_pass(
     def declare(function: Callable[..., Any]) -> GraphPass:
         name = getattr(function, "__name__", type(function).__name__)
         return GraphPass(
-            function, Contract(name, before, after, numerics, allow_rerun, tuple(only_for), ends_normal_form), check
+            function,
+            Contract(name, before, after, numerics, allow_rerun, tuple(only_for), ends_normal_form),
+            check,
+            exact_if,
         )
 
     return declare

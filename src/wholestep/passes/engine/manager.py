@@ -135,7 +135,7 @@ class _Application:
             return self._run(args, options, allow_rerun)
 
     def _run(self, args: Sequence[Any], options: dict[str, Any], allow_rerun: bool) -> Any:
-        name, gm = self._pass.name, self._gm
+        name, gm, numerics = self._pass.name, self._gm, self._pass.numerics_with(args, options)
         check_order(self._pass.contract, applied_contracts(gm), allow_rerun=allow_rerun)
         if self._step_graph is not None:
             check_normal_form(self._pass.contract)
@@ -147,8 +147,8 @@ class _Application:
         started = time.perf_counter()
         saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
-        if self._level >= 3 and self._pass.contract.numerics != "changes":
-            replay = Replay(self._whole(), name, noise=self._pass.contract.numerics == "reassociates")
+        if self._level >= 3 and numerics != "changes":
+            replay = Replay(self._whole(), name, noise=numerics == "reassociates")
         returned = False
         try:
             result = self._pass.function(self._given, *args, **options)
@@ -160,12 +160,12 @@ class _Application:
                 try:
                     changes = self._tidy(gm, saved)
                     if self._level >= 1 and not self._iterates:
-                        saved.promises.check(gm, self._pass.contract.numerics, changes.rewired)
+                        saved.promises.check(gm, numerics, changes.rewired)
                     self._check(changes.affected() if self._level == 1 else ())
                 except IterMoveError as error:  # a fault of the pass, not of its arguments
                     raise VerifyError(error.what, fix=error.fix, node=error.node, location=error.location) from error
             if replay is not None:
-                replay.compare(self._whole(), self._pass.contract.numerics)
+                replay.compare(self._whole(), numerics)
         except Exception as error:
             if self._dump is not None:
                 self._dump.write_failure(name, saved.graph_module(), gm, self._signature(), error)

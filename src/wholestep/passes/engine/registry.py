@@ -1,6 +1,6 @@
 """Passes by name: ours, and those of other packages by the entry point `wholestep.passes`.
 
-ws.compile(step)                                 passes="auto": the default list where the step communicates
+ws.compile(step)                                 passes="auto": overlap_communication where the step communicates
 ws.compile(step, passes="default")
 ws.compile(step, passes=[ws.passes.comm_fusion_with_concat(bucket_size_mb=25), "my_pass"])
 ws.compile(step, passes=["default", "overlap_optimizer_with_next_forward"])
@@ -55,19 +55,14 @@ def known_passes() -> dict[str, GraphPass]:
     return {each.name: each for each in _BY_NAME}
 
 
-def automatic(*, communicates: bool, exact: bool) -> tuple[GraphPass, ...]:
-    """The passes of `passes="auto"`: the default list if the step communicates, otherwise none.
+def automatic(*, communicates: bool, exact: bool) -> tuple[BoundPass, ...]:
+    """The passes of `passes="auto"`: `overlap_communication` if the step communicates, otherwise none.
 
-    `exact`: only passes that keep every bit, and of these only those whose prerequisites do, too.
+    `exact`: every bit is kept, so no reductions are packed into buckets.
     """
-    chosen: list[GraphPass] = []
-    for each in DEFAULT if communicates else ():
-        contract = each.contract
-        if exact and contract.numerics != "exact":
-            continue
-        if {before.name for before in chosen}.issuperset(contract.prerequisites):
-            chosen.append(each)
-    return tuple(chosen)
+    if not communicates:
+        return ()
+    return (overlap_communication(bucket="exact") if exact else overlap_communication(),)
 
 
 def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:

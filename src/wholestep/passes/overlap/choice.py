@@ -36,6 +36,9 @@ _RUNS_OF_NODES = 50_000
 """Nodes times runs."""
 _FEWEST_RUNS, _MOST_RUNS = 3, 20
 _MOST_DISPLACED = 0.15
+_SMALL = 16 * 2**20
+LITTLE = 2000.0
+"""Microseconds: if a step is less above its bound, only a few schedules are tried."""
 _WITH_RESERVE = ((4.5, 40.0), (9.0, 20.0), (2.0, 10.0), (18.0, 10.0), (4.5, 3.0), (9.0, 5.0))
 _WITHOUT = ((0.0, 10.0), (0.0, 1.0), (0.0, 40.0), (2.0, 20.0))
 """Work left behind, in stalls, and how early gathers are issued, in gathers."""
@@ -60,19 +63,26 @@ def choose(
     *,
     quickly: bool = False,
 ) -> tuple[ScheduledStep, ScheduledStep]:
-    """The schedule to use, and the graph as it is. `limit`: bytes; without, 1.05 times the peak as it is."""
+    """The schedule to use, and the graph as it is. `limit`: bytes; without, `default_limit`."""
     index = graph.index
     live, _ = memory_of(index)
     as_is = _measure(graph, rules, range(len(index)))
-    most = limit if limit is not None else 1.05 * as_is.peak
+    most = limit if limit is not None else default_limit(as_is.peak)
     tried = [as_is]
-    near = (1.0 + _AS_GOOD) * _bound(graph)
+    bound = _bound(graph)
+    near = (1.0 + _AS_GOOD) * bound
+    quickly = quickly or as_is.time - bound < LITTLE
     for schedule in _schedules(graph, MemoryGrowth(live.tolist()), most, quickly):
         if schedule.time <= (1.0 + _FOR_FEW_MOVES) * min(each.time for each in tried) or not rules.are_independent:
             tried.append(_measure(graph, rules, settle(graph, schedule.order)))
             if tried[-1].time <= near and tried[-1].peak <= most and tried[-1].displaced <= _MOST_DISPLACED:
                 break
     return best(tried, most, max_displaced), as_is
+
+
+def default_limit(peak: int) -> int:
+    """The bytes that a schedule may take where the graph takes `peak`; a bucket of a small model is larger than 5%."""
+    return max(int(1.05 * peak), peak + _SMALL)
 
 
 def best(tried: Iterable[ScheduledStep], limit: float, max_displaced: float | None = None) -> ScheduledStep:

@@ -63,8 +63,8 @@ def worth_a_try(index: StepIndex, cost: Sequence[float], order: Order, rules: St
 
 
 def sizes(index: StepIndex, cost: Sequence[float]) -> list[float]:
-    """Sizes of buckets in MiB that are worth a try: at which a collective takes a few times its latency, and at least
-    two buckets are left."""
+    """Sizes of buckets in MiB that are worth a try: at which a collective takes a few times its latency. What is larger
+    than the default bucket is left in two."""
     latency = _latencies(index, cost)
     slow = sorted(latency[c] for c in index.collectives if latency[c] > 0.0)
     if not slow:
@@ -75,7 +75,8 @@ def sizes(index: StepIndex, cost: Sequence[float]) -> list[float]:
     for c in index.collectives:
         key = index.nodes[c].target, index.group[c]
         together[key] = together.get(key, 0.0) + _bytes(index, c) / _MEBIBYTE
-    most = max(together.values()) / 2.0
+    most = max(together.values())
+    most = most / 2.0 if most > DEFAULT_BUCKET_MB else most
     wanted = {min(factor * in_latency, most) for factor in _LATENCIES} | {min(DEFAULT_BUCKET_MB, most)}
     largest_first = sorted(wanted, reverse=True)
     return largest_first[-_FEW_SIZES:] if len(index) > _LARGE_GRAPH else largest_first
