@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from capture.followed import assert_refused
 from capture.operators import (
     composed,
     declared_input,
@@ -357,3 +358,44 @@ def test_an_operator_without_a_fake_kernel_is_refused_with_the_line() -> None:
     with pytest.raises(ws.errors.UnsupportedError) as caught:
         ws.compile(run.step)(*run.arguments(0))
     assert f"{Path(__file__).name}:{marked_line(body)}" in str(caught.value)
+
+
+@torch.library.custom_op("wholestep_tests::counted", mutates_args=())
+def counted(x: Tensor) -> int:
+    return int(x.sum())
+
+
+@counted.register_fake
+def _(x: Tensor) -> int:
+    return 3
+
+
+def test_an_operator_that_returns_a_number_is_refused_with_the_line() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * counted(x)  # <- here
+
+    assert_refused(step, ws.errors.UnsupportedError, "counted.default returns a number", step)
+
+
+@torch.library.custom_op("wholestep_tests::adds_if_given", mutates_args=("total",))
+def adds_if_given(x: Tensor, total: Tensor | None = None) -> Tensor:
+    if total is not None:
+        total.add_(1)
+    return x * 2
+
+
+@adds_if_given.register_fake
+def _(x: Tensor, total: Tensor | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_argument_that_an_operator_would_write_may_be_left_out() -> None:
+    total = torch.zeros(3)
+
+    @ws.compile(lower="eager")
+    def step(x: Tensor) -> Tensor:
+        return adds_if_given(x) + adds_if_given(x, total)
+
+    for calls in (1, 2, 3):
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
+        assert total.tolist() == [calls] * 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +187,27 @@ def test_another_process_is_refused_with_the_line() -> None:
 
     assert_refused(step, ws.errors.SideEffectError, "process", step)
     assert subprocess.run(["true"], check=False).returncode == 0
+
+
+def start_a_thread(x: torch.Tensor) -> torch.Tensor:
+    thread = threading.Thread(target=x.mul_, args=(2,))
+    thread.start()  # <- here
+    thread.join()
+    return x * 2
+
+
+def give_work_to_a_pool(x: torch.Tensor) -> torch.Tensor:
+    return POOL.submit(x.mul, 2).result()  # <- here
+
+
+def map_over_a_pool(x: torch.Tensor) -> torch.Tensor:
+    return sum(POOL.map(x.mul, [1, 2]))  # <- here
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+@pytest.mark.parametrize("step", [start_a_thread, give_work_to_a_pool, map_over_a_pool], ids=lambda s: s.__name__)
+def test_another_thread_is_refused_with_the_line(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert_refused(step, ws.errors.SideEffectError, "thread", step)
+    assert step(torch.ones(3)).shape == (3,)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from wholestep.torch_private import fake_tensors
 from wholestep.torch_private.fake_tensors import FakeTensorMode, new_fake_mode
 
 ENDS = torch.tensor([3, 7, 10], dtype=torch.int32)
@@ -111,3 +112,26 @@ def test_a_fake_gradient_has_the_layout_of_the_real_one(name: str) -> None:
             with mode:
                 fake = operator(*fakes)
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_fake_takes_the_class_of_a_subclass_of_parameter() -> None:
+    class Mine(torch.nn.Parameter):
+        def doubled(self) -> torch.Tensor:
+            return self * 2
+
+    mode = fake_tensors.new_fake_mode(None)
+    fake = fake_tensors.new_fake(mode, torch.ones(2, 3)).requires_grad_()
+    fake_tensors.take_class(fake, Mine)
+    assert isinstance(fake, Mine)
+    assert type(fake.doubled()) is fake_tensors.FakeTensor
+    assert fake.doubled().requires_grad
+    assert not fake_tensors.overrides_functions(Mine)
+
+
+def test_results_on_a_subclass_of_tensor_are_of_the_subclass() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    assert fake_tensors.overrides_functions(Tagged)
+    assert type(torch.ones(2).as_subclass(Tagged) * 2) is Tagged
+    assert not any(map(fake_tensors.overrides_functions, (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)))

@@ -20,16 +20,15 @@ from wholestep.capture.effects.containers import Recorders, can_record
 from wholestep.capture.effects.replayed import ReplayedCalls
 from wholestep.capture.effects.showing_calls import ShowingCalls
 from wholestep.capture.effects.texts import Texts, has_mark, needs_text, swap_formats
-from wholestep.capture.graph.data_sizes import takes_no_symbols
 from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import (
+    refusal_of,
     refuse_attribute_of_a_tensor,
     refuse_hooks,
-    sharded_with_plain,
     trace_parameter_hooks,
 )
 from wholestep.capture.graph.tensor_values import may_replace_data
@@ -152,7 +151,7 @@ def trace_step(
                 for each in forget:
                     each()
                 if refusal is not None and isinstance(error, Exception) and not isinstance(error, WholestepError):
-                    raise refusal from error
+                    raise Capture._located(refusal, location_of_exception(error)) from error
                 raise error
         leftovers.refuse(capture, captured.step_graph, capture.release(), context)
         earlier.refuse_caches_of_other_defaults(leftovers.cleared)
@@ -418,11 +417,10 @@ class Capture:
                 refuse_attribute_of_a_tensor(error, self.table.by_fake.get(id(error.obj)))
                 raise
             except RuntimeError as error:
-                if "symbolic sizes/strides" in str(error):
-                    raise takes_no_symbols(location_of_exception(error)) from error
-                if "mixed torch.Tensor and DTensor" not in str(error):
+                refused = refusal_of(error)
+                if refused is None:
                     raise
-                raise sharded_with_plain(location_of_exception(error)) from error
+                raise refused from error
         self._refuse_changed_arguments(fake_args, fake_kwargs)
         rng.check_untouched()
         self.settings.refuse_left_changed()

@@ -249,13 +249,17 @@ class SameFunctions(PerItemGuard):
 
     def __init__(self, specs: GuardSpecs) -> None:
         functions = specs.functions
-        self._defaults = [(fn, path, fn.__defaults__) for fn, path, _ in functions if fn.__defaults__]
+        self._defaults = [
+            (fn, path, fn.__defaults__, fn.__kwdefaults__)
+            for fn, path, _ in functions
+            if fn.__defaults__ or fn.__kwdefaults__
+        ]
         self._names = [(fn, path, names) for fn, path, names in functions if names]
         super().__init__([*self._defaults, *self._names])
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for fn, path, defaults in self._defaults:
-            if fn.__defaults__ is not defaults:
+        for fn, path, defaults, of_keywords in self._defaults:
+            if fn.__defaults__ is not defaults or fn.__kwdefaults__ is not of_keywords:
                 yield f"{path} has other defaults"
         for fn, path, names in self._names:
             if vars(fn).keys() != names:

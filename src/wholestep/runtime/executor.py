@@ -27,7 +27,7 @@ from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import MemoryReport
 from wholestep.ir.user_objects.slots import (
     ABSENT,
-    BatchGradSlot,
+    BatchAttributeSlot,
     BatchSlot,
     GradSlot,
     LocalSlot,
@@ -298,9 +298,9 @@ def _apply_all(changes: list[Change], outputs: tuple[Any, ...], leaves: list[Any
 
 
 def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
-    if isinstance(change.slot, BatchGradSlot):
-        assert change.output is not None
-        leaves[change.slot.index].grad = outputs[change.output]
+    if isinstance(change.slot, BatchAttributeSlot):
+        value = change.constant if change.output is None else outputs[change.output]
+        setattr(leaves[change.slot.index], change.slot.attribute, value)
         return
     if change.unless is not None and bool(outputs[change.unless]):
         return

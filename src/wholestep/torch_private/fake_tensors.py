@@ -7,6 +7,7 @@ operator and computes sizes and strides only. It returns None if torch's own rul
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -120,7 +121,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's FakeTensorMode with our meta rules (`_RULES`). 2.11, 2.13."""
 
-    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, kinds: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """The fake result of an operator."""
         if func in _RULES_WITH_NEW_SIZES:
             if self.shape_env is None:
@@ -137,7 +138,7 @@ class FakeTensorMode(_fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-ca
         device = kwargs.get("device")
         if type(device) is torch.device and device.type == "cpu" and device.index is not None:
             kwargs = {**kwargs, "device": _CPU}  # where a tensor on "cpu:0" is
-        return super().dispatch(func, types, args, kwargs)
+        return super().dispatch(func, kinds, args, kwargs)
 
 
 _CPU = torch.device("cpu")
@@ -220,6 +221,19 @@ _COUNTED = _counted()
 def mark_parameter(tensor: Tensor) -> None:
     """Make `isinstance(tensor, nn.Parameter)` true (`Tensor._is_param`). 2.11, 2.13."""
     tensor._is_param = True
+
+
+def take_class(fake: Tensor, kind: type[Tensor]) -> None:
+    """Make a fake an object of a subclass of Parameter too, so that `isinstance` and its methods answer as in eager."""
+    fake.__class__ = types.new_class(kind.__name__, (FakeTensor, kind))
+
+
+def overrides_functions(kind: type[Tensor]) -> bool:
+    """Whether results of torch functions on a subclass differ from those on a tensor: it has a `__torch_function__` of
+    its own, or that of Tensor, which makes results of the subclass (`torch._C._disabled_torch_function_impl`)."""
+    return kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and (
+        kind.__torch_function__ is not no_torch_function
+    )
 
 
 if TYPE_CHECKING:

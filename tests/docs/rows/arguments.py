@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
-from docs.rows.page import row, run_of, same, same_function, train
+from docs.rows.page import network, row, run_of, same, same_function, train
 from harness import batch_of, device
 
 Pair = namedtuple("Pair", "x y")
@@ -152,10 +152,31 @@ def refused_sizes() -> None:
     assert code(torch.ones(6, 5).t()) == "WS-DYNAMIC"
 
 
-@row("sparse tensors, tensor subclasses with a dispatch of their own")
+class Mine(nn.Parameter):
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+@row("a parameter of a class of your own")
+def own_parameters() -> None:
+    def model() -> nn.Module:
+        made: Any = network()
+        made[0].weight = Mine(made[0].weight.data)
+        return made
+
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        assert isinstance(model[0].weight, Mine)
+        model[0].weight.doubled().sum().backward()
+        return train(model, optimizer, x)
+
+    same(body, model=model, graphs=None)
+
+
+@row("sparse tensors, tensor subclasses with a dispatch or functions of their own")
 def odd_tensors() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for batch in (torch.eye(3).to_sparse(), jagged):
+    subclass = type("T", (Tensor,), {})
+    for batch in (torch.eye(3).to_sparse(), jagged, torch.ones(3).as_subclass(subclass)):
         with pytest.raises(ws.errors.WholestepError) as caught:
             ws.compile(lambda x: x * 2)(batch)
         assert caught.value.code in ("WS-SPARSE", "WS-UNSUPPORTED")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from docs.rows.page import network, refused, row, same, train
+from harness import batch_of, device
 
 
 class Own(Optimizer):
@@ -432,6 +433,36 @@ def written_parameters() -> None:
         return train(model, optimizer, x)
 
     same(body)
+
+
+@row("`x.requires_grad_()` on an argument")
+def requires_grad_of_an_argument() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return train(model, optimizer, x)
+
+    given: list[Tensor] = []
+
+    def batch(i: int) -> Tensor:
+        given.append(batch_of(device(), i, 5, 6))
+        return given[-1]
+
+    same(body, batch=batch)
+    assert all(x.requires_grad and x.grad is not None for x in given)
+
+
+class OfTheClass:
+    mask = torch.zeros(6)
+
+
+@row("`.requires_grad`, `.grad`, `.data` or a hook set on a tensor in an attribute")
+def flags_of_tensors_elsewhere() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        OfTheClass.mask.requires_grad_()
+        return train(model, optimizer, x)
+
+    refused("WS-CAPTURED-TENSOR", body)
+    assert not OfTheClass.mask.requires_grad
 
 
 @row("`param.requires_grad_()` in the step")

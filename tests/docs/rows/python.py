@@ -349,6 +349,22 @@ def values_outside_of_instances() -> None:
     same_function(step, batch, steps=6, graphs=None)
 
 
+class WithDefault:
+    def scale(self, *, by: float = 1.0) -> float:
+        return by
+
+
+@row("default arguments of your functions and methods")
+def default_arguments() -> None:
+    scaled = WithDefault()
+
+    def batch(i: int) -> Tensor:
+        WithDefault.scale.__kwdefaults__["by"] = [1.0, 2.0, 3.0, 1.0][i]
+        return torch.ones(3)
+
+    same_function(lambda x: x * scaled.scale(), batch, steps=4, graphs=2)
+
+
 @row("methods of your classes that are replaced between calls")
 def methods_that_are_replaced() -> None:
     class Model(nn.Linear):
@@ -415,8 +431,12 @@ def effects_outside() -> None:
             os.environ["WS_ROW_SET"] = "1"
             return train(model, optimizer, x)
 
-        refused("WS-SIDE-EFFECT", writes)
-        refused("WS-SIDE-EFFECT", sets)
+        def starts(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+            threading.Thread(target=x.sum).start()
+            return train(model, optimizer, x)
+
+        for body in (writes, sets, starts):
+            refused("WS-SIDE-EFFECT", body)
         assert "WS_ROW_SET" not in os.environ
 
 

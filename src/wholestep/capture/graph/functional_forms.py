@@ -37,7 +37,7 @@ from torch import Tensor, fx
 
 from wholestep.capture.graph.refusals import refuse_overlap, refuse_shifted_overlap
 from wholestep.capture.graph.tensor_values import OPAQUE, Value
-from wholestep.errors import AliasError, OverlapError, ParameterDataError, UnsupportedError
+from wholestep.errors import AliasError, OverlapError, ParameterDataError
 from wholestep.ir.effects import OperatorFacts, is_custom_operator, is_view_of_first, shared_inputs
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.graph_walks import tensors_in
@@ -45,7 +45,7 @@ from wholestep.ir.meta import NodeMeta, set_node_meta, user_location
 from wholestep.torch_private.autograd import is_accumulating_gradient
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import storage_key
-from wholestep.torch_private.operators import bound_argument, has_autograd_kernel
+from wholestep.torch_private.operators import bound_argument, has_autograd_kernel, schema_of
 
 if TYPE_CHECKING:
     from wholestep.capture.graph.recorder import Recorder
@@ -184,14 +184,8 @@ class Writes:
         """Record an operator without a functional variant as a call on copies of what it writes."""
         func, facts, positional, rest = call.func, call.facts, list(call.node_args), dict(call.node_kwargs)
         while len(positional) <= max(facts.writes) and facts.names[len(positional)] not in facts.keyword_only:
-            name = facts.names[len(positional)]
-            if name not in rest:
-                raise UnsupportedError(
-                    f"{func} writes to {facts.names[max(facts.writes)]}, which was not given.",
-                    fix="pass all arguments that the operator writes to.",
-                    location=user_location(),
-                )
-            positional.append(rest.pop(name))
+            argument = schema_of(func).arguments[len(positional)]
+            positional.append(rest.pop(argument.name, argument.default_value))
         vals = (*fresh, *(_like(t) for t in tensors_in(targets)))
         node = self._nodes.create(call_on_copies, (func, tuple(facts.writes), *positional), rest, vals, func)
         return node

@@ -31,6 +31,7 @@ from wholestep.capture.graph.refusals import (
     data_shape,
     higher_order,
     refuse_branching_backward,
+    refuse_returned_number,
     unsupported,
 )
 from wholestep.capture.graph.tensor_values import Value, Values
@@ -159,7 +160,9 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        subclass = next((t for t in types if t is not FakeTensor and t.__torch_dispatch__ is not _NO_DISPATCH), None)
+        subclass = next(
+            (t for t in types if not issubclass(t, FakeTensor) and t.__torch_dispatch__ is not _NO_DISPATCH), None
+        )
         if subclass is not None:
             if subclass not in self.subclass_lines:
                 self.subclass_lines[subclass] = user_location()
@@ -192,6 +195,7 @@ class Recorder(DispatchMode):
             raise data_shape(func)
         facts = operator_facts(func)
         if facts.is_custom:
+            refuse_returned_number(func)
             self.host.account.custom_call(func)
         fake_args, node_args = self._operands.convert_all(args)
         fake_kwargs, node_kwargs = self._operands.convert_kwargs(kwargs)

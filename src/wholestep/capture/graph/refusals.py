@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholestep.capture.graph.data_sizes import takes_no_symbols
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
-from wholestep.errors import AliasError, DataShapeError, HookError, Location, OverlapError, UnsupportedError
+from wholestep.errors import (
+    AliasError,
+    DataShapeError,
+    HookError,
+    Location,
+    OverlapError,
+    UnsupportedError,
+    WholestepError,
+)
 from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.meta import location_of_exception, user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
@@ -25,6 +34,7 @@ from wholestep.torch_private.modules_and_optimizers import (
     optimizer_step_hooks,
     weight_computing_hooks,
 )
+from wholestep.torch_private.operators import schema_of
 
 _BRANCHES_IN_BACKWARD = frozenset({torch.ops.aten.prod, torch.ops.aten.cumprod})
 
@@ -172,6 +182,32 @@ def _name(hook: Any) -> str:
     name = getattr(hook, "__qualname__", None) or type(hook).__name__
     code = getattr(hook, "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def refuse_returned_number(func: Any) -> None:
+    """Refuse a custom operator that returns a number: the trace has that of its fake kernel."""
+    if not all("Tensor" in str(returned.type) for returned in schema_of(func).returns):
+        raise UnsupportedError(
+            f"{func} returns a number, which only its kernel knows: a replay would use that of its fake kernel.",
+            fix="return a tensor, and call .item() on it in the step.",
+            location=user_location(),
+        )
+
+
+def refusal_of(error: RuntimeError) -> WholestepError | None:
+    """What to say instead of an error of torch that fake tensors cause."""
+    location, text = location_of_exception(error), str(error)
+    if "symbolic sizes/strides" in text:
+        return takes_no_symbols(location)
+    if "Creating a new Tensor subclass" in text:
+        return UnsupportedError(
+            "the step makes a tensor of a subclass (as_subclass); tensor subclasses are not captured.",
+            fix="work on plain tensors in the step.",
+            location=location,
+        )
+    if "mixed torch.Tensor and DTensor" in text:
+        return sharded_with_plain(location)
+    return None
 
 
 def sharded_with_plain(location: Location | None) -> UnsupportedError:

@@ -291,12 +291,15 @@ class _Walk:
                 self.visit(fn, path or type(fn).__name__, depth, None)
             return
         self._variables(fn, depth)
-        self._sources.function(fn, path or fn.__name__, depth)
-        for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
-            self.visit(default, name, depth + 1, None)
+        self._attributes_and_defaults(fn, path or fn.__name__, depth)
         wrapped = getattr(fn, "__wrapped__", None)
         if wrapped is not None:
             self.visit(wrapped, path, depth, None)
+
+    def _attributes_and_defaults(self, fn: FunctionType, path: str, depth: int) -> None:
+        self._sources.function(fn, path, depth)
+        for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
+            self.visit(default, name, depth + 1, None)
 
     def hooks(self) -> None:
         """The code of hooks, which run in the step, and what they are bound to."""
@@ -319,7 +322,7 @@ class _Walk:
         self.visit(hook, where, 1, None)
 
     def _methods(self, cls: type, depth: int) -> None:
-        """Visit what the code of a user class's methods reads: closures and globals."""
+        """Visit what the code of a user class's methods reads: closures, globals, default arguments."""
         if id(cls) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(cls))
@@ -332,6 +335,7 @@ class _Walk:
                 if isinstance(found, FunctionType) and id(found) not in self._seen:
                     self._seen.add(id(found))
                     self._variables(found, max(depth, _MAX_DEPTH - 2))
+                    self._attributes_and_defaults(found, found.__qualname__, max(depth, _MAX_DEPTH - 2))
 
     def _variables(self, fn: FunctionType, depth: int) -> None:
         cells = fn.__closure__ or ()

@@ -126,6 +126,9 @@ class SourceWalk:
         for name in vars(fn):
             if name != "__wrapped__":
                 self._place(MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(fn), name), depth)
+        defaults = fn.__kwdefaults__ or {}
+        for name in list(defaults):
+            self._place(MappingSlot(InputKind.CAPTURED, f"{path}({name}=)", None, defaults, name), depth)
 
     def members(self, value: Any, path: str, depth: int) -> bool:
         """Visit attributes in `__slots__`. Returns whether there are any."""

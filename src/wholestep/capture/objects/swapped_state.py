@@ -56,9 +56,17 @@ from wholestep.ir.user_objects.slots import (
 )
 from wholestep.torch_private.autograd import is_transformed
 from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
-from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, mark_parameter, new_fake
+from wholestep.torch_private.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    mark_parameter,
+    new_fake,
+    overrides_functions,
+    take_class,
+)
 from wholestep.torch_private.modules_and_optimizers import SCALER_NUMBERS, SCALER_TENSORS
 
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 MakeScalar = Callable[[Slot, Any], Any]
 """Makes a number in a slot the SymFloat or SymInt that the step sees."""
 
@@ -168,6 +176,8 @@ class StateTable:
         if is_dtensor(real):
             slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(real))
             fake = dtensor_over(fake, slot.spec)
+        elif type(real) not in _PLAIN:
+            take_class(fake, type(real))
         if isinstance(real, nn.Parameter):
             mark_parameter(fake)
         if real.requires_grad and real.is_leaf:
@@ -193,12 +203,13 @@ class StateTable:
     @staticmethod
     def refuse_odd_tensor(real: Tensor, path: str) -> None:
         """Only plain strided tensors are captured."""
-        if type(real) not in (Tensor, nn.Parameter, nn.Buffer) and type(real).__torch_dispatch__ is not (
-            Tensor.__torch_dispatch__
+        kind = type(real)
+        if kind not in _PLAIN and (
+            kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or overrides_functions(kind)
         ):
             raise UnsupportedError(
-                f"{path} is a {type(real).__name__}; tensor subclasses are not captured.",
-                fix="pass a plain tensor (for DTensor, use the parallel= option).",
+                f"{path} is a {kind.__name__}; tensor subclasses are not captured.",
+                fix="pass a plain tensor: x.as_subclass(torch.Tensor) (for DTensor, use the parallel= option).",
             )
         if is_transformed(real):
             raise UnsupportedError(

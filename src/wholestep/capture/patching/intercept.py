@@ -27,10 +27,11 @@ from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.scalar_operands import moving_view, with_items
-from wholestep.errors import ItemError, UnsupportedError
+from wholestep.errors import CapturedTensorError, ItemError, UnsupportedError
 from wholestep.ir.meta import user_location
+from wholestep.torch_private.autograd import is_transformed
 from wholestep.torch_private.distributed import local_of
-from wholestep.torch_private.fake_tensors import FakeTensor, mark_parameter, storage_key
+from wholestep.torch_private.fake_tensors import FakeTensor, is_zero_tensor, mark_parameter, storage_key
 
 _LEAVES_GRAPH: dict[Any, str] = {
     Tensor.numpy: ".numpy()",
@@ -55,6 +56,16 @@ _GRAD: Any = Tensor.grad
 _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 
+_OF_THE_TENSOR: dict[Any, str] = {
+    Tensor.requires_grad_: "requires_grad",
+    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    _SET_GRAD: "grad",
+    _SET_DATA: "data",
+    Tensor.retain_grad: "",
+    Tensor.register_hook: "",
+    Tensor.register_post_accumulate_grad_hook: "",
+}
+"""What changes a tensor without an operator, with the attribute that it sets."""
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OF_THE_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__reduce_ex__})
 """Attributes of a real tensor that the real tensor itself returns."""
@@ -91,6 +102,8 @@ class FunctionMode(TorchFunctionMode):
             func not in _OF_THE_MEMORY
         ):
             args = tuple(self._traced(a) for a in args)
+        if func in _OF_THE_TENSOR and not _is_traced(args[0]):
+            self._refuse_change(func, *args, **(kwargs or {}))
         if self._host.sources.clocks.readings:
             refuse_clocks((args, kwargs), "a tensor")
         if func in _BACKWARDS:
@@ -145,6 +158,18 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._host.api = before
+
+    def _refuse_change(self, func: Any, tensor: Tensor, value: Any = True, *_: Any, **kwargs: Any) -> None:
+        """Refuse to change one of the user's tensors, which the trace found where it cannot put a fake."""
+        attribute, value = _OF_THE_TENSOR[func], kwargs.get("requires_grad", value)
+        if (attribute and getattr(tensor, attribute) is value) or is_transformed(tensor) or is_zero_tensor(tensor):
+            return
+        raise CapturedTensorError(
+            f"the step {f'sets .{attribute} of' if attribute else f'calls .{func.__name__}() of'} a tensor of shape "
+            f"{tuple(tensor.shape)}, which lies where capture cannot replace it by a fake tensor.",
+            fix="do it before the step, make the tensor a parameter of a module, or pass it as an argument.",
+            location=user_location(),
+        )
 
     def _text(self, func: Any, tensor: Tensor, spec: str = "", **_: Any) -> str:
         """The text of a tensor, filled in after the run; of a single number it is the number's."""

@@ -16,7 +16,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from wholestep.capture.objects.callers import called_by_user, caller_location
@@ -120,6 +122,11 @@ class OutsideReads:
                 patch(uuid, name, lambda real, *a, _name=name, **k: self._random(real, f"uuid.{_name}", *a, **k))
             patch(random.Random, "seed", self._seed)
             patch(subprocess.Popen, "__init__", lambda real, *a, **k: _refuse("starts another process"))
+            patch(BaseProcess, "start", lambda real, *a: _refuse("starts another process"))
+            patch(threading.Thread, "start", lambda real, *a: _refuse("starts a thread"))
+            for pool in (ThreadPoolExecutor, ProcessPoolExecutor):
+                patch(pool, "submit", lambda real, *a, **k: _refuse("gives work to another thread or process"))
+            patch(Executor, "map", lambda real, *a, **k: _refuse("gives work to another thread or process"))
             patch(os, "system", lambda real, *a: _refuse("starts another process"))
             patch(builtins, "input", lambda real, *a: _refuse("asks for input"))
             yield

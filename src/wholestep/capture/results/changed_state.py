@@ -34,7 +34,7 @@ from wholestep.ir.user_objects.plain_contents import (
 from wholestep.ir.user_objects.slots import (
     ABSENT,
     Absent,
-    BatchGradSlot,
+    BatchAttributeSlot,
     BatchSlot,
     GradSlot,
     HyperSlot,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
     """Bind the tensors and numbers that the step set in gradients, optimizers and gradient scalers."""
+    _requires_grad(capture.table, bindings)
     _gradients(capture.table, bindings)
     seen: set[int] = set()
     """Of state and groups that a wrapper shares with the optimizer inside of it, by identity."""
@@ -68,10 +69,17 @@ def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
                 bindings.bind(slot, now, created=True)
 
 
-def refuse_changed_requires_grad(table: StateTable) -> None:
-    """A replay would not repeat that a parameter is frozen or unfrozen."""
-    for tracked in table.parameters:
-        if tracked.fake.requires_grad != tracked.real.requires_grad:
+def _requires_grad(table: StateTable, bindings: Bindings) -> None:
+    """An argument that the step leaves requiring grad does so after each run; the same of state is refused."""
+    for tracked in table.tracked.values():
+        now = tracked.fake.requires_grad
+        if now == tracked.real.requires_grad or not tracked.fake.is_leaf:
+            continue
+        slot = tracked.slot
+        if isinstance(slot, BatchSlot):
+            where = BatchAttributeSlot(slot.kind, f"{slot.path}.requires_grad", slot.path, slot.index, "requires_grad")
+            bindings.changes.append(Change(ChangeKind.CONSTANT, where, constant=now))
+        elif slot.kind is not InputKind.GRADIENT:
             raise SideEffectError(
                 f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
                 fix="set it back at the end of the step, or change it outside.",
@@ -107,7 +115,7 @@ def _batch_gradient(bindings: Bindings, tracked: Tracked, slot: BatchSlot) -> No
             f"{slot.path} has a gradient already, and the step adds to it.",
             fix="set its .grad to None before the step, or use torch.autograd.grad in it.",
         )
-    where = BatchGradSlot(InputKind.GRADIENT, f"{slot.path}.grad", slot.path, slot.index)
+    where = BatchAttributeSlot(InputKind.GRADIENT, f"{slot.path}.grad", slot.path, slot.index, "grad")
     assert tracked.fake.grad is not None
     bindings.bind(where, tracked.fake.grad, created=True)
 

@@ -22,7 +22,7 @@ from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
-from wholestep.capture.results.changed_state import bind_changed_state, refuse_changed_requires_grad
+from wholestep.capture.results.changed_state import bind_changed_state
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, UnsupportedError
 from wholestep.ir.captured_step import (
@@ -77,7 +77,6 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
     capture.table.attributes.bind(capture.table, bindings)
     effects = capture.effects.bind(bindings)
     capture.texts.refuse_unused()
-    refuse_changed_requires_grad(capture.table)
     for call in capture.host_calls:
         call.leaves[:] = [leaf for leaf in call.leaves if leaf in bindings.late_leaves]
     if capture.numbers.plain:

@@ -195,10 +195,11 @@ class BatchSlot(Slot):
 
 
 @dataclass(frozen=True, eq=False)
-class BatchGradSlot(Slot):
-    """`.grad` of a leaf of the arguments of the call."""
+class BatchAttributeSlot(Slot):
+    """`.grad` or `.requires_grad` of a leaf of the arguments of the call."""
 
     index: int
+    attribute: str
 
 
 @dataclass(frozen=True, eq=False)
