@@ -212,7 +212,7 @@ COMPILED = (
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "body",
-    each_now(COMPILED, "writes_what_nobody_reads", "has_effect"),
+    each_now(COMPILED, "has_effect"),
     ids=lambda body: body.__name__,
 )
 def test_compiled_a_custom_operator_runs_as_often_and_in_order(body: Callable[..., Any]) -> None:

@@ -94,6 +94,7 @@ def test_a_step_without_a_float64_form_says_why_and_is_judged_by_noise() -> None
     assert model[0].weight.dtype is torch.float32
 
 
+@pytest.mark.long  # what shares memory is read as it is, also without a compiler
 def test_tensors_that_share_memory_are_not_converted_for_a_reference() -> None:
     flat = torch.randn(10)
     one, other = flat[:5], flat[5:]

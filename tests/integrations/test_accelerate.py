@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
+from selection import each_now
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -87,7 +88,7 @@ def assert_trains_as_in_eager(**options: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", each_now([1, 2, 3], "3"))  # two: below
 def test_accumulation_of_accelerate_inside_of_the_step_trains_as_in_eager(steps: int) -> None:
     assert_trains_as_in_eager(gradient_accumulation_steps=steps)
 

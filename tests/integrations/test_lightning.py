@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from selection import each_now
 from wholestep import errors
 from wholestep.integrations.lightning import WholestepCallback
 
@@ -197,7 +198,7 @@ def test_a_training_batch_is_one_graph_of_everything(tmp_path: Path) -> None:
     assert {"PARAMETER", "OPTIMIZER_STATE", "HYPER_PARAMETER", "BATCH"} <= kinds
 
 
-@pytest.mark.parametrize("make", [Regression, Manual])
+@pytest.mark.parametrize("make", each_now([Regression, Manual], "Regression"))
 def test_training_resumed_from_a_checkpoint_continues_as_in_lightning(make: Any, tmp_path: Path) -> None:
     found = []
     for name in ("eager", "graphs"):

@@ -23,6 +23,7 @@ from integrations.test_accelerate_ranks import collectives
 from integrations.test_lightning import Manual, Regression, fit
 from integrations.test_lightning import pytestmark as pytestmark
 from ranks import run_ranks
+from selection import each_now
 from wholestep.integrations.lightning import WholestepCallback
 
 
@@ -32,7 +33,7 @@ def as_torchrun(rank: int) -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "test"}
 
 
-@pytest.mark.parametrize("make", [Regression, Manual])
+@pytest.mark.parametrize("make", each_now([Regression, Manual], "Regression"))
 def test_training_on_two_ranks_shows_what_lightning_shows(make: Any, tmp_path: Path) -> None:
     def code(rank: int) -> Any:
         as_torchrun(rank)

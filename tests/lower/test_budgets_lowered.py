@@ -38,6 +38,7 @@ def test_compiled_steps_stay_within_their_budget_and_train_as_eager(fraction):
         torch.testing.assert_close(ours.model.state_dict()[name], value, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long  # test_forward_backward.py has such calls
 def test_forward_and_backward_are_calls_of_their_own():
     ours = Trained(shallow, memory_budget=1.0, lower="inductor", steps=2)
     phases = [region.phases for region in ours.step.lowering.regions]

@@ -47,7 +47,6 @@ OTHERS = cases_on(
 ALWAYS = (
     "SGD-foreach-momentum=0.9",
     "AdamW-single-amsgrad=True",
-    "AdamW-fused",
     "accumulation_over_steps-2",
     "autocast-bfloat16-fused",
     "random-dropout",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ import wholestep as ws
 from harness import Frame
 from lower.close import agreeing
 from parallel.pairs import Case, Compiled, Side, all_of, compare, look, numbers, world_mesh
+from selection import some_now
 from wholestep.ir.effects import is_collective
 from wholestep.lower.compiled_region import CompiledRegion
 from wholestep.passes import (
@@ -99,11 +101,12 @@ def beside_fully_shard(case: Case) -> list[str]:
     return lowered_beside(Side(case, lambda model: fully_shard(model, mesh=mesh)), case, ws.FullyShard(mesh))
 
 
-def test_steps_train_lowered_as_torchs_wrappers() -> None:
+@pytest.mark.parametrize("cases", some_now(CASES, "overlap"))
+def test_steps_train_lowered_as_torchs_wrappers(cases: list[Case]) -> None:
     """In one set of ranks: each of them imports Inductor."""
 
     def check(case: Case) -> list[str]:
         replicated = [f"beside DDP: {line}" for line in beside_ddp(case)]
         return replicated + [f"beside fully_shard: {line}" for line in beside_fully_shard(case)]
 
-    all_of(check, CASES, deadline=600)
+    all_of(check, cases, deadline=600)

@@ -363,7 +363,7 @@ class TestCompiling:
     """
 
     @pytest.mark.parametrize(
-        ("lines", "compiled"), [pytest.param(GRAPH, 1, marks=pytest.mark.long), (STEP, 2)], ids=["graph", "step"]
+        ("lines", "compiled"), [(GRAPH, 1), pytest.param(STEP, 2, marks=pytest.mark.long)], ids=["graph", "step"]
     )
     def test_a_second_process_finds_regions_in_the_cache_on_disk(self, lines: str, compiled: int) -> None:
         head = """
