@@ -4,6 +4,7 @@ from wholestep.ir.iter.graph import IterGraph
 from wholestep.ir.iter.graph_module import IterGraphModule
 from wholestep.ir.reinplace import reinplace
 from wholestep.ir.rewrite_rules import RewriteRule, apply_rules, rewrite_rule
+from wholestep.passes.collective_matmul import collective_matmul
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -62,6 +63,7 @@ __all__ = [
     "bucket_all_gather",
     "bucket_reduce_scatter",
     "clone_subgraph",
+    "collective_matmul",
     "comm_fusion_with_concat",
     "dedup_collectives",
     "disable_graph_optimization_dump",

@@ -97,7 +97,7 @@ def overlap_communication(
     index = index_step(gm)
     if not index.collectives:
         return
-    given = _Given(machine or (None if cost is not None else machine_for(gm.graph)), cost, max_displaced)
+    given = GivenCosts(machine or (None if cost is not None else machine_for(gm.graph)), cost, max_displaced)
 
     def own() -> SharedPlan:
         return _own_plan(gm, index, given, peak_bytes, bucket)
@@ -120,30 +120,31 @@ def overlap_communication(
         reorder(gm.graph, [index.nodes[i] for i in plan.order])
 
 
-def _following_plan(index: StepIndex, given: _Given, peak_bytes: int | None, first: SharedPlan) -> SharedPlan:
+def _following_plan(index: StepIndex, given: GivenCosts, peak_bytes: int | None, first: SharedPlan) -> SharedPlan:
     """The plan for a graph that communicates as another one, which has a plan."""
-    own = _plan(index, given, peak_bytes)
+    own = plan_of(index, given, peak_bytes)
     order = with_issue_order(task_graph(index, own.times), own.found.order, first.issued)
     return SharedPlan.of(index, order or range(len(index)), first.bucket)
 
 
 def _own_plan(
-    gm: fx.GraphModule, index: StepIndex, given: _Given, peak_bytes: int | None, bucket: Bucket
+    gm: fx.GraphModule, index: StepIndex, given: GivenCosts, peak_bytes: int | None, bucket: Bucket
 ) -> SharedPlan:
     """The plan for a graph, which stays as it is."""
-    plan = _plan(index, given, peak_bytes)
-    limit = peak_bytes if peak_bytes is not None else default_limit(plan.as_is.peak)
-    packed = _best_packed(gm, plan, given, limit, bucket)
+    plan = plan_of(index, given, peak_bytes)
+    packed = _best_packed(gm, plan, given, plan.limit, bucket)
     if packed is not None:
         return SharedPlan.of(packed[1].index, packed[1].found.order, packed[0])
     return SharedPlan.of(index, plan.found.order, None)
 
 
 @dataclass(frozen=True)
-class _Given:
+class GivenCosts:
+    """What the user said of costs."""
+
     machine: Machine | None
     cost: Callable[[fx.Node], float] | None
-    max_displaced: float | None
+    max_displaced: float | None = None
 
     def times(self, index: StepIndex) -> list[float]:
         """Microseconds of every node."""
@@ -154,23 +155,28 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class StepPlan:
+    """A graph with its costs, and what became of it."""
+
     index: StepIndex
     times: list[float]
     found: ScheduledStep
     as_is: ScheduledStep
+    limit: int
+    """The bytes that it may take."""
 
 
-def _plan(index: StepIndex, given: _Given, limit: int | None, *, quickly: bool = False) -> _Plan:
+def plan_of(index: StepIndex, given: GivenCosts, limit: int | None, *, quickly: bool = False) -> StepPlan:
+    """The best schedule of a graph."""
     times = given.times(index)
     rules = stream_rules(index, given.machine)
     found, as_is = choose(task_graph(index, times), rules, limit, given.max_displaced, quickly=quickly)
-    return _Plan(index, times, found, as_is)
+    return StepPlan(index, times, found, as_is, default_limit(as_is.peak) if limit is None else limit)
 
 
 def _best_packed(
-    gm: fx.GraphModule, plan: _Plan, given: _Given, limit: int, bucket: Bucket
-) -> tuple[float, _Plan] | None:
+    gm: fx.GraphModule, plan: StepPlan, given: GivenCosts, limit: int, bucket: Bucket
+) -> tuple[float, StepPlan] | None:
     """A size of buckets with which the step is faster, and its plan."""
     if bucket is None:
         return None
@@ -181,7 +187,7 @@ def _best_packed(
         tried = sizes(index, times)
     else:
         tried = [float(bucket)]
-    best: tuple[float, _Plan] | None = None
+    best: tuple[float, StepPlan] | None = None
     shortest = _FASTER * plan.found.time
     for mebibytes in tried:
         copied = lazy_graph_module(gm, copy_graph(gm.graph))
@@ -189,11 +195,11 @@ def _best_packed(
         trial_index = index_step(copied)
         if len(trial_index.collectives) == len(index.collectives):
             continue
-        trial = _plan(trial_index, given, limit, quickly=True)
+        trial = plan_of(trial_index, given, limit, quickly=True)
         if trial.found.peak <= max(limit, plan.found.peak) and trial.found.time <= shortest:
             best, shortest = (mebibytes, trial), _FASTER * trial.found.time
     if best is not None and best[1].found.time > LITTLE:
-        best = best[0], _plan(best[1].index, given, limit)
+        best = best[0], plan_of(best[1].index, given, limit)
     return best
 
 

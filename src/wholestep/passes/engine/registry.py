@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from wholestep.errors import OptionError, invalid_value
+from wholestep.passes.collective_matmul import collective_matmul
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, GraphPass
@@ -42,6 +43,7 @@ _BY_NAME: tuple[GraphPass, ...] = (
     merge_common_subexpressions,
     remove_duplicate_collectives,
     remove_dead_collectives,
+    collective_matmul,
     overlap_communication,
     overlap_optimizer_with_next_forward,
     reinplace_tail,
