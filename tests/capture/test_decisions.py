@@ -194,6 +194,37 @@ def test_an_empty_selection_may_be_assumed() -> None:
     assert state_of(run) == before
 
 
+def routed(m: nn.Module, o: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> Tensor:
+    """As the experts of Mixtral in transformers: only those that some token was sent to."""
+    out = m(x)
+    chosen = F.one_hot((x[:, 0] > x[:, 0].mean()).long() + 2 * (out[:, 0] > 1e6).long(), 4).t()
+    total = torch.zeros_like(out)
+    for expert in (chosen.sum(-1) > 0).nonzero():
+        expert = expert[0]
+        if expert == 3:
+            continue
+        (rows,) = torch.where(chosen[expert])
+        total.index_add_(0, rows, out[rows] * (expert + 1))
+    return trained(m, o, total.square().mean())
+
+
+def test_a_loop_over_a_size_that_data_decides_may_be_assumed() -> None:
+    run, compiled = same_as_eager(routed, assume=True)
+    model, optimizer, x, labels = run.arguments(3)
+    before = state_of(run)
+    with pytest.raises(ws.errors.AssumedError, match=r"for 1 \(a number is 2: .*for expert in"):
+        compiled(model, optimizer, x * 0, labels)
+    assert state_of(run) == before
+
+
+def test_a_loop_over_a_size_that_data_decides_is_refused_by_default() -> None:
+    run = run_of(routed)
+    with pytest.raises(ws.errors.DataShapeError, match="assume=True") as caught:
+        ws.compile(routed, lower="eager")(*run.arguments(0))
+    assert caught.value.location is not None
+    assert "for expert in" in str(caught.value.location.text)
+
+
 def test_ranks_cannot_assume() -> None:
     with pytest.raises(ws.errors.OptionError, match="assume=True cannot be used with parallel="):
         ws.compile(raises_on_nan, assume=True, parallel=object.__new__(ws.Replicate))

@@ -220,6 +220,13 @@ def _clip() -> dict[str, Any]:
 
 START = {"decoder_start_token_id": 0}
 
+
+def with_eager_experts(model: Any) -> Any:
+    """A Python loop over the experts that some token was sent to."""
+    model.set_experts_implementation("eager")
+    return model
+
+
 OTHERS: dict[str, Family] = {
     "t5": Family("T5Config", "T5ForConditionalGeneration", changes=START),
     "mt5": Family("MT5Config", "MT5ForConditionalGeneration"),
@@ -243,6 +250,13 @@ OTHERS: dict[str, Family] = {
     ),
     "qwen3_moe_with_router_loss": Family(
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM", changes={"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    ),
+    "mixtral_with_eager_experts": Family("MixtralConfig", "MixtralForCausalLM", prepare=with_eager_experts),
+    "qwen3_moe_with_eager_experts": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", prepare=with_eager_experts),
+    "m2m_100_without_layer_drop": Family(
+        "M2M100Config",
+        "M2M100ForConditionalGeneration",
+        changes={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     ),
     "bert_classes": Family("BertConfig", "BertForSequenceClassification", classes_of_text),
     "bert_spans": Family("BertConfig", "BertForQuestionAnswering", spans),

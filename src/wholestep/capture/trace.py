@@ -541,6 +541,10 @@ class Capture:
         node = self.shapes.condition(expression, self.scalars.emit_scalar, self.recorder.node_of)
         return self.decisions.decide(node) if isinstance(node, fx.Node) else None
 
+    def _assume_size(self, expression: Any) -> int | None:
+        node = self.shapes.condition(expression, self.scalars.emit_scalar, self.recorder.node_of)
+        return self.decisions.number(node) if isinstance(node, fx.Node) else None
+
     def before_operator(self) -> None:
         self.shapes.add_conditions(self.scalars.emit_scalar, self.recorder.node_of)
         self.interrupts.check()
@@ -573,7 +577,8 @@ class Capture:
 
     def begin_data_sizes(self) -> bool:
         began = self.shapes.begin_data_sizes(self.fake_mode)
-        self.shapes.declare().decide = self._decide_size
+        env = self.shapes.declare()
+        env.decide, env.assume = self._decide_size, self._assume_size
         return began
 
     def size_of(self, scalar: ScalarNode) -> torch.SymInt:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +18,15 @@ def below_autograd() -> AbstractContextManager[Any]:
     `no_grad` is not the same: some kernels read the grad mode (oneDNN's LSTM saves its workspace only if it is on).
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextmanager
+def recording_again() -> Iterator[None]:
+    """Let autograd record within `below_autograd` (`_dispatch_tls_set_dispatch_key_excluded`). 2.11, 2.13."""
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
+        for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(getattr(torch._C.DispatchKey, name), False)
+        yield
 
 
 def gradient_leaves(functions: Sequence[Any]) -> list[Tensor]:

@@ -165,6 +165,11 @@ def new_data_size(env: ShapeEnv) -> torch.SymInt:
     return made
 
 
+def fix_symbol(env: ShapeEnv, symbol: Any, value: int) -> None:
+    """From now on a symbol stands for one value (`ShapeEnv._set_replacement`). 2.11, 2.13."""
+    env._set_replacement(symbol, sympy.Integer(value), "the graph is for this value")
+
+
 def new_size(env: ShapeEnv, expression: Any) -> Any:
     """A symbolic size, or condition on sizes, of an expression without a hint (`ShapeEnv.create_symintnode`,
     `create_symfloatnode`). 2.11, 2.13."""

@@ -15,6 +15,8 @@ contiguous?", "is there anything to drop?"). They get the answer of an ordinary 
                                a few functions, only ask to save work: `_SHORTCUTS`)
 
 Questions of the user's code, and those that ordinary sizes answer differently (`u0 > 5`), are refused with the line.
+With assume=True the answer is that of the call which is traced, and the graph checks it (`decisions`). So it is for a
+size that is needed as a number: `for expert in hit.nonzero()`.
 What torch (or `torch._check`) takes for granted of the sizes is checked at run time, before the step writes anything.
 """
 
@@ -37,6 +39,7 @@ from wholestep.torch_private.symbolic_shapes import (
     SIZE_FILES,
     ShapeEnv,
     data_symbols,
+    fix_symbol,
     highest_value,
     is_condition,
     known_answer,
@@ -61,6 +64,8 @@ class DataSizeEnv(ShapeEnv):
         """Whether what runs is recorded as one node already, or not at all."""
         self.decide: Callable[[Any], bool | None] | None = None
         """Which way a branch of user code goes; None if that is refused."""
+        self.assume: Callable[[Any], int | None] | None = None
+        """The value that a size has in this call, if the graph may be for this value alone; None if that is refused."""
         self.conditions: list[tuple[Any, str]] = []
         """Conditions on sizes that the graph has to check, each with what it is for."""
 
@@ -78,6 +83,12 @@ class DataSizeEnv(ShapeEnv):
         return super().evaluate_expr(*args, **kwargs)
 
     def _answer(self, expression: Any) -> Any:
+        if not is_condition(expression) and self.assume is not None:
+            value = self.assume(expression)
+            if value is not None:
+                if expression.is_Symbol:
+                    fix_symbol(self, expression, value)
+                return sympy.Integer(value)
         asker, from_python = _asking_frame(sys._getframe(1))
         if from_python and is_users_code(asker.f_code):
             refusal = _asked_by_user(expression)
@@ -167,7 +178,8 @@ def needs_number(expression: Any) -> DataShapeError:
         f"the value of {expression} is needed while the step is captured, and the values of a tensor decide "
         f"{' and '.join(sorted(map(str, expression.free_symbols)))}.",
         fix="compute with the size as it is (x.shape[0] instead of int(..) or range(..)); say what always holds of it "
-        "with torch._check(x.shape[0] <= limit); or use a form of fixed shape: a mask multiplied in, torch.where.",
+        "with torch._check(x.shape[0] <= limit); use a form of fixed shape: a mask multiplied in, torch.where; or "
+        "compile with assume=True, where this size is nearly always the same.",
         location=user_location(),
     )
 

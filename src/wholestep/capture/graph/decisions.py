@@ -9,12 +9,15 @@
         isfinite = isfinite(loss)
         check_assumed(isfinite, True, "train.py:12 if not torch.isfinite(loss): raise ..", loss)
 
+    for expert in hit.nonzero(): ..        likewise: the graph is for as many rows as this call has
+
 Both runs are on the real tensors, so the answer is that of eager. Nothing of the user's changes: recorded operators
 write to no input, and random generators are put back.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -69,6 +72,8 @@ class Decisions:
         self._guard = guard
         self._before_run = KnownValues(self._known_placeholder, single=False)
         self._run = RealRun(host)
+        self._numbers: dict[fx.Node, int] = {}
+        """Sizes for whose value the graph is."""
 
     def value_before_run(self, node: fx.Node) -> Any | None:
         """The value of a node in this call, if it follows from the batch and from state by a few cheap operators."""
@@ -89,14 +94,31 @@ class Decisions:
         if value is None:
             return None
         answer = _truth(value)
-        where = user_location()
-        text = "" if where is None else f"{where.file}:{where.line}, {where.text}"
-        self._host.recorder.emit_function(check_assumed, (node, answer, text, *_operands(node)), None)
+        self._check(node, answer, _operands(node))
         return answer
+
+    def number(self, node: fx.Node) -> int | None:
+        """The value of a node as a plain number, which each run checks; None if that is refused."""
+        if not self._host.options.assume:
+            return None
+        if node not in self._numbers:
+            value = self._run.value(node)
+            if value is None:
+                return None
+            self._numbers[node] = int(value)
+            equal = self._host.recorder.emit_function(operator.eq, (node, int(value)), None)
+            self._check(equal, True, [node], f"a number is {int(value)}: ")
+        return self._numbers[node]
+
+    def _check(self, condition: fx.Node, answer: bool, operands: list[fx.Node], what: str = "") -> None:
+        where = user_location()
+        text = what + ("" if where is None else f"{where.file}:{where.line}, {where.text}")
+        self._host.recorder.emit_function(check_assumed, (condition, answer, text, *operands), None)
 
     def release(self) -> None:
         """Let go of the real values."""
         self._before_run, self._run = KnownValues(self._known_placeholder), RealRun(self._host)
+        self._numbers = {}
 
     def _known_placeholder(self, node: fx.Node) -> Any | None:
         kind = self._host.inputs.slot_of[node].kind

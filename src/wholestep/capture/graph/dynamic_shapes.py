@@ -124,7 +124,7 @@ class Shapes:
         """The step ran: what asks for sizes now only computes metadata."""
         if self.env is not None:
             self.env.below_recorder = True
-            self.env.decide = None
+            self.env.decide = self.env.assume = None
 
     def fake_of(self, mode: FakeTensorMode, real: Tensor, leaf: int, dims: dict[int, Dim], path: str) -> Tensor:
         """A fake whose declared dims are symbols. One `Dim` object is one symbol wherever it is used."""

@@ -16,6 +16,7 @@ from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.swapped_state import StateTable
+from wholestep.capture.patching.packed_sequences import batch_of_packed, is_asked_by_rnn
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarHost, ScalarNode
 from wholestep.errors import ControlFlowError, ItemError, WholestepError
@@ -71,12 +72,14 @@ class Items:
     def item(self, tensor: Tensor, node: fx.Node) -> Any:
         """`.item()` of a tensor, whose contents a node holds."""
         api = self._host.api
+        if (size := batch_of_packed(node)) is not None:
+            return size
         taken = self._taken.get((node, None))
         if taken is not None and not (isinstance(taken, ScalarNode) and taken.is_deferred):
             return taken.as_python() if isinstance(taken, ScalarNode) else taken
         value = self._known.of(node)
-        if value is None and asked_by("transformers/masking_utils.py"):
-            value = self._known_batch.of(node)  # a property of the batch's mask, checked at each call
+        if value is None and (asked_by("transformers/masking_utils.py") or is_asked_by_rnn()):
+            value = self._known_batch.of(node)  # a property of the batch's mask, or its size; checked at each call
         if value is None:
             if api in _BRANCHES and not tensor.dtype.is_complex:
                 answer = self._branch(tensor, node)
@@ -118,11 +121,14 @@ class Items:
         return scalar.specialise("a branch")
 
     def decide(self, scalar: ScalarNode) -> Number | None:
-        """Which way a branch on a scalar goes that is known only when the graph runs; None if that is refused."""
+        """Which way a branch on a scalar goes that is known only when the graph runs, or the value of an integer; None
+        if that is refused."""
         if any(not isinstance(leaf, ItemLeaf | SizeLeaf | Slot) for leaf in scalar.leaves()):
             return None
-        node = scalar.fx_arg()
-        return self._host.decisions.decide(node) if isinstance(node, fx.Node) else None
+        node, decisions = scalar.fx_arg(), self._host.decisions
+        if not isinstance(node, fx.Node):
+            return None
+        return decisions.decide(node) if scalar.kind is bool else decisions.number(node)
 
     def tolist(self, tensor: Tensor, node: fx.Node) -> Any:
         """`.tolist()`: one scalar per element."""

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.capture.effects.containers import StandInContainer
 from wholestep.capture.effects.texts import Texts
+from wholestep.capture.patching.packed_sequences import PACKED, packed_call
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
@@ -148,6 +149,8 @@ class FunctionMode(TorchFunctionMode):
             return self._host.address_of(args[0])
         if func is Tensor.item:
             return symbolic_scalar(func(*args, **(kwargs or {})))
+        if func in PACKED and any(map(_is_traced, args[:2])) and (packed := packed_call(func, args)) is not None:
+            return packed
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         name = _TAKES_VALUE.get(func)

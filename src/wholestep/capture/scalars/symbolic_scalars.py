@@ -164,6 +164,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "in_range": in_range,
 }
 _LONGEST = 160
+_INTEGER = "an integer argument"
 _BRANCHES = ("a branch", "a comparison")
 _BOOLEAN = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "sym_and", "sym_or", "sym_not", "is_integer", "in_range"}
@@ -265,7 +266,8 @@ class ScalarNode:
     def specialise(self, why: str) -> Number:
         """Fix the scalar to its current value, under a guard."""
         if self.hint is None:
-            answer = self._host.decide(self) if why in _BRANCHES and self.kind is bool and self._host else None
+            asks = (why in _BRANCHES and self.kind is bool) or (why == _INTEGER and self.kind is int)
+            answer = self._host.decide(self) if asks and self._host else None
             if answer is None:
                 raise self._unknown(why)
             return answer  # type: ignore[no-any-return]
@@ -296,7 +298,8 @@ class ScalarNode:
         return ItemError(
             what,
             fix="return the tensor from the step and read its value outside. (A value may be returned, printed, stored "
-            "and computed with; it is filled in after the run.)",
+            "and computed with; it is filled in after the run.)"
+            + (" Where it is nearly always the same, compile with assume=True." if why == _INTEGER else ""),
             location=where,
         )
 
@@ -425,7 +428,7 @@ class ScalarNode:
         return ScalarNode(self._host, bool, value, repr(value))
 
     def guard_int(self, file: str, line: int) -> int:
-        return int(self.specialise("an integer argument"))
+        return int(self.specialise(_INTEGER))
 
     def guard_float(self, file: str, line: int) -> float:
         return float(self.specialise("a float argument"))

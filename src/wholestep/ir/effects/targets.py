@@ -44,9 +44,10 @@ COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
 
 _TORCH_NAMESPACES = COLLECTIVE_NAMESPACES | frozenset(
     "aten prims prim rngprims debugprims quantized quantized_decomposed inductor profiler c10d c10d_prims symm_mem "
-    "_c10d_functional_autograd _dtensor bucketing mkl mkldnn onednn mkldnn_prims sparse static_runtime".split()
+    "_c10d_functional_autograd _dtensor bucketing mkl mkldnn onednn mkldnn_prims sparse static_runtime "
+    "wholestep_packed".split()
 )
-"""Operators of torch itself, which do nothing but what their schema says."""
+"""Operators of torch itself and our own, which do nothing but what their schema says."""
 
 _UPDATES_STATISTICS = {
     "batch_norm": "training",

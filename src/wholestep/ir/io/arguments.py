@@ -40,6 +40,8 @@ from wholestep.ir.graph_functions import (
     packed_weights,
     set_rng_state,
 )
+from wholestep.ir.packed_sequences import NAMESPACE as PACKED_NAMESPACE
+from wholestep.ir.packed_sequences import packed_operators
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
 
 DTYPES: dict[str, torch.dtype] = {
@@ -256,6 +258,7 @@ NAMESPACES = frozenset(
         "inductor_prims",
         "rngprims",
         "wholestep",
+        PACKED_NAMESPACE,
     }
 )
 """Operator namespaces that every file may use."""
@@ -379,6 +382,8 @@ class TargetReader:
                 f"the graph calls the operator {_shown(name)}, which is not on the list of allowed operators.",
                 fix=f'if you trust it, pass allow_ops=["{namespace}::{base}"] (or "{namespace}::*").',
             )
+        if namespace == PACKED_NAMESPACE:
+            packed_operators()
         packet = getattr(getattr(torch.ops, namespace), base, None)
         op = getattr(packet, overload or "default", None) if isinstance(packet, OpOverloadPacket) else None
         if not isinstance(op, OpOverload) or op_name(op) != name:
