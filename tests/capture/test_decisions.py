@@ -225,6 +225,18 @@ def test_a_loop_over_a_size_that_data_decides_is_refused_by_default() -> None:
     assert "for expert in" in str(caught.value.location.text)
 
 
+def test_whether_tensors_are_close_may_be_assumed() -> None:
+    def compares(m: nn.Module, o: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> Tensor:
+        if torch.allclose(m(x), torch.zeros(()), atol=1e-3) or m(x).allclose(x.mean(), rtol=1e-6):
+            raise ValueError("collapsed")
+        return trained(m, o, F.cross_entropy(m(x), labels))
+
+    same_as_eager(compares, assume=True)
+    run = run_of(compares)
+    with pytest.raises(ws.errors.ControlFlowError, match="assume=True"):
+        ws.compile(compares, lower="eager")(*run.arguments(0))
+
+
 def test_ranks_cannot_assume() -> None:
     with pytest.raises(ws.errors.OptionError, match="assume=True cannot be used with parallel="):
         ws.compile(raises_on_nan, assume=True, parallel=object.__new__(ws.Replicate))

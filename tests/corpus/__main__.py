@@ -135,6 +135,8 @@ def write_page(found: list[tuple[Entry, Found]]) -> None:
             if result.kind == "refused":
                 at = Path(result.line.split(" ")[0]).name
                 outcome = f"refused, [{result.code}](errors/{result.code}.md) at `{at}`"
+            elif entry.options:
+                outcome += ", `assume=True`"
             lines.append(f"| {entry.name} | {outcome} | {result.graphs or ''} | {result.nodes or ''} |")
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]

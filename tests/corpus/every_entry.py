@@ -31,8 +31,27 @@ images, audio, other heads/mixtral_with_eager_experts
 images, audio, other heads/qwen3_moe_with_eager_experts
 PEFT/loha
 PEFT/lokr
+optimizers/timm/AdamP
+optimizers/timm/Mars
+optimizers/timm/SGDP
+optimizers/torch_optimizer/AdamP
+optimizers/torch_optimizer/Lamb
+optimizers/torch_optimizer/SGDP
+optimizers/pytorch_optimizer/AdaGC
+optimizers/pytorch_optimizer/AdamP
+optimizers/pytorch_optimizer/AvaGrad
+optimizers/pytorch_optimizer/DAdaptAdaGrad
+optimizers/pytorch_optimizer/DAdaptAdan
+optimizers/pytorch_optimizer/DAdaptLion
+optimizers/pytorch_optimizer/DAdaptSGD
+optimizers/pytorch_optimizer/Nero
+optimizers/pytorch_optimizer/Prodigy
+optimizers/pytorch_optimizer/SGDP
+optimizers/pytorch_optimizer/SGDSaI
+optimizers/torch_optimizer/SWATS
+optimizers/pytorch_optimizer/SWATS
 """.strip().splitlines()
-"""Models that branch on values which only the step computes: they are compiled with assume=True."""
+"""Models and optimizers that branch on values which only the step computes: they are compiled with assume=True."""
 
 REFUSED: dict[str, str] = {
     # Layer drop: which layers run depends on random numbers.
@@ -58,7 +77,8 @@ def entries() -> list[Entry]:
 def _with_settings(entry: Entry) -> Entry:
     name = f"{entry.group}/{entry.name}"
     options = {"assume": True} if name.removeprefix("Hugging Face: ") in ASSUMED else {}
-    return replace(entry, why_refused=REFUSED.get(name, entry.why_refused), options=options)
+    why_refused = None if options else REFUSED.get(name, entry.why_refused)
+    return replace(entry, why_refused=why_refused, options=options)
 
 
 def _texts() -> list[Entry]:

@@ -286,7 +286,7 @@ class _Walk:
             fn = fn.__func__
         if hasattr(type(fn), "__wholestep_function__"):
             fn = fn.__wholestep_function__
-        if not isinstance(fn, FunctionType) or is_foreign(fn):
+        if not isinstance(fn, FunctionType) or is_foreign(fn) or _is_of_bar(fn):
             if not isinstance(fn, FunctionType | BuiltinFunctionType | type) and callable(fn):
                 self.visit(fn, path or type(fn).__name__, depth, None)
             return
@@ -427,6 +427,11 @@ def _refuse_wrapper(module: nn.Module, path: str) -> None:
             f"{path} is a {found.pop()}, whose communication happens outside of the step's own code.",
             fix="pass the plain module (wrapper.module), and parallel=ws.Replicate(mesh) or ws.FullyShard(mesh).",
         )
+
+
+def _is_of_bar(function: FunctionType) -> bool:
+    """Whether a function prints a bar of tqdm: the calls of a bar are replayed, and how wide it is reaches no step."""
+    return (function.__module__ or "").startswith("tqdm.")
 
 
 _OPEN_LIBRARIES = ("transformers", "torch.distributions")

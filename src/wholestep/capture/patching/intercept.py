@@ -4,6 +4,7 @@ print(x), x.numpy(), param.data = ..    refused, or recorded
 copy.deepcopy(p.data)                   a recorded clone with the same strides (optimizers begin their state with it)
 copy.copy(t)                            another tensor over the same memory, as in eager
 pickle, torch.save                      refused: there are no values to write
+x.allclose(y)                           a branch on isclose(x, y).all()
 F.ctc_loss(.., lengths)                 its mean is decomposed: torch's own makes a tensor of the lengths in C++,
                                         which has no data in a trace. Only for lengths that are Python numbers
 """
@@ -39,8 +40,8 @@ _LEAVES_GRAPH: dict[Any, str] = {
     Tensor.__array__: "numpy",
     Tensor.__contains__: "`in`",
     torch.equal: "torch.equal",
-    torch.allclose: "torch.allclose",
 }
+_ALL_CLOSE = frozenset({torch.allclose, Tensor.allclose})
 _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
 _TAKES_VALUE = {
     Tensor.__bool__: "__bool__",
@@ -123,6 +124,8 @@ class FunctionMode(TorchFunctionMode):
                 fix="return the tensor from the step and look at it outside.",
                 location=user_location(),
             )
+        if func in _ALL_CLOSE and any(map(_is_traced, args)):
+            return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func == _SET_DATA and _is_traced(args[0]):
             self._host.replace_data(args[0], args[1])
             return None
