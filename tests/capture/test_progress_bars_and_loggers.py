@@ -36,7 +36,7 @@ class Logger:
 
 def with_tqdm() -> tuple[Callable[[Tensor], None], Shown]:
     out = io.StringIO()
-    bar = tqdm(total=CALLS, file=out, mininterval=0, bar_format="{desc} {n_fmt}/{total_fmt}{postfix}")
+    bar = tqdm(total=CALLS, file=out, mininterval=0, position=0, bar_format="{desc} {n_fmt}/{total_fmt}{postfix}")
 
     def show(loss: Tensor) -> None:
         bar.set_description(f"loss {loss.item():.4f}")
