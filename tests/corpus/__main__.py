@@ -120,7 +120,14 @@ def verdict(found: list[tuple[Entry, Found]]) -> int:
 
 def write_page(found: list[tuple[Entry, Found]]) -> None:
     """Replace the table between the two marks of the page."""
-    lines = ["| group | entries | equal to the bit | within rounding | refused |", "|---|---|---|---|---|"]
+    works = sum(result.works for _, result in found)
+    share = f"{works} work ({100 * works / len(found):.1f}%)"
+    lines = [
+        f"{len(found)} entries, {CALLS} calls of each, torch {torch.__version__}: {share}.",
+        "",
+        "| group | entries | equal to the bit | within rounding | refused |",
+        "|---|---|---|---|---|",
+    ]
     groups: dict[str, list[tuple[Entry, Found]]] = {}
     for entry, result in found:
         groups.setdefault(entry.group, []).append((entry, result))

@@ -98,6 +98,11 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
     return found
 
 
+def packing_functions() -> tuple[Any, Any]:
+    """What `pack_padded_sequence` and `pad_packed_sequence` call (`torch._VF`). 2.11, 2.13."""
+    return torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
+
+
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """The forward hooks of one module by their numbers; to be changed. 2.11, 2.13."""
     return module._forward_hooks

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import user_location
 from wholestep.ir.packed_sequences import packed_operators
+from wholestep.torch_private.modules_and_optimizers import packing_functions
 
-_VF: Any = torch._VF
 _NEAR = 12
 
 
@@ -114,8 +114,8 @@ def _layers(kind: str, data: Any, batch_sizes: Any, states: Any, weights: Any, *
     return _Rnn.apply(kind, len(states), settings, batch_sizes, data, *states, *weights)  # type: ignore[no-untyped-call]
 
 
-_RNNS = {getattr(_VF, kind): kind for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-_OTHERS: dict[Any, Any] = {_VF._pack_padded_sequence: _pack, _VF._pad_packed_sequence: _pad}
+_RNNS = {getattr(torch, kind): kind for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+_OTHERS: dict[Any, Any] = dict(zip(packing_functions(), (_pack, _pad), strict=True))
 PACKED = frozenset({*_RNNS, *_OTHERS})
 
 
