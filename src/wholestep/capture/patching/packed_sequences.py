@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.ir.meta import user_location
-from wholestep.ir.packed_sequences import packed_operators
 from wholestep.torch_private.modules_and_optimizers import packing_functions
+from wholestep.torch_private.packed_sequences import packed_operators
 
 _NEAR = 12
 

@@ -40,9 +40,9 @@ from wholestep.ir.graph_functions import (
     packed_weights,
     set_rng_state,
 )
-from wholestep.ir.packed_sequences import NAMESPACE as PACKED_NAMESPACE
-from wholestep.ir.packed_sequences import packed_operators
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name, schema_of
+from wholestep.torch_private.packed_sequences import NAMESPACE as PACKED_NAMESPACE
+from wholestep.torch_private.packed_sequences import packed_operators
 
 DTYPES: dict[str, torch.dtype] = {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)

@@ -1,11 +1,11 @@
-"""Operators for packed sequences. torch's own read the lengths in C++ where the fakes of a trace have none.
+"""Operators for packed sequences: those of torch read the lengths in C++, where the fakes of a trace have none.
 
     data, sizes = pack(x, lengths)             data [u0, ..], sizes [u1]: rows and time steps that the lengths decide
     out, h = packed_rnn("gru", data, sizes, ..)
     padded, lengths = pad(out, sizes)
 
 Each runs torch's own, so one graph is right for all lengths, to the bit. The backward of an RNN runs its forward again
-and differentiates it.
+and differentiates it. Tried on torch 2.13.
 """
 
 from __future__ import annotations
