@@ -103,3 +103,47 @@ def test_what_is_set_on_a_tensor_that_has_no_fake_is_refused_before_it_is_set(st
     assert not Holder.delta.requires_grad
     assert Holder.delta.grad is None
     assert Holder.delta.data_ptr() == memory
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 3)
+        self.model(torch.ones(2, 3)).sum().backward()
+        self.kept = torch.ones(3)
+
+
+def attribute_as_argument(keeper: Keeper, x: Tensor) -> Tensor:
+    keeper.kept.add_(1)
+    return x + keeper.kept * 3
+
+
+def gradient_as_argument(keeper: Keeper, x: Tensor) -> Tensor:
+    keeper.model(torch.ones(2, 3)).sum().backward()
+    return x.sum()
+
+
+def gradient_in_an_attribute(keeper: Keeper, x: Tensor) -> Tensor:
+    keeper.kept.mul_(0.5)
+    keeper.model(torch.ones(2, 3)).sum().backward()
+    return keeper.kept + x.sum()
+
+
+@pytest.mark.parametrize("body", [attribute_as_argument, gradient_as_argument, gradient_in_an_attribute])
+def test_two_places_that_held_one_tensor_and_hold_two_are_noticed(body: Callable[[Keeper, Tensor], Tensor]) -> None:
+    def results(compiled: bool) -> list[list[float]]:
+        torch.manual_seed(3)
+        keeper, found = Keeper(), []
+        grad = keeper.model.weight.grad
+        assert grad is not None
+        if body is gradient_in_an_attribute:
+            keeper.kept = grad
+        step = ws.compile(lambda x: body(keeper, x), lower="eager") if compiled else lambda x: body(keeper, x)
+        for i in range(4):
+            given = keeper.kept if body is attribute_as_argument else grad
+            if i == 2:
+                given = given.clone()
+                keeper.kept = keeper.kept.clone()
+            found.append([*step(given).flatten().tolist(), *keeper.kept.flatten().tolist(), *grad.flatten().tolist()])
+        return found
+
+    assert results(compiled=True) == results(compiled=False)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import wholestep as ws
+from capture.followed import assert_refused
 from harness import Case, Run, assert_parity, batch_of, device
 
 
@@ -84,3 +86,75 @@ def test_list_operators_on_views_of_one_tensor_use_numbers_that_change(part: Cal
         return Run(step, lambda i: (batch_of(where, i, 3, 3),), {})
 
     assert_parity(Case(part.__name__, make, steps=6), device())
+
+
+def shrunk(x: Tensor) -> Tensor:
+    return x.clone().resize_(2, 3)
+
+
+def shrunk_like(x: Tensor) -> Tensor:
+    return x.clone().resize_as_(x[0]) * 2
+
+
+def shrunk_view(x: Tensor) -> Tensor:
+    whole = x.clone()
+    part = whole[1:].resize_(2, 2).mul_(3)
+    return whole.sum() + part
+
+
+def turned(x: Tensor) -> Tensor:
+    x.t_()
+    return x.add_(1) * 2
+
+
+def turned_and_back(x: Tensor) -> Tensor:
+    x.t_().add_(1).t_()
+    return x * 2
+
+
+def deeper(x: Tensor) -> Tensor:
+    return x.unsqueeze_(0).sum()
+
+
+@pytest.mark.parametrize("change", [shrunk, shrunk_like, shrunk_view, turned, turned_and_back, deeper])
+def test_a_tensor_gets_another_form_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    step = ws.compile(change, lower="eager")
+    for i in range(3):
+        mine, theirs = (batch_of(device(), i, 3, 3) for _ in range(2))
+        got, want = step(mine), change(theirs)
+        assert got.shape == want.shape
+        assert torch.equal(got, want)
+        assert mine.stride() == theirs.stride()
+        assert torch.equal(mine, theirs)
+
+
+STATE = torch.zeros(2, 3)
+
+
+def grow(x: Tensor) -> Tensor:
+    return x.clone().resize_(5, 5)  # <- here
+
+
+def resize_state(x: Tensor) -> Tensor:
+    STATE.add_(1)
+    return STATE.resize_(3) + x.sum()  # <- here
+
+
+def turn_state(x: Tensor) -> Tensor:
+    return STATE.t_().sum() + x  # <- here
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (grow, ws.errors.ParameterDataError),
+        (resize_state, ws.errors.ParameterDataError),
+        (turn_state, ws.errors.SideEffectError),
+    ],
+)
+def test_another_form_that_a_replay_cannot_give_is_refused(
+    step: Callable[[Tensor], Tensor], error: type[ws.errors.WholestepError]
+) -> None:
+    assert_refused(step, error, "storage|another form", step)
+    assert STATE.shape == (2, 3)
+    assert not STATE.any()

@@ -481,6 +481,7 @@ class Capture:
         self.fake_leaves, self.given, self.snapshots, self.readers, self.session = [], None, [], [], None
         self.account, self._bound_steps = Account(self), BoundSteps(self)
         self.effects.release()
+        self.recorder.reshaped.clear()
         self.inputs.release()
         self.shapes.release()
         self.table.release_fakes()

@@ -285,11 +285,12 @@ def _sizes(state: Any) -> list[int]:
 
 
 class SameNestedState(PerItemGuard):
-    """Lists, dicts and constants in optimizer state have the same structure and values; shared tensors are shared."""
+    """Lists, dicts and constants in optimizer state have the same structure and values; two places that held one tensor
+    still do."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._structures = specs.nested_state
-        self._same = [(a, b) for a, b in specs.same_tensors if not isinstance(b, BatchSlot)]
+        self._same = specs.same_tensors
         super().__init__([*self._structures, *self._same])
 
     def reasons(self, call: Call) -> Iterator[str]:
@@ -297,7 +298,7 @@ class SameNestedState(PerItemGuard):
             if structure_of(slot.get()) != structure:
                 yield f"{slot.path} has another structure"
         for slot, other in self._same:
-            if slot.get() is not other.get():
+            if slot.get() is not (call.leaves[other.index] if isinstance(other, BatchSlot) else other.get()):
                 yield f"{slot.path} and {other.path} were one tensor and are two"
 
 

@@ -303,7 +303,7 @@ class GuardSpecs:
     nested_state: Sequence[tuple[Slot, Any]] = ()
     """Lists and dicts in optimizer state, and their structure."""
     same_tensors: Sequence[tuple[Slot, Slot]] = ()
-    """Places in optimizer state that hold one tensor."""
+    """Places that hold one tensor: in optimizer state, gradients, arguments, attributes."""
     tensor_attributes: Sequence[TensorAttributesSpec] = ()
     variables: Sequence[tuple[str, Slot, Any]] = ()
     """Closure variables, globals, class attributes: path, place, value."""

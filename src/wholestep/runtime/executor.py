@@ -300,7 +300,11 @@ def _apply_all(changes: list[Change], outputs: tuple[Any, ...], leaves: list[Any
 def _apply(change: Change, outputs: tuple[Any, ...], leaves: list[Any]) -> None:
     if isinstance(change.slot, BatchAttributeSlot):
         value = change.constant if change.output is None else outputs[change.output]
-        setattr(leaves[change.slot.index], change.slot.attribute, value)
+        leaf = leaves[change.slot.index]
+        if change.slot.attribute == "form":
+            leaf.as_strided_(*value)
+        else:
+            setattr(leaf, change.slot.attribute, value)
         return
     if change.unless is not None and bool(outputs[change.unless]):
         return

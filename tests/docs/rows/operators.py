@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -256,15 +257,31 @@ def under_torch_compile() -> None:
     assert len(step.graphs) == 1
 
 
-@row("TorchScript modules, lazy modules")
-def without_a_code() -> None:
-    def lazy() -> nn.Module:
-        return nn.LazyLinear(4)
-
-    run = run_of(lambda model, optimizer, x: model(x), model=lazy, optimizer=lambda model: None)
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+@row("lazy modules before their first forward")
+def lazy_modules() -> None:
+    run = run_of(lambda model, optimizer, x: model(x), model=lambda: nn.LazyLinear(4), optimizer=lambda model: None)
+    with pytest.raises(ws.errors.UnsupportedError, match=r"has no shape yet"):
         ws.compile(run.step)(*run.arguments(0))
-    assert "[WS-" not in str(caught.value)
+
+
+@row("TorchScript modules")
+def scripted_modules() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = run_of(train, model=lambda: torch.jit.script(network()))
+        with pytest.raises(ws.errors.UnsupportedError, match="TorchScript"):
+            ws.compile(run.step)(*run.arguments(0))
+
+
+@row("`copy.deepcopy(model)` in the step")
+def copied_models() -> None:
+    same(lambda model, optimizer, x: copy.deepcopy(model)(x).sum().detach() + train(model, optimizer, x).detach())
+
+    def kept(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.copied = copy.deepcopy(model)  # type: ignore[attr-defined]
+        return train(model, optimizer, x)
+
+    refused("WS-SIDE-EFFECT", kept)
 
 
 @row("`DistributedDataParallel` (also")

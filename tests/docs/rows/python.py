@@ -497,6 +497,31 @@ def shared_memory() -> None:
     refused("WS-ALIAS", body, model=build)
 
 
+@row("`x.t_()`, `x.unsqueeze_(0)` on an argument")
+def forms_of_arguments() -> None:
+    def step(x: Tensor) -> Tensor:
+        x.unsqueeze_(0)
+        return x * 2
+
+    same_function(step)
+
+
+@row("the same on a parameter, buffer or other state, left so")
+def forms_of_state() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model[0].weight.t_()
+        return x
+
+    refused("WS-SIDE-EFFECT", body)
+
+
+@row("`y.resize_(..)` of a tensor that the step made")
+def resized() -> None:
+    same_function(lambda x: x.clone().resize_(2, 3))
+    refused("WS-PARAM-DATA", lambda model, optimizer, x: x.clone().resize_(100))
+
+
 @row("a write through a view that overlaps itself")
 def overlapping_write() -> None:
     def through(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

@@ -55,8 +55,14 @@ class Inputs:
         if tracked is None:
             tracked = self._table.track_input(tensor, self._found(tensor))
             self.tensor(tracked)
+        elif id(tensor) in self._world.tensors:
+            self._table.note_same(self._world.tensors[id(tensor)][1], tracked)
         self._lifted[id(tensor)] = tracked.fake
         return tracked.fake
+
+    def is_lifted(self, tensor: Tensor) -> bool:
+        """Whether user code worked on this real tensor itself, so that its writes raised the version of it."""
+        return id(tensor) in self._lifted
 
     def release(self) -> None:
         """Drop the references to fakes."""

@@ -19,6 +19,7 @@ line by autograd's sequence numbers: the backward of autograd node n gets the li
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -116,6 +117,9 @@ class Host(Protocol):
     def in_recompute(self) -> bool: ...
 
 
+_RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
+
+
 class Recorder(DispatchMode):
     """The dispatch mode that builds the graph."""
 
@@ -131,6 +135,9 @@ class Recorder(DispatchMode):
         self.random_devices: dict[str, None] = {}
         self.subclass_lines: dict[type, Location | None] = {}
         """Where the step first used a tensor subclass."""
+        self.reshaped: dict[int, tuple[Tensor, Location | None]] = {}
+        """Inputs that an operator gave another form in place (`x.t_()`), by identity of the fake: an alias in the form
+        that they had, and where it happened."""
         self.nodes = Nodes(graph, host)
         self.values = Values(self.nodes, fake_mode, host.shape_arg)
         self._has_symbols = fake_mode.shape_env is not None
@@ -155,6 +162,10 @@ class Recorder(DispatchMode):
     def node_of(self, fake: Tensor) -> fx.Node:
         """The node that holds the current contents of a fake tensor."""
         return self.values.node_of(fake)
+
+    def as_input(self, fake: Tensor) -> Tensor:
+        """The tensor in the form in which it came into the step."""
+        return self.reshaped[id(fake)][0] if id(fake) in self.reshaped else fake
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -316,28 +327,44 @@ class Recorder(DispatchMode):
                 f"{func} has no view form.", location=user_location(), fix="use the out-of-place form."
             )
         was = fake.detach()
+        if self._is_input(fake):
+            self.reshaped[id(fake)] = was, user_location()
         out = func(*fake_args, **fake_kwargs)
-        rest = tuple(fake_args[1:])
+        self._become_view(fake, was, functional, tuple(fake_args[1:]), fake_kwargs)
+        return out
 
+    def _is_input(self, fake: Tensor) -> bool:
+        """Whether a fake is that of one of the user's tensors, not of a view of it."""
+        value = self.values.value(fake)
+        return value.parent is None and value.base.is_input
+
+    def _become_view(self, fake: Tensor, was: Tensor, view: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def as_view(before: Value) -> Value:
-            node = self.nodes.create(functional, (before.node, *rest), fake_kwargs, fake)
-            return Value(fake, node, before.base, before, functional, rest, fake_kwargs)
+            node = self.nodes.create(view, (before.node, *rest), kwargs, fake)
+            return Value(fake, node, before.base, before, view, rest, kwargs)
 
         self.values.turn_into_view(fake, was, as_view)
-        return out
 
     def _replace_storage(self, func: Any, fake_args: list[Any], fake_kwargs: dict[str, Any]) -> Any:
         fake = fake_args[0]
-        if func is aten.resize_.default and list(fake_args[1]) == list(fake.shape):
-            return fake
-        if self.values.value(fake).node.op != "placeholder":
+        is_users = self._is_input(fake)
+        if func in _RESIZES:
+            size = list(fake_args[1].shape if isinstance(fake_args[1], Tensor) else fake_args[1])
+            if size == list(fake.shape):
+                return fake
+            if not is_users and fake.is_contiguous() and math.prod(size) <= fake.numel() and not fake_kwargs:
+                was = fake.detach()
+                func(*fake_args)  # the first elements, under another shape
+                self._become_view(fake, was, aten.as_strided.default, (size, list(fake.stride())), {})
+                return fake
+        elif not is_users:
             # A tensor that the step made (cuDNN tests for packed weights): looked up by its new storage from now on.
             out = func(*fake_args, **fake_kwargs)
             self.values.forget(fake)
             return out
         raise ParameterDataError(
             f"{func} replaces the storage of a tensor inside the step.",
-            fix="create a new tensor instead of resizing or re-setting an existing one.",
+            fix="create a new tensor instead of resizing or re-setting one: torch.empty(size), x.reshape(size).",
             location=user_location(),
         )
 

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.reachable import Chain, has_own_dict, search
-from wholestep.errors import WrappedError
+from wholestep.errors import UnsupportedError, WrappedError
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import flatten, name_leaves
@@ -179,8 +179,10 @@ class _Walk:
             return
         if isinstance(value, _PLAIN) or value is None:
             return
-        if isinstance(value, Tensor) and slot is not None and value.requires_grad:
-            self.world.other_slots.append((value, slot))
+        if isinstance(value, Tensor) and slot is not None:
+            self.world.tensors.setdefault(id(value), (value, slot))  # an argument may lie in an attribute, too
+            if value.requires_grad:
+                self.world.other_slots.append((value, slot))
         if self._sources.stands_in(value, path, slot):
             return
         if isinstance(value, CONTAINERS):
@@ -419,7 +421,13 @@ _WRAPPERS = {"FullyShardedDataParallel", "DataParallel"}
 
 
 def _refuse_wrapper(module: nn.Module, path: str) -> None:
-    """Wrappers communicate in hooks of the real parameters, which a trace on fakes would silently leave out."""
+    """Wrappers communicate in hooks of the real parameters, which a trace on fakes would silently leave out; code of
+    TorchScript runs past all dispatch modes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"{path} is a TorchScript module.",
+            fix="use the module that it was made from; scripted functions are captured.",
+        )
     kinds = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
     found = kinds & _WRAPPERS
     if found:

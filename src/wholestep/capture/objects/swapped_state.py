@@ -116,7 +116,7 @@ class StateTable:
         self.structures: list[tuple[Slot, Any]] = []
         """Values in optimizers that are neither a tensor nor a number, with what a guard compares."""
         self.same_tensors: list[tuple[Slot, Slot]] = []
-        """Places in optimizer state that hold a tensor which was found elsewhere before."""
+        """Places that hold a tensor which was found elsewhere before."""
         self.shared: dict[str, str] = {}
         """Paths of lists and dicts in optimizers that are one object, each with another path of it."""
         self._containers: dict[int, str] = {}
@@ -204,6 +204,10 @@ class StateTable:
     def refuse_odd_tensor(real: Tensor, path: str) -> None:
         """Only plain strided tensors are captured."""
         kind = type(real)
+        if nn.parameter.is_lazy(real):
+            raise UnsupportedError(
+                f"{path} has no shape yet: its module is lazy.", fix="call the model once before the step."
+            )
         if kind not in _PLAIN and (
             kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or overrides_functions(kind)
         ):
@@ -277,6 +281,10 @@ class StateTable:
             return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
         return type(real) if scalar_of(value) is None else value.__class__  # symbolic scalars report int or float
 
+    def note_same(self, slot: Slot, tracked: Tracked) -> None:
+        """The graph assumes that a place holds the tensor of another one."""
+        self.same_tensors.append((slot, in_users_objects(tracked.slot)))
+
     def remove_hooks(self, hooks: list[tuple[dict[Any, Any], Any]]) -> None:
         """Remove entries from registries of hooks; `restore` puts the registries back."""
         for registry, key in hooks:
@@ -314,7 +322,11 @@ class StateTable:
         if grad is None:
             return
         slot = GradSlot(InputKind.GRADIENT, f"{tracked.slot.path}.grad", tracked.slot.path, tracked.real)
-        found = self.tracked.get(id(grad)) or self._track(grad, slot)
+        found = self.tracked.get(id(grad))
+        if found is None:
+            found = self._track(grad, slot)
+        else:
+            self.note_same(slot, found)
         tracked.fake.grad = found.fake
 
     def _swap_optimizer(self, optimizer: Optimizer, path: str) -> None:
@@ -442,7 +454,7 @@ class StateTable:
             found = self.tracked.get(id(value))
             if found is None:
                 return self._track(value, slot).fake
-            self.same_tensors.append((slot, found.slot))
+            self.note_same(slot, found)
             return found.fake
         if type(value) in (int, float):
             return self._make_scalar(slot, value)

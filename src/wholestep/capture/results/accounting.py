@@ -144,7 +144,7 @@ class Account:
         for call in self._steps:
             self._check_step(call)
         for tracked in self._capture.table.tracked.values():
-            self._check_written(tracked, places.get(id(tracked.input)), copies)
+            self._check_written(tracked, places.get(id(self._capture.recorder.as_input(tracked.input))), copies)
         self._check_calls(graph)
         self._check_real()
 
@@ -161,10 +161,11 @@ class Account:
             )
 
     def _check_written(self, tracked: Tracked, place: fx.Node | None, copies: set[Any]) -> None:
-        values = self._capture.recorder.values
-        fake = tracked.input
-        if values.is_written(fake):
-            is_lost = values.node_of(fake) is not place and place not in copies
+        recorder, fake = self._capture.recorder, tracked.input
+        if recorder.values.is_written(fake):
+            is_lost = recorder.node_of(recorder.as_input(fake)) is not place and place not in copies
+        elif id(fake) in recorder.reshaped:  # which raises the version, too
+            is_lost = False
         else:
             is_lost = version_of(fake) != self._fakes.get(id(tracked), version_of(fake))
         if is_lost:
@@ -182,8 +183,11 @@ class Account:
                 raise LostError(f"the step calls {op}, and the graph does not.", location=location, fix="report this.")
 
     def _check_real(self) -> None:
+        capture = self._capture
         for tracked, version, grad in self._real:
-            if version_of(local_of(tracked.real)) != version or tracked.real.grad is not grad:
+            held_by_user = capture.inputs.is_lifted(tracked.real) and capture.recorder.values.is_written(tracked.input)
+            written = version_of(local_of(tracked.real)) != version and not held_by_user
+            if written or tracked.real.grad is not grad:
                 what = "the gradient of " if tracked.real.grad is not grad else ""
                 raise LostError(
                     f"while the step was captured {what}{tracked.slot.path} was written for real, not in the graph.",

@@ -42,6 +42,7 @@ from wholestep.ir.user_objects.slots import (
     OptimizerStateSlot,
     Slot,
 )
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.modules_and_optimizers import SCALER_TENSORS
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
     """Bind the tensors and numbers that the step set in gradients, optimizers and gradient scalers."""
+    _forms(capture, bindings)
     _requires_grad(capture.table, bindings)
     _gradients(capture.table, bindings)
     seen: set[int] = set()
@@ -67,6 +69,27 @@ def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
             if isinstance(now, FakeTensor) and id(now) not in capture.table.by_fake:
                 slot = MappingSlot(InputKind.SCALER_STATE, f"{path}.{name}", None, vars(scaler), name)
                 bindings.bind(slot, now, created=True)
+
+
+def _forms(capture: Capture, bindings: Bindings) -> None:
+    """An argument that the step leaves in another form (`x.unsqueeze_(0)`) has it after each run; of state it is
+    refused."""
+    for tracked in list(capture.table.tracked.values()):
+        fake, slot = tracked.input, tracked.slot
+        form, before = (tuple(fake.shape), fake.stride()), local_of(tracked.real)
+        if id(fake) not in capture.recorder.reshaped:
+            continue
+        capture.table.by_fake[id(capture.recorder.as_input(fake))] = tracked  # the placeholder has the former form
+        if form == (tuple(before.shape), before.stride()):
+            continue
+        if not isinstance(slot, BatchSlot) or not all(type(size) is int for size in (*form[0], *form[1])):
+            raise SideEffectError(
+                f"the step leaves {slot.path} in another form, {form[0]}, which a replay would not repeat.",
+                fix="make a view: x.t(), x.unsqueeze(0), x.squeeze().",
+                location=capture.recorder.reshaped[id(fake)][1],
+            )
+        where = BatchAttributeSlot(slot.kind, f"the form of {slot.path}", slot.path, slot.index, "form")
+        bindings.changes.append(Change(ChangeKind.CONSTANT, where, constant=form))
 
 
 def _requires_grad(table: StateTable, bindings: Bindings) -> None:

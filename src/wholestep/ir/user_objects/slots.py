@@ -196,7 +196,7 @@ class BatchSlot(Slot):
 
 @dataclass(frozen=True, eq=False)
 class BatchAttributeSlot(Slot):
-    """`.grad` or `.requires_grad` of a leaf of the arguments of the call."""
+    """`.grad`, `.requires_grad` or the "form" (sizes and strides) of a leaf of the arguments of the call."""
 
     index: int
     attribute: str
