@@ -557,10 +557,10 @@ def _speaks(step: weakref.ref[CompiledStep[Any, Any]]) -> bool:
     return found._ranks.speaks(found._calls)
 
 
-def _one_plan(step: weakref.ref[CompiledStep[Any, Any]], key: str, make: Callable[[], str]) -> str:
+def _one_plan(step: weakref.ref[CompiledStep[Any, Any]], key: str, make: Callable[[], str], of_first: bool) -> str:
     """The plan that all ranks use for graphs with this key."""
     found = step()
-    return make() if found is None or found._ranks is None else found._ranks.one_plan(found._calls, key, make)
+    return make() if found is None or found._ranks is None else found._ranks.one_plan(found._calls, key, make, of_first)
 
 
 def _complete(executor: CrossingExecutor, updates: Pending, ranks: Ranks | None, call: int) -> None:

@@ -198,7 +198,9 @@ def _row_cuts(left: Any, end: fx.Node) -> list[Chunked]:
     shape, given = shape_of(left), shape_of(end)
     if shape is None or given is None:
         return []
-    return [Chunked(0, shape[0] // size, size) for size in dict.fromkeys(given[:-1]) if size and shape[0] % size == 0]
+    sizes = [size for size in dict.fromkeys(given[:-1]) if size and shape[0] % size == 0]
+    first = [Chunked(0, 1, size, shape[0] // size) for size in sizes[:1]]  # whole blocks, which need no copy
+    return first + [Chunked(0, shape[0] // size, size) for size in sizes]
 
 
 def _product_behind(node: fx.Node) -> fx.Node | None:

@@ -91,8 +91,8 @@ def overlap_communication(
     `cost`: microseconds of a node; without, the model of `machine` (by default that of the graph's device).
     `peak_bytes`: the most bytes that may be alive; without, 1.05 times the peak of the graph as it is, or 16 MiB more.
     `bucket`: "auto", "exact" (gathers only), None, or a size in MiB. `max_displaced`: the part of all nodes that may
-    move. `one_plan`: how ranks come to one plan: called with a key and a function that makes a plan as text, it returns
-    the plan that all ranks with this key use.
+    move. `one_plan`: how ranks come to one plan: called with a key, a function that makes a plan as text, and whether
+    it should be that of the first rank; it returns the plan that all ranks with this key use.
     """
     index = index_step(gm)
     if not index.collectives:
@@ -106,7 +106,7 @@ def overlap_communication(
         plan = own()
     else:
         key = plan_key(gm)
-        plan = SharedPlan.from_json(one_plan(key, lambda: own().to_json()))
+        plan = SharedPlan.from_json(one_plan(key, lambda: own().to_json(), True))
     if plan.bucket is not None:
         _pack(gm, plan.bucket, bucket)
         index = index_step(gm)
@@ -114,7 +114,9 @@ def overlap_communication(
     if its != plan.graph:
         following = partial(_following_plan, index, given, peak_bytes, plan)
         plan = (
-            SharedPlan.from_json(one_plan(f"{key}/{its}", lambda: following().to_json())) if one_plan else following()
+            SharedPlan.from_json(one_plan(f"{key}/{its}", lambda: following().to_json(), False))
+            if one_plan
+            else following()
         )
     if plan.order:
         reorder(gm.graph, [index.nodes[i] for i in plan.order])

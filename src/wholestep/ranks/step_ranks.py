@@ -87,16 +87,17 @@ class Ranks:
             place = f"{self._step}, placing its models"
             Agreement(channel, place, self._deadline).agree(call, TextDigest(lines))
 
-    def one_plan(self, call: int, key: str, make: Callable[[], str]) -> str:
+    def one_plan(self, call: int, key: str, make: Callable[[], str], of_first: bool = True) -> str:
         """The plan that the ranks of this step use for graphs with this key: that of the first of them.
 
-        If that rank makes none in this call (it runs a graph that it has, or fails), the first plan that is written.
+        If that rank makes none in this call (it runs a graph that it has, or fails), or without `of_first`: the first
+        plan that is written.
         """
         channel = Channel.current()
         if channel is None:
             return make()
         channel.deadline = self._deadline
-        leader = self._members[0] if self._members else 0
+        leader = channel.rank if not of_first else self._members[0] if self._members else 0
         search = PlanOfRanks(channel, (self._step, call), f"plan/{self._step}/{key}", leader, self._deadline)
         return search.found() or search.write(make())
 

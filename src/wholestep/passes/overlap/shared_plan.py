@@ -24,8 +24,9 @@ from wholestep.ir.collectives import communication
 from wholestep.passes.overlap.task_graph import TaskGraph
 from wholestep.simulate.step_index import Order, StepIndex
 
-OnePlan = Callable[[str, Callable[[], str]], str]
-"""Given a key and a function that makes a plan: the plan that all ranks with this key use."""
+OnePlan = Callable[[str, Callable[[], str], bool], str]
+"""Given a key and a function that makes a plan: the plan that all ranks with this key use. The third argument: whether
+it should be that of the first rank; False: the first one that is there, as no bit of the result depends on it."""
 
 
 @dataclass(frozen=True)
