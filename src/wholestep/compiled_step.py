@@ -43,6 +43,7 @@ from wholestep.ranks.channel import DEADLINE
 from wholestep.ranks.step_ranks import RankOptions, Ranks
 from wholestep.refused_steps import REFUSALS, CannotCaptureError, Refusal, Refusals, is_refusal
 from wholestep.simulate.machine import Machine
+from wholestep.simulate.measured_step import MeasuredStep
 from wholestep.step import (
     BoundGraph,
     Executable,
@@ -173,6 +174,12 @@ class CompiledStep(Generic[P, R]):
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The StepGraph of one call under the options of this step; nothing runs, and no state changes."""
         return capture_call(self._fn, args, kwargs, self.options)
+
+    def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> MeasuredStep:
+        """Measure `steps` real calls, node by node; all state is restored. `ws.simulate.calibrate` takes the result."""
+        from wholestep.profile_step import profile_step
+
+        return profile_step(self, self._fn, args, kwargs, steps)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -537,6 +544,10 @@ class BoundStep:
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The StepGraph of one call under the options of this step."""
         return capture_call(self._step._fn, (self._instance, *args), kwargs, self._step.options)
+
+    def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> MeasuredStep:
+        """Measure real calls of this method, as `CompiledStep.profile`."""
+        return self._step.profile(self._instance, *args, steps=steps, **kwargs)
 
     def __enter__(self) -> Self:
         return self

@@ -160,8 +160,8 @@ def test_a_small_hugging_face_language_model_passes(lower: str) -> None:
 
 
 def test_a_float64_run_of_another_computation_is_not_used() -> None:
-    from wholestep.debug.check.reachable import Part
     from wholestep.debug.check.report import Observation, Status, Tolerance, findings
+    from wholestep.ir.user_objects.reachable import Part
 
     def seen(value: Tensor) -> Observation:
         return Observation({"p": (Part.PARAMETERS, value)})

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from harness import bits_of
-from wholestep.debug.check.reachable import Part, reach
-from wholestep.debug.check.snapshot import Snapshot
+from wholestep.ir.user_objects.reachable import Part, reach
+from wholestep.ir.user_objects.snapshot import Snapshot
 
 GLOBAL_MODEL = nn.Linear(2, 2)
 GLOBAL_NUMBERS = {"n": 1}

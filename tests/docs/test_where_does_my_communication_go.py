@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pages import run_page
 
 
 @pytest.mark.fake_group
-def test_every_block_of_the_page_runs() -> None:
+def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     run_page("where-does-my-communication-go.md")

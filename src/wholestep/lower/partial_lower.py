@@ -332,6 +332,7 @@ class _RegionRewriter:
                 len(region.outputs),
                 len(written_roots(order_of(region), region.inputs)),
                 tuple(dict.fromkeys(phases)),
+                tuple(node.name for node in region.nodes),
             )
         )
 

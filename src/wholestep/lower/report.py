@@ -28,6 +28,8 @@ class RegionReport:
     writes: int
     """Inputs that it updates in place."""
     phases: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
+    """Names of the nodes that it computes."""
 
 
 @dataclass

@@ -187,6 +187,16 @@ class Executor:
         """Changes that take scalars which are known only after the graph ran, and the calls that follow it."""
         self._effects = captured.effects
 
+    @contextmanager
+    def running(self, forward: Callable[..., tuple[Any, ...]]) -> Iterator[None]:
+        """Runs inside of this call `forward` in place of the function of `executable`."""
+        own = self._forward
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = own
+
     def run(self, inputs: list[Any], leaves: list[Any]) -> Any:
         """Run the graph on gathered inputs and apply what it changes."""
         before = StateBefore(self._release, inputs, self.captured.step_graph.signature.rng) if self._checks else None

@@ -17,13 +17,16 @@ import itertools
 import linecache
 import math
 import operator
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from wholestep.ir.meta import node_meta
+from wholestep.simulate.measured_step import RANGE
 from wholestep.torch_private.operators import OpOverload, kernel_call, op_name
 
 _programs = itertools.count()
@@ -34,10 +37,25 @@ def program(gm: fx.GraphModule) -> Callable[..., Any]:
     return _ProgramWriter(gm).build()
 
 
+def timed_program(gm: fx.GraphModule, stamps: list[int]) -> Callable[..., Any]:
+    """The same, which appends the clock in nanoseconds to `stamps`: at its start, and after each node that runs."""
+    return _ProgramWriter(gm, {"_now": time.perf_counter_ns, "_stamp": stamps.append}).build()
+
+
+def annotated_program(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The same, with a named range of the profiler around each node that runs: `wholestep node mm_3`."""
+    return _ProgramWriter(gm, {"_range": torch.profiler.record_function}).build()
+
+
+def timed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that run, in order: those that `timed_program` has a stamp for."""
+    return [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+
+
 class _ProgramWriter:
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, measure: Mapping[str, Any] | None = None) -> None:
         self._gm = gm
-        self._bound: dict[str, Any] = {}
+        self._bound: dict[str, Any] = dict(measure or {})
         self._names: dict[int, str] = {}
         """The name to which an object is bound, by its id; `_bound` keeps the object alive."""
         self._node_names: dict[fx.Node, str] = {}
@@ -52,7 +70,9 @@ class _ProgramWriter:
             elif node.op == "output":
                 lines.append(f"    return {self._argument(node.args[0])}")
             else:
-                lines.append(self._line(node))
+                lines += self._measured(self._line(node), node)
+        if "_stamp" in self._bound:
+            lines.insert(0, "    _stamp(_now())")
         unused = [n for n in self._gm.graph.nodes if n.op == "placeholder" and not n.users]
         drops = [f"    {' = '.join(self._node_names[n] for n in unused)} = None"] if unused else []
         source = "\n".join([f"def program({', '.join(arguments)}):", *drops, *lines, ""])
@@ -63,6 +83,12 @@ class _ProgramWriter:
         found: Callable[..., Any] = self._bound["program"]
         weakref.finalize(found, linecache.cache.pop, file, None)
         return found
+
+    def _measured(self, line: str, node: fx.Node) -> list[str]:
+        """A line with what measures it."""
+        if "_stamp" in self._bound:
+            return [line, "    _stamp(_now())"]
+        return [f"    with _range({RANGE + node.name!r}): {line.lstrip()}" if "_range" in self._bound else line]
 
     def _line(self, node: fx.Node) -> str:
         if node.op == "call_module" and getattr(self._gm.get_submodule(str(node.target)), "boxed", False):

@@ -20,6 +20,7 @@ from wholestep.simulate.machine import (
     MeasuredCollective,
     fit_link,
 )
+from wholestep.simulate.measured_step import MeasuredRow, MeasuredStep
 from wholestep.simulate.profile import StepProfile, calibrate, profile_of
 from wholestep.simulate.step_timeline import LowerBounds, NodeSpan, StepTimeline, step
 
@@ -37,6 +38,8 @@ __all__ = [
     "LowerBounds",
     "Machine",
     "MeasuredCollective",
+    "MeasuredRow",
+    "MeasuredStep",
     "NodeSpan",
     "StepProfile",
     "StepTimeline",

@@ -34,6 +34,7 @@ from wholestep.ir.step_graph import StepGraph, shown
 from wholestep.simulate.cost_model import node_costs, sent_bytes, spread_of
 from wholestep.simulate.exposed_collectives import ExposedCollective, explain_exposed, without
 from wholestep.simulate.machine import CPU, H100, GroupSpread, Machine
+from wholestep.simulate.measured_step import MeasuredStep
 from wholestep.simulate.step_index import (
     COMPUTE,
     ISSUE,
@@ -287,10 +288,13 @@ class StepTimeline:
         found = without(self.index, self.cost, self.replay, self.rules, exposed)
         return replace(self, replay=found)
 
-    def perfetto(self, path: str | Path, measured: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """Write a trace for https://ui.perfetto.dev and chrome://tracing. `measured`: start and end in microseconds of
-        nodes as a profiler saw them, which are drawn beside the prediction."""
-        write_step_trace(path, self.spans, self.memory, measured)
+    def perfetto(
+        self, path: str | Path, measured: MeasuredStep | Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
+        """Write a trace for https://ui.perfetto.dev and chrome://tracing. `measured`: what `step.profile` returned, or
+        start and end in microseconds of nodes as a profiler saw them; they are drawn beside the prediction."""
+        spans = measured.spans if isinstance(measured, MeasuredStep) else measured
+        write_step_trace(path, self.spans, self.memory, spans)
 
     def _number(self, name: str) -> int:
         found = self._by_name.get(name)

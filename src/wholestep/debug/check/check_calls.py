@@ -32,7 +32,6 @@ from torch import Tensor
 
 from wholestep.capture.trace import is_tracing, steps_as_functions
 from wholestep.compiled_step import LAST, CompiledStep, P, R
-from wholestep.debug.check.reachable import Part, Reached, roots_of
 from wholestep.debug.check.report import (
     CallCost,
     CheckReport,
@@ -50,10 +49,11 @@ from wholestep.debug.check.report import (
     observe,
     worst_of,
 )
-from wholestep.debug.check.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.debug.value_distance import eps_of
 from wholestep.errors import CheckError, OptionError, WholestepError, invalid_value
 from wholestep.ir.tensor_copies import has_plain_memory
+from wholestep.ir.user_objects.reachable import Part, Reached, roots_of
+from wholestep.ir.user_objects.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.options import Options
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import nudged

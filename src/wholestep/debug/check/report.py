@@ -36,9 +36,6 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.debug.bisect import Found, bisect
-from wholestep.debug.check.object_contents import random_state_of
-from wholestep.debug.check.reachable import Part, reach
-from wholestep.debug.check.snapshot import Roots, can_be_saved, process_values
 from wholestep.debug.compare import compare_versions
 from wholestep.debug.step_versions import Version, captured_call, with_passes
 from wholestep.debug.value_distance import Gap, gap_between
@@ -48,8 +45,11 @@ from wholestep.ir.readable import format_node
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.tensor_copies import copy_tensor
 from wholestep.ir.user_objects.call_tree import leaves_of
+from wholestep.ir.user_objects.object_contents import random_state_of
 from wholestep.ir.user_objects.plain_contents import same_plain
+from wholestep.ir.user_objects.reachable import Part, reach
 from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.ir.user_objects.snapshot import Roots, can_be_saved, process_values
 from wholestep.lower.report import Lowering
 from wholestep.passes.engine.contract import Numerics
 from wholestep.remat.measure import bytes_at_most

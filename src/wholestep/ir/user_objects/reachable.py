@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from wholestep.debug.check.object_contents import (
+from wholestep.ir.user_objects.object_contents import (
     children_of,
     global_names,
     has_contents,

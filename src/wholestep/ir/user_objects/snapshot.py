@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wholestep.debug.check.object_contents import saved, saved_variable
-from wholestep.debug.check.reachable import Part, Reached, reach
 from wholestep.ir.tensor_copies import extent_of
+from wholestep.ir.user_objects.object_contents import saved, saved_variable
 from wholestep.ir.user_objects.plain_contents import PLAIN
+from wholestep.ir.user_objects.reachable import Part, Reached, reach
 from wholestep.torch_private.fake_tensors import set_version, storage_key
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 
