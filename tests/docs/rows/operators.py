@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.optim import Optimizer
 
 import wholestep as ws
+from cases.huggingface import language_model
 from docs.rows.page import network, refused, row, run_of, same, same_function, train
 from harness import batch_of, device
 from ranks import run_ranks
@@ -85,6 +86,19 @@ def norms_of_weights() -> None:
 
     same(train, model=build)
     same(train, model=old)
+
+
+@row("the hooks that a model of transformers adds in its first forward")
+def hooks_of_transformers() -> None:
+    def step(ids: Tensor) -> Tensor:
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        total: Tensor = sum(h.mean() for h in states)
+        return total
+
+    ids = torch.arange(8, device=device()).view(2, 4)
+    model = language_model("GPT2").to(device()).eval()
+    found = ws.compile(step, lower="eager")(ids)
+    assert torch.equal(found, step(ids)), "the hooks of the first forward are there"
 
 
 @row("hooks that the step itself puts on its tensors")
