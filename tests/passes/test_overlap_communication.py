@@ -53,8 +53,8 @@ def test_a_large_step_comes_near_the_bound_within_the_memory(name: str) -> None:
     overlap_communication(graph, machine=simulate.H100)
     after = simulate.step(graph, machine=simulate.H100)
     assert after.peak_bytes <= 1.05 * before.peak_bytes
-    # Nothing can be computed while the forward of a tensor-parallel layer waits for its activations, and little (the one
-    # product that all tokens share, for two exchanges) while experts wait for their tokens.
+    # Nothing can be computed while the forward of a tensor-parallel layer waits for its activations, and little while
+    # experts wait for their tokens: the one product that all tokens share, for two exchanges.
     waiting = sum(e.exposed_us for e in after.exposed() if e.reason == "dependence")
     assert after.step_us - waiting <= 1.01 * after.bounds.largest
     assert after.step_us < {"fully sharded": 1.008, "experts": 1.07}.get(name, 1.5) * after.bounds.largest
