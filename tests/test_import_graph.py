@@ -53,6 +53,7 @@ IMPORTS: dict[str, set[str]] = {
     "compiled_step": {
         "capture",
         "cross_iteration",
+        "inspect",
         "lower",
         "parallel",
         "profile_step",
@@ -61,7 +62,7 @@ IMPORTS: dict[str, set[str]] = {
         "step",
     },
     "api": {"compiled_step", "cross_iteration", "debug", "lower", "parallel", "passes", "remat", "step"},
-    "inspect": set(),
+    "inspect": {"passes"},  # what each pass did
     "compilers": {"inspect", "remat"},
     "debug": {
         "capture",
@@ -82,6 +83,7 @@ IMPORTS: dict[str, set[str]] = {
 REACHED = {
     "step": {"compilers"},  # lower="debug"
     "api": {"debug"},  # ws.check, check_first=
+    "compiled_step": {"inspect"},  # step.report
 }
 """The leaf packages that others reach for, inside of functions: they come with first use."""
 

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
@@ -164,6 +165,12 @@ class CompiledStep(Generic[P, R]):
         graphs = "1 graph" if len(self._entries) == 1 else f"{len(self._entries)} graphs"
         why = [f"  {recompile}" for recompile in self.recompiles]
         return "\n".join([f"{self._name}: {graphs}", *why, self._last.explain(machine)])
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write an HTML page about the graph that ran last; `options` are those of `ws.inspect.report`."""
+        from wholestep.inspect import report
+
+        return report(self, path, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_tracing():

@@ -1,5 +1,6 @@
-"""Show a person what happened to a step: drawings of its graph."""
+"""Show a person what happened to a step: a page, and drawings of its graph."""
 
 from wholestep.inspect.drawing import draw
+from wholestep.inspect.report_page.write import report
 
-__all__ = ["draw"]
+__all__ = ["draw", "report"]

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,6 +71,25 @@ def readable(gm: fx.GraphModule, signature: Signature) -> str:
 def format_node(node: fx.Node) -> str:
     """One node as a line of Python, for messages."""
     return "".join(_Writer(Signature()).statement(node))
+
+
+def call_of(node: fx.Node) -> tuple[str, str]:
+    """What a node calls and its arguments as text; `$2` stands for the third node of `all_input_nodes`."""
+    number = {source: f"${i}" for i, source in enumerate(node.all_input_nodes)}
+    return call_text(node.op, node.target, node.args, node.kwargs, number.__getitem__)
+
+
+def call_text(
+    op: str,
+    target: Any,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    name: Callable[[fx.Node], str] = attrgetter("name"),
+) -> tuple[str, str]:
+    """What is called, and with which arguments. `name`: what nodes among the arguments are called."""
+    shown = [_argument(arg, name) for arg in args]
+    shown += [f"{key}={_argument(arg, name)}" for key, arg in kwargs.items()]
+    return _target_text(target) if op == "call_function" else f"{op} {target}", ", ".join(shown)
 
 
 def describe_value(value: Any) -> str:
@@ -165,23 +186,27 @@ class _Writer:
     def _target(self, target: Any) -> str:
         name = self._targets.get(target)
         if name is None:
-            name = str(target) if isinstance(target, OpOverload) else describe_target(target)
-            name = self._targets[target] = name.removeprefix("_operator.").removeprefix("builtins.")
+            name = self._targets[target] = _target_text(target)
         return name
 
 
-def _argument(value: Any) -> str:
+def _target_text(target: Any) -> str:
+    name = str(target) if isinstance(target, OpOverload) else describe_target(target)
+    return name.removeprefix("_operator.").removeprefix("builtins.")
+
+
+def _argument(value: Any, name: Callable[[fx.Node], str] = attrgetter("name")) -> str:
     if isinstance(value, fx.Node):
-        return value.name
+        return name(value)
     if isinstance(value, list):
-        return f"[{', '.join(_argument(item) for item in value)}]"
+        return f"[{', '.join(_argument(item, name) for item in value)}]"
     if isinstance(value, tuple):
-        items = ", ".join(_argument(item) for item in value)
+        items = ", ".join(_argument(item, name) for item in value)
         return f"({items},)" if len(value) == 1 else f"({items})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_argument(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_argument(item, name)}" for key, item in value.items()) + "}"
     if isinstance(value, slice):
-        return f"slice({_argument(value.start)}, {_argument(value.stop)}, {_argument(value.step)})"
+        return f"slice({_argument(value.start, name)}, {_argument(value.stop, name)}, {_argument(value.step, name)})"
     if isinstance(value, OpOverload | torch.device):
         return str(value)
     return repr(value)

@@ -252,9 +252,7 @@ Order = Sequence[int]
 
 def memory_of(index: StepIndex, order: Order | None = None) -> tuple[Integers, int]:
     """Live bytes while each place of an order runs, and the bytes of inputs among them."""
-    places = len(index)
-    place = numpy.empty(places, dtype=numpy.int64)
-    place[numpy.arange(places) if order is None else numpy.asarray(order, dtype=numpy.int64)] = numpy.arange(places)
+    places, place = len(index), _places(index, order)
     change = numpy.zeros(places + 1, dtype=numpy.int64)
     held = 0
     if len(index.sizes):
@@ -268,6 +266,20 @@ def memory_of(index: StepIndex, order: Order | None = None) -> tuple[Integers, i
     return numpy.cumsum(change[:places]) + held, held
 
 
+def lifetimes(index: StepIndex, order: Order | None = None) -> tuple[Integers, Integers]:
+    """The places of an order where each storage is allocated and where it is needed last."""
+    return _lifetimes(index, _places(index, order)) if len(index.sizes) else (index.sizes, index.sizes)
+
+
+def _places(index: StepIndex, order: Order | None) -> Integers:
+    """Where each node runs."""
+    place = numpy.empty(len(index), dtype=numpy.int64)
+    place[numpy.arange(len(index)) if order is None else numpy.asarray(order, dtype=numpy.int64)] = numpy.arange(
+        len(index)
+    )
+    return place
+
+
 def _lifetimes(index: StepIndex, place: Integers) -> tuple[Integers, Integers]:
     """Where each storage is allocated, and where it is needed last; those that leave the graph live to its end."""
     _, nodes, starts = index.touches
@@ -277,9 +289,7 @@ def _lifetimes(index: StepIndex, place: Integers) -> tuple[Integers, Integers]:
 
 def alive_at(index: StepIndex, where: int, order: Order | None = None) -> list[int]:
     """The storages that are alive at a place of an order, without those of inputs, largest first."""
-    place = numpy.empty(len(index), dtype=numpy.int64)
-    place[numpy.arange(len(index)) if order is None else numpy.asarray(order)] = numpy.arange(len(index))
-    first, last = _lifetimes(index, place)
+    first, last = lifetimes(index, order)
     alive = numpy.nonzero((first <= where) & (last >= where) & (index.sizes > 0))[0]
     own = [int(s) for s in alive if int(s) not in index.persistent]
     return sorted(own, key=lambda s: (-int(index.sizes[s]), s))

@@ -44,6 +44,7 @@ from wholestep.passes.engine.contract import (
     note_applied,
 )
 from wholestep.passes.engine.dump import PassDump, current_dump
+from wholestep.passes.engine.record import note_changed, note_unchanged
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.engine.torch_functions import replace_torch_functions
 from wholestep.progress import SILENT, Progress
@@ -141,6 +142,7 @@ class _Application:
             check_normal_form(self._pass.contract)
         if self._is_about_nothing():
             note_applied(gm, self._pass.contract)
+            note_unchanged(gm, name, numerics, self._level)
             if self.still_true is not None:
                 self.still_true.follow_meta()
             return None
@@ -179,10 +181,13 @@ class _Application:
             if returned and isinstance(error, WholestepError):
                 raise self._broken(error) from None  # all that the author of the pass needs is in it
             raise self._raised(error) from error
+        seconds = time.perf_counter() - started
         note_applied(gm, self._pass.contract)
         if self.still_true is not None:
+            note_unchanged(gm, name, numerics, self._level, seconds)
             self.still_true.follow_meta()
-        seconds = time.perf_counter() - started
+        else:
+            note_changed(gm, name, numerics, self._level, seconds, saved.table)
         log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
         if self._dump is not None:
             self._dump.write(name, saved.graph_module(), gm, self._signature(), seconds)
@@ -287,10 +292,10 @@ class _Saved:
         """The codegen for pytrees, if `make_fx` made the graph."""
         self._signature = None if step_graph is None else step_graph.signature
         self._nodes: list[fx.Node] = list(gm.graph.nodes)
-        self._table = NodeTable(self._nodes)
+        self.table = NodeTable(self._nodes)
         self._known = [list(each) for each in _known(self._nodes)]
         self._attributes = ModuleState(gm)
-        self.promises = Promises(gm.graph, self._table, self._signature)
+        self.promises = Promises(gm.graph, self.table, self._signature)
 
     def follow_meta(self) -> None:
         """Take the record of applied passes on the graph module, which grew; all else is the same."""
@@ -305,16 +310,16 @@ class _Saved:
         if nodes != self._nodes:
             return False
         same_known = (map(is_, now, before) for now, before in zip(_known(nodes), self._known, strict=True))
-        return self._table.is_current() and all(map(all, same_known))
+        return self.table.is_current() and all(map(all, same_known))
 
     def changes(self) -> _Changes:
         """The differences from the snapshot."""
-        return _Changes(list(self._gm.graph.nodes), self._table, self._known)
+        return _Changes(list(self._gm.graph.nodes), self.table, self._known)
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
-        for node, parts, *known_values in zip(self._nodes, self._table, *self._known, strict=True):
+        for node, parts, *known_values in zip(self._nodes, self.table, *self._known, strict=True):
             op, target, args, kwargs, name, kind = parts
             new_args, new_kwargs = fx.map_arg((args, kwargs), made.__getitem__)
             new = graph.create_node(op, target, new_args, new_kwargs, name, kind)

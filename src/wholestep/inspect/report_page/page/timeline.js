@@ -1,0 +1,363 @@
+// When everything runs: phases, modules, computation, host, communication; predicted, and measured below it.
+
+const LANE = 30, BAND = 18, RULER = 24, GAP = 6, LEFT = 112, STRIP = 54;
+
+function timelineView(step) {
+  const lanes = timelineLanes(step);
+  let from = 0, to = step.total * 1.01, by = "kind", hits = new Set(), drag = null, byModule = null;
+  const longest = Math.max(to, lanes.end * 1.01);
+  to = longest;
+  const height = RULER + lanes.rows.reduce((sum, row) => sum + row.height + GAP, 0) + STRIP;
+  const surface = new Surface(height, paint, "Timeline of the step. Arrow keys move, plus and minus zoom, 0 shows everything.");
+  const canvas = surface.element, legend = make("div", {class: "legend"});
+
+  const x = time => LEFT + (time - from) / (to - from) * (surface.width - LEFT);
+  const time = at => from + (at - LEFT) / (surface.width - LEFT) * (to - from);
+
+  function shade(i) {
+    if (by === "kind") return kindColor(step.kind(i));
+    if (by === "phase") return phaseColor(step.part(i));
+    byModule ??= moduleColors(step);
+    return color(byModule[step.nodes.module[i]]);
+  }
+
+  function paint(context, width) {
+    const ink = cssColor("--ink"), quiet = cssColor("--quiet"), line = cssColor("--line");
+    ruler(context, width, quiet, line);
+    let y = RULER;
+    for (const row of lanes.rows) {
+      context.fillStyle = quiet;
+      context.textAlign = "left";
+      context.fillText(clipped(context, row.title, LEFT - 10), 4, y + row.height / 2);
+      context.save();
+      context.beginPath();
+      context.rect(LEFT, y, width - LEFT, row.height);
+      context.clip();
+      row.runs ? paintRuns(context, row, y) : paintBars(context, row, y, ink);
+      context.restore();
+      row.y = y;
+      y += row.height + GAP;
+    }
+    memoryStrip(context, y, width, quiet);
+  }
+
+  function ruler(context, width, quiet, line) {
+    const step10 = 10 ** Math.floor(Math.log10((to - from) / 6)), tick = [1, 2, 5, 10].map(n => n * step10).find(each => (to - from) / each <= 9);
+    context.strokeStyle = line;
+    context.fillStyle = quiet;
+    context.textAlign = "left";
+    for (let at = Math.ceil(from / tick) * tick; at <= to; at += tick) {
+      const left = Math.round(x(at)) + 0.5;
+      context.beginPath();
+      context.moveTo(left, 4);
+      context.lineTo(left, height);
+      context.stroke();
+      context.fillText(timeText(at), left + 4, 10);
+    }
+  }
+
+  function paintRuns(context, row, y) {
+    let last = -1;
+    for (const run of row.runs) {
+      if (run.end < from || run.start > to) continue;
+      const left = x(run.start), right = x(run.end);
+      if (right - left < 1 && Math.floor(left) === last) continue;
+      last = Math.floor(left);
+      const fill = row.color(run);
+      context.globalAlpha = row.faint ? 0.55 : 1;
+      context.fillStyle = fill;
+      context.fillRect(left, y, Math.max(right - left - 0.5, 0.7), row.height);
+      context.globalAlpha = 1;
+      if (right - left > 26) {
+        context.fillStyle = row.faint ? cssColor("--ink") : inkOn(fill);
+        const shown = Math.max(left, LEFT);
+        context.fillText(clipped(context, row.label?.(run) ?? run.title, Math.min(right, surface.width) - shown - 8), shown + 4, y + row.height / 2 + 0.5);
+      }
+    }
+  }
+
+  function paintBars(context, row, y, ink) {
+    const first = firstEnding(row, from);
+    let last = -1;
+    for (let k = first; k < row.bars.length && row.start[k] <= to; k++) {
+      const i = row.bars[k], left = x(row.start[k]), right = x(row.end[k]);
+      if (right - left < 1 && Math.floor(left) === last && !hits.has(i) && i !== app.selected) continue;
+      last = Math.floor(left);
+      const fill = shade(i), wide = Math.max(right - left - (right - left > 3 ? 0.6 : 0), 0.7);
+      context.globalAlpha = hits.size && !hits.has(i) ? 0.18 : 1;
+      context.fillStyle = fill;
+      context.fillRect(left, y, wide, row.height);
+      if (right - left > 24) {
+        const shown = Math.max(left, LEFT);
+        context.fillStyle = inkOn(fill);
+        context.fillText(clipped(context, step.shortOp(i), Math.min(right, surface.width) - shown - 8), shown + 4, y + row.height / 2 + 0.5);
+      }
+      context.globalAlpha = 1;
+      if (i === app.selected) outline(context, left, y, wide, row.height, ink);
+    }
+    for (const stall of row.stalls ?? []) {
+      const left = x(stall.start), right = x(stall.end);
+      if (right < LEFT || left > surface.width) continue;
+      hatch(context, left, y, Math.max(right - left, 1), row.height);
+      if (right - left > 60) {
+        context.fillStyle = cssColor("--warn");
+        context.fillText(clipped(context, `exposed ${timeText(stall.end - stall.start)}: ${stall.reason}`, right - left - 8), left + 4, y + row.height / 2 + 0.5);
+      }
+      if (stall.node === app.selected) outline(context, left, y, right - left, row.height, ink);
+    }
+  }
+
+  function memoryStrip(context, y, width, quiet) {
+    const live = liveBytes(step), times = step.placeTimes, most = step.data.memory.peak || 1;
+    context.fillStyle = quiet;
+    context.fillText("live bytes", 4, y + 10);
+    context.fillText(bytesText(most), 4, y + 26);
+    context.beginPath();
+    context.moveTo(LEFT, y + STRIP);
+    let k = Math.max(upperBound(times, from) - 1, 0);
+    for (let at = LEFT; at < width; at++) {
+      const until = time(at + 1);
+      let most_here = live[Math.min(k, live.length - 1)];
+      while (k + 1 < live.length && times[k + 1] <= until) most_here = Math.max(most_here, live[++k]);
+      context.lineTo(at, y + STRIP - (STRIP - 4) * most_here / most);
+    }
+    context.lineTo(width, y + STRIP);
+    context.fillStyle = color("sky");
+    context.globalAlpha = 0.5;
+    context.fill();
+    context.globalAlpha = 1;
+  }
+
+  function at(event) {
+    const box = canvas.getBoundingClientRect(), when = time(event.clientX - box.left), y = event.clientY - box.top;
+    const row = lanes.rows.find(each => y >= each.y && y < each.y + each.height);
+    if (!row || event.clientX - box.left < LEFT) return {when};
+    if (row.runs) return {when, row, run: row.runs.find(each => each.start <= when && when < each.end)};
+    const slack = 3 * (to - from) / (surface.width - LEFT);
+    const stall = row.stalls?.find(each => each.start <= when && when < each.end);
+    if (stall) return {when, row, node: stall.node, stall};
+    let best = -1, gap = slack;
+    for (let k = firstEnding(row, when - slack); k < row.bars.length && row.start[k] <= when + slack; k++) {
+      const away = Math.max(row.start[k] - when, when - row.end[k], 0);
+      if (away < gap || (away === 0 && gap === 0)) { best = row.bars[k]; gap = away; }
+    }
+    return {when, row, node: best};
+  }
+
+  function zoom(factor, around) {
+    const middle = around ?? (from + to) / 2;
+    show(middle - (middle - from) * factor, middle + (to - middle) * factor);
+  }
+
+  function show(begin, end) {
+    const length = Math.min(Math.max(end - begin, longest / 5e6), longest * 1.02);
+    const low = Math.min(Math.max(begin, -0.01 * longest), longest * 1.01 - length);
+    [from, to] = [low, low + length];
+    surface.soon();
+  }
+
+  canvas.addEventListener("wheel", event => {
+    event.preventDefault();
+    const sideways = event.shiftKey ? event.deltaY : event.deltaX;
+    if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) show(from + sideways * (to - from) / 1000, to + sideways * (to - from) / 1000);
+    else zoom(Math.exp(event.deltaY * 0.0016), time(event.clientX - canvas.getBoundingClientRect().left));
+  }, {passive: false});
+  canvas.addEventListener("pointerdown", event => { drag = {x: event.clientX, from, to, moved: false}; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointermove", event => {
+    if (drag) {
+      const by = (event.clientX - drag.x) * (drag.to - drag.from) / (surface.width - LEFT);
+      drag.moved ||= Math.abs(event.clientX - drag.x) > 3;
+      if (drag.moved) { show(drag.from - by, drag.to - by); tip.hide(); }
+      return;
+    }
+    const found = at(event);
+    canvas.style.cursor = found.node >= 0 ? "pointer" : "grab";
+    if (found.stall) tip.show(`exposed for ${timeText(found.stall.end - found.stall.start)}\n${found.stall.text}`, event.clientX, event.clientY);
+    else if (found.node >= 0) tip.show(barText(step, found.node), event.clientX, event.clientY);
+    else if (found.run) tip.show(`${found.run.title}\n${timeText(found.run.end - found.run.start)}`, event.clientX, event.clientY);
+    else tip.hide();
+  });
+  canvas.addEventListener("pointerup", event => {
+    const click = drag && !drag.moved, found = click ? at(event) : {};
+    drag = null;
+    if (found.node >= 0) app.select(found.node);
+    else if (found.run && click) show(found.run.start - (found.run.end - found.run.start) * 0.05, found.run.end + (found.run.end - found.run.start) * 0.05);
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hide(); });
+  canvas.addEventListener("dblclick", () => show(0, longest));
+  canvas.addEventListener("keydown", event => {
+    const span = to - from;
+    const act = {ArrowLeft: () => show(from - span / 8, to - span / 8), ArrowRight: () => show(from + span / 8, to + span / 8), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), 0: () => show(0, longest), Home: () => show(0, span), n: () => neighbour(1), p: () => neighbour(-1)}[event.key];
+    if (act) { event.preventDefault(); act(); }
+  });
+
+  function neighbour(step_by) {
+    const row = lanes.rows.find(each => each.bars?.includes(app.selected)) ?? lanes.rows.find(each => each.bars);
+    const k = row.bars.indexOf(app.selected) + step_by;
+    if (row.bars[k] !== undefined) app.select(row.bars[k]);
+  }
+
+  function drawLegend() {
+    const seen = new Set();
+    for (let i = 0; i < step.count; i++) if (step.us(i) > 0) seen.add(by === "kind" ? step.kind(i) : step.part(i));
+    const parts = by === "module" ? [] : [...seen].map(name => make("span", {}, swatch((by === "kind" ? kindColor : phaseColor)(name)), name));
+    legend.replaceChildren(...parts, ...(step.data.exposed.length ? [make("span", {}, make("i", {class: "swatch hatched", style: `background-color:${color("red")}`}), "exposed communication")] : []));
+  }
+  drawLegend();
+
+  const longestList = nodeTable(step, [...Array(step.count).keys()].filter(i => step.us(i) > 0 && step.run(i) !== ISSUE).sort((a, b) => step.us(b) - step.us(a)).slice(0, 500), "Longest operators");
+  const stallList = step.data.exposed.length ? exposedTable(step) : null;
+
+  return {
+    element: make("div", {class: "fill", style: "gap:14px;min-height:620px"}, make("div", {class: "card", style: "display:grid;gap:10px"},
+      make("div", {class: "tools"}, choice("Colour by", [["kind", "kind of operator"], ["phase", "phase"], ["module", "module"]], by, value => { by = value; drawLegend(); surface.now(); }),
+        make("button", {class: "plain", onclick: () => zoom(0.6), "aria-label": "Zoom in"}, "+"), make("button", {class: "plain", onclick: () => zoom(1.7), "aria-label": "Zoom out"}, "−"), make("button", {class: "plain", onclick: () => show(0, longest)}, "all"),
+        make("span", {class: "grow"}), make("span", {}, "wheel zooms · drag moves · click selects · n, p: next, previous")),
+      canvas, legend),
+      make("div", {class: "split", style: stallList ? "min-height:220px" : "grid-template-columns:minmax(0,1fr);min-height:220px"}, stallList && make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Exposed communication"), stallList.element), make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Longest operators"), longestList.element))),
+    refresh() { surface.now(); longestList.draw(); },
+    search(found) { hits = new Set(found); surface.soon(); },
+    show(i) {
+      const begin = step.run(i) === WAIT || step.us(i) > 0 ? step.start[i] : step.start[i], length = Math.max(step.us(i), longest / 1e6);
+      if (begin < from || step.end[i] > to || length < (to - from) / 400) show(begin - length * 12, begin + length * 13);
+      surface.soon();
+    },
+  };
+}
+
+function nodeTable(step, nodes, label) {
+  const list = new LongList({label, choose: i => app.select(i), render: i => {
+    const place = step.place(i);
+    return make("div", {}, swatch(kindColor(step.kind(i))), make("span", {class: "cell"}, timeText(step.us(i))), make("span", {class: "cell quiet", style: "width:52px"}, share(step.us(i), step.total)),
+      make("span", {class: "grow mono"}, step.name(i), make("span", {class: "quiet"}, `  ${step.shortOp(i)} ${step.value(i)}`)), make("span", {class: "wide optional quiet"}, step.module(i)), make("span", {class: "wide optional quiet mono"}, place ? `${baseName(place.path)}:${place.line}` : ""));
+  }});
+  list.set(nodes);
+  return list;
+}
+
+function exposedTable(step) {
+  const list = new LongList({label: "Exposed communication", rowHeight: 42, choose: each => app.select(each.node), render: each => make("div", {title: each.text}, make("span", {class: "cell warn"}, timeText(each.us)),
+    make("span", {class: "grow"}, make("b", {class: "mono"}, step.name(each.node)), make("span", {class: "chip", style: "margin-left:8px"}, each.reason), make("div", {class: "quiet grow"}, each.text.replace(/^.*?exposed: /, ""))))});
+  list.set([...step.data.exposed].sort((a, b) => b.us - a.us));
+  return list;
+}
+
+function barText(step, i) {
+  const place = step.place(i), measured = step.measured.get(i);
+  return [step.name(i), `${step.shortOp(i)}  ${step.value(i)}`, step.module(i), place && `${baseName(place.path)}:${place.line}  ${step.lineText(place.file, place.line).trim()}`, `predicted ${timeText(step.us(i))}${measured ? `, measured ${timeText(measured[1] - measured[0])}` : ""}`].filter(Boolean).join("\n");
+}
+
+function timelineLanes(step) {
+  const {nodes, data} = step, computed = [], host = [], groups = data.groups.map(() => []);
+  for (const i of nodes.order) {
+    if (step.run(i) === COMPUTE && step.us(i) > 0) computed.push(i);
+    else if (step.run(i) === READ) host.push(i);
+    else if (step.run(i) === ISSUE) groups[nodes.group[i]].push(i);
+  }
+  const stalls = data.exposed.flatMap(each => each.stalls.map(([start, end]) => ({node: each.node, start: start / 1000, end: end / 1000, reason: each.reason, text: each.text})));
+  const compute = {...barsOf(step, "computation", computed), stalls};
+  const rows = [
+    {title: "phase", height: BAND, runs: runsOf(step, compute, i => step.phase(i)), color: run => phaseColor(run.title)},
+    ...[1, 2, 3].map(depth => moduleRow(step, compute, depth)).filter(Boolean),
+    compute,
+    ...(host.length ? [barsOf(step, "host", host)] : []),
+    ...groups.map((bars, g) => barsOf(step, `group ${data.groups[g].name} · ${data.groups[g].ranks}`, bars)),
+  ];
+  let end = step.total;
+  if (step.measured.size) {
+    const known = [...step.measured.keys()];
+    const streams = [["measured", i => step.run(i) !== ISSUE], ...data.groups.map((group, g) => [`measured ${group.name}`, i => step.run(i) === ISSUE && nodes.group[i] === g])];
+    for (const [title, belongs] of streams) {
+      const bars = known.filter(belongs);
+      if (bars.length) rows.push(barsOf(step, title, bars, i => step.measured.get(i)));
+    }
+    for (const [, last] of step.measured.values()) end = Math.max(end, last);
+  }
+  return {rows, end};
+}
+
+function barsOf(step, title, bars, times = i => [step.start[i], step.end[i]]) {
+  const all = bars.map(i => [i, ...times(i)]).sort((a, b) => a[1] - b[1]);
+  const row = {title, height: LANE, bars: all.map(each => each[0]), start: Float64Array.from(all, each => each[1]), end: Float64Array.from(all, each => each[2])};
+  row.reach = row.end.slice();
+  for (let k = 1; k < row.reach.length; k++) row.reach[k] = Math.max(row.reach[k], row.reach[k - 1]);
+  return row;
+}
+
+// The first bar that ends after a time: ends, made to grow, are searched by halving.
+const firstEnding = (row, time) => upperBound(row.reach, time - 1e-9);
+
+function upperBound(values, wanted) {
+  let low = 0, high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= wanted) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// Bars of one lane that follow each other with the same title, as one.
+function runsOf(step, row, title) {
+  const runs = [];
+  row.bars.forEach((i, k) => {
+    const text = title(i), last = runs[runs.length - 1];
+    if (last && last.title === text) last.end = row.end[k];
+    else runs.push({title: text, start: row.start[k], end: row.end[k]});
+  });
+  return runs.filter(run => run.title);
+}
+
+function moduleRow(step, compute, depth) {
+  const common = commonPrefix(step.nodes.modules.filter(Boolean)), names = step.nodes.modules.map(path => {
+    const parts = path ? path.slice(common.length).split(".") : [];
+    return parts.length >= depth && parts[0] ? parts.slice(0, depth).join(".") : "";
+  });
+  const known = [...new Set(names)].filter(Boolean);
+  if (!known.length) return null;
+  const shades = new Map(known.map((name, n) => [name, ROTATION[n % ROTATION.length]]));
+  return {title: depth === 1 ? "module" : "", height: BAND, faint: true, runs: runsOf(step, compute, i => names[step.nodes.module[i]]), label: run => /\.?([^.]*[^.\d][^.]*(?:\.\d+)?)$/.exec(run.title)?.[1] ?? run.title, color: run => color(shades.get(run.title))};
+}
+
+function commonPrefix(paths) {
+  const deepest = paths.map(path => path.split(".")).reduce((most, each) => each.length > most.length ? each : most, []);
+  let length = deepest.length;
+  const holds = path => { const start = deepest.slice(0, length).join("."); return start === path || start.startsWith(path + ".") || path.startsWith(start + "."); };
+  while (length && (length === deepest.length || !paths.every(holds))) length--;
+  return length ? deepest.slice(0, length).join(".") + "." : "";
+}
+
+function moduleColors(step) {
+  const common = commonPrefix(step.nodes.modules.filter(Boolean)), seen = new Map();
+  return step.nodes.modules.map(path => {
+    if (!path) return "grey";
+    const key = path.slice(common.length).split(".").slice(0, 2).join(".");
+    if (!seen.has(key)) seen.set(key, ROTATION[seen.size % (ROTATION.length - 1)]);
+    return seen.get(key);
+  });
+}
+
+function hatch(context, left, y, wide, high) {
+  context.save();
+  context.beginPath();
+  context.rect(left, y, wide, high);
+  context.clip();
+  context.fillStyle = cssColor("--warn-soft");
+  context.fillRect(left, y, wide, high);
+  context.strokeStyle = color("red");
+  context.lineWidth = 1;
+  const first = Math.max(left, 0) - high, last = Math.min(left + wide, 6000);
+  for (let at = Math.floor(first / 6) * 6; at < last; at += 6) {
+    context.beginPath();
+    context.moveTo(at, y + high);
+    context.lineTo(at + high, y);
+    context.stroke();
+  }
+  context.strokeRect(left + 0.5, y + 0.5, wide - 1, high - 1);
+  context.restore();
+}
+
+function outline(context, left, y, wide, high, ink) {
+  context.strokeStyle = ink;
+  context.lineWidth = 2;
+  context.strokeRect(left - 1, y + 1, Math.max(wide, 3) + 2, high - 2);
+}
