@@ -122,7 +122,9 @@ def test_measured_times_stand_beside_the_predicted_ones(step: Any) -> None:
     profile = {name: (100.0 + i, 100.5 + i) for i, name in enumerate(names)}
     data = collect(ReportSource.of(step, profile={**profile, "not_a_node": (0.0, 1.0)}))
     assert data["measured"]["start"] == [0, 1000, 2000]
-    assert [data["nodes"]["name"][i] for i in data["measured"]["node"]] == names
+    assert [[data["nodes"]["name"][i] for i in nodes] for nodes in data["measured"]["nodes"]] == [
+        [name] for name in names
+    ]
     assert "Measure it" not in {each["title"] for each in data["advice"]}
 
 

@@ -71,7 +71,7 @@ def _communication(facts: Facts) -> list[Advice]:
     share = facts.exposed_us / facts.step_us if facts.step_us else 0.0
     if share < _LARGE_SHARE:
         return []
-    text = f"{share:.0%} of the step computation stands still for communication. The longest: {facts.worst}."
+    text = f"For {share:.0%} of the step, computation stands still for communication. The longest: {facts.worst}."
     if "overlap_communication" not in facts.passes:
         code = 'ws.compile(train_step, parallel=plan, passes="auto")  # overlap_communication'
         return [Advice("Hide communication behind computation", text, code)]

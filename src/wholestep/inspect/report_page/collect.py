@@ -34,7 +34,7 @@ from wholestep.simulate.step_index import COMPUTE, ISSUE, plain
 from wholestep.simulate.step_timeline import StepTimeline, machine_for
 
 Measured = Mapping[str, tuple[float, float]]
-"""Start and end in microseconds of nodes, by name, as a profiler saw them."""
+"""Start and end in microseconds of nodes and compiled regions, by name, as a profiler saw them."""
 _MOST_INPUTS = 12
 _MOST_REASONS = 12
 
@@ -71,6 +71,8 @@ class ReportSource:
     lower: str = ""
     """How the step runs: `inductor`, `eager` or `debug`; "" for a graph that is not of a compiled step."""
     measured: Measured = field(default_factory=dict)
+    measured_regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The nodes of each region that was measured."""
     measured_us: float | None = None
     """The time of a whole step as measured."""
 
@@ -78,8 +80,14 @@ class ReportSource:
     def of(cls, given: Any, title: str = "", profile: Any = None) -> ReportSource:
         """From a CompiledStep that has run, a StepGraph, an Executable or a graph module."""
         measured, step_us = _measured(profile)
+        rows = getattr(profile, "measured", ())
+        found: dict[str, Any] = {
+            "measured": measured,
+            "measured_us": step_us,
+            "measured_regions": {row.name: row.nodes for row in rows if row.nodes},
+        }
         if isinstance(given, StepGraph | fx.GraphModule):
-            return cls(given, title or type(given).__name__, measured=measured, measured_us=step_us)
+            return cls(given, title or type(given).__name__, **found)
         if isinstance(given, _Step):
             if given.last is None:
                 raise OptionError(
@@ -94,8 +102,7 @@ class ReportSource:
                 given.capture_seconds,
                 given.lowering,
                 given.options.lower,
-                measured,
-                step_us,
+                **found,
             )
         graph = getattr(given, "step_graph", None)
         if not isinstance(graph, StepGraph):
@@ -103,8 +110,7 @@ class ReportSource:
                 f"a {type(given).__name__} cannot be reported.",
                 fix="give a step of ws.compile, a StepGraph, an Executable or a graph module.",
             )
-        lowering = getattr(given, "lowering", None)
-        return cls(graph, title or "step", lowering=lowering, measured=measured, measured_us=step_us)
+        return cls(graph, title or "step", lowering=getattr(given, "lowering", None), **found)
 
 
 def _measured(profile: Any) -> tuple[Measured, float | None]:
@@ -151,7 +157,7 @@ def collect(
         "exposed": _exposed(timeline),
         "critical": [number[span.name] for span in timeline.critical_path],
         "memory": memory.columns(number),
-        "measured": _measured_columns(source.measured, number),
+        "measured": _measured_columns(source, number),
         "outside": _outside(source.lowering, number),
         "passes": [asdict(record) for record in pass_records(module)],
     }
@@ -268,13 +274,19 @@ def _exposed(timeline: StepTimeline) -> list[dict[str, Any]]:
     return found
 
 
-def _measured_columns(measured: Measured, number: Mapping[str, int]) -> dict[str, list[int]]:
-    known = [(number[name], start, end) for name, (start, end) in measured.items() if name in number]
-    first = min((start for _, start, _ in known), default=0.0)
+def _measured_columns(source: ReportSource, number: Mapping[str, int]) -> dict[str, list[Any]]:
+    """Measured spans, each with its nodes: a compiled region has several, and is shown at the first of them."""
+    found = []
+    for name, (start, end) in source.measured.items():
+        nodes = [number[each] for each in source.measured_regions.get(name, (name,)) if each in number]
+        if nodes:
+            found.append((nodes, "" if nodes == [number.get(name)] else name, start, end))
+    first = min((start for _, _, start, _ in found), default=0.0)
     return {
-        "node": [i for i, _, _ in known],
-        "start": nanoseconds(start - first for _, start, _ in known),
-        "end": nanoseconds(end - first for _, _, end in known),
+        "nodes": [nodes for nodes, _, _, _ in found],
+        "region": [region for _, region, _, _ in found],
+        "start": nanoseconds(start - first for _, _, start, _ in found),
+        "end": nanoseconds(end - first for _, _, _, end in found),
     }
 
 

@@ -20,7 +20,9 @@ class Step {
     this.end = Float64Array.from(nodes.end, each => each / 1000);
     this.total = Math.max(data.summary.step_us, 1e-6);
     this.outside = new Map(data.outside.node.map((node, i) => [node, data.outside.reasons[data.outside.reason[i]]]));
-    this.measured = new Map(data.measured.node.map((node, i) => [node, [data.measured.start[i] / 1000, data.measured.end[i] / 1000]]));
+    const {nodes: measured, region, start, end} = data.measured;
+    this.spans = measured.map((members, k) => ({members, region: region[k], start: start[k] / 1000, end: end[k] / 1000}));
+    this.measured = new Map(this.spans.flatMap(span => span.members.map(node => [node, span])));
     this.exposed = new Map(data.exposed.map(each => [each.node, each]));
     this.recomputed = new Set(nodes.recomputed);
     this.critical = new Set(data.critical);
@@ -54,6 +56,13 @@ class Step {
     this.fileLines ??= new Map();
     if (!this.fileLines.has(file)) this.fileLines.set(file, this.nodes.sources[file].split("\n"));
     return this.fileLines.get(file);
+  }
+
+  // The measured time of a node, as text.
+  measuredText(i) {
+    const span = this.measured.get(i);
+    if (!span) return "";
+    return span.region ? `in ${span.region} with ${span.members.length - 1} others: ${timeText(span.end - span.start)}` : timeText(span.end - span.start);
   }
 
   // The readers of a node, made when first asked for.

@@ -41,7 +41,7 @@ function why(step, i) {
   return found;
 }
 
-function fact(name, value) { return value == null || value === "" ? [] : [make("dt", {}, name), make("dd", {}, value)]; }
+function fact(name, value) { return value == null || value === "" || value === false ? [] : [make("dt", {}, name), make("dd", {}, value)]; }
 
 function nodeDetails(step, i) {
   const place = step.place(i), us = step.us(i), {flops, moved} = step.nodes, memory = step.data.memory;
@@ -66,7 +66,7 @@ function nodeDetails(step, i) {
       fact("path", path && make("span", {class: "mono"}, path)),
       fact("group", step.nodes.group[i] >= 0 && `${step.data.groups[step.nodes.group[i]].name} (${plural(step.data.groups[step.nodes.group[i]].ranks, "rank")})`),
       fact("predicted", us > 0 && `${timeText(us)}, ${share(us, step.total)} of the step, at ${timeText(step.start[i])}`),
-      fact("measured", measured && `${timeText(measured[1] - measured[0])}, at ${timeText(measured[0])}`),
+      fact("measured", measured && `${step.measuredText(i)}, at ${timeText(measured.start)}`),
       fact("flops", flops[i] > 0 && `${countText(flops[i])}${us > 0 ? ` (${countText(flops[i] / us * 1e6)}/s)` : ""}`),
       fact(step.run(i) === ISSUE ? "sent" : "moved", moved[i] > 0 && `${bytesText(moved[i])}${us > 0 ? ` (${bytesText(moved[i] / us * 1e6)}/s)` : ""}`),
       fact("allocates", held),

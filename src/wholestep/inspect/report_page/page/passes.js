@@ -30,7 +30,7 @@ function passesView(step) {
   list.set(passes, at);
   open(at);
   return {
-    element: make("div", {class: "split", style: "grid-template-columns:minmax(220px, 300px) minmax(0, 1fr)"}, make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:8px"}, plural(passes.length, "pass").replace("passs", "passes")), list.element), shown),
+    element: make("div", {class: "split side"}, make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:8px"}, plural(passes.length, "pass").replace("passs", "passes")), list.element), shown),
     refresh() { list.draw(); diff.draw(); },
   };
 }

@@ -58,7 +58,7 @@ function captureCard(step, bound) {
   const rows = [
     ["graphs", summary.graphs.length ? `${summary.graphs.length}, ${timeText(summary.capture_seconds * 1e6)} of capturing` : "one graph"],
     ...summary.recompiles.map((reason, i) => [i ? "" : "captured again", reason]),
-    ["runs as", {inductor: "compiled regions (inductor)", eager: "operator by operator (eager)", debug: "operator by operator, checked (debug)"}[summary.lower] ?? "not compiled by ws.compile"],
+    ["runs as", {inductor: "compiled regions (inductor)", eager: "operator by operator (eager)", debug: "operator by operator, checked (debug)"}[summary.lower] ?? "a graph as it was given; nothing ran"],
     ["passes", summary.passes.join(", ") || "none"],
     ["batch", summary.batch.join(", ") || "none"],
     ["guards", summary.guards.length ? `${summary.guards.length}: ${summary.guards.slice(0, 4).join("; ")}${summary.guards.length > 4 ? "; …" : ""}` : "on shapes, types and objects only"],

@@ -83,21 +83,32 @@ function timelineView(step) {
       const i = row.bars[k], left = x(row.start[k]), right = x(row.end[k]);
       if (right - left < 1 && Math.floor(left) === last && !hits.has(i) && i !== app.selected) continue;
       last = Math.floor(left);
-      const fill = shade(i), wide = Math.max(right - left - (right - left > 3 ? 0.6 : 0), 0.7);
+      const fill = row.shade?.(i) ?? shade(i), wide = Math.max(right - left - (right - left > 3 ? 0.6 : 0), 0.7);
       context.globalAlpha = hits.size && !hits.has(i) ? 0.18 : 1;
       context.fillStyle = fill;
       context.fillRect(left, y, wide, row.height);
       if (right - left > 24) {
         const shown = Math.max(left, LEFT);
         context.fillStyle = inkOn(fill);
-        context.fillText(clipped(context, step.shortOp(i), Math.min(right, surface.width) - shown - 8), shown + 4, y + row.height / 2 + 0.5);
+        context.fillText(clipped(context, row.label?.(i) ?? step.shortOp(i), Math.min(right, surface.width) - shown - 8), shown + 4, y + row.height / 2 + 0.5);
       }
       context.globalAlpha = 1;
       if (i === app.selected) outline(context, left, y, wide, row.height, ink);
     }
+    last = -1;
     for (const stall of row.stalls ?? []) {
       const left = x(stall.start), right = x(stall.end);
       if (right < LEFT || left > surface.width) continue;
+      if (right - left < 5) {
+        if (Math.floor(right) === last) continue;
+        last = Math.floor(right);
+        context.fillStyle = cssColor("--warn-soft");
+        context.fillRect(left, y, Math.max(right - left, 0.7), row.height);
+        context.fillStyle = color("red");
+        context.fillRect(left, y, Math.max(right - left, 0.7), 4);
+        if (stall.node === app.selected) outline(context, left, y, right - left, row.height, ink);
+        continue;
+      }
       hatch(context, left, y, Math.max(right - left, 1), row.height);
       if (right - left > 60) {
         context.fillStyle = cssColor("--warn");
@@ -205,7 +216,7 @@ function timelineView(step) {
   }
   drawLegend();
 
-  const longestList = nodeTable(step, [...Array(step.count).keys()].filter(i => step.us(i) > 0 && step.run(i) !== ISSUE).sort((a, b) => step.us(b) - step.us(a)).slice(0, 500), "Longest operators");
+  const longestList = nodeTable(step, [...Array(step.count).keys()].filter(i => step.us(i) > 0 && step.run(i) !== ISSUE).sort((a, b) => step.us(b) - step.us(a)).slice(0, 500), "Longest operators", step.data.exposed.length > 0);
   const stallList = step.data.exposed.length ? exposedTable(step) : null;
 
   return {
@@ -214,7 +225,7 @@ function timelineView(step) {
         make("button", {class: "plain", onclick: () => zoom(0.6), "aria-label": "Zoom in"}, "+"), make("button", {class: "plain", onclick: () => zoom(1.7), "aria-label": "Zoom out"}, "−"), make("button", {class: "plain", onclick: () => show(0, longest)}, "all"),
         make("span", {class: "grow"}), make("span", {}, "wheel zooms · drag moves · click selects · n, p: next, previous")),
       canvas, legend),
-      make("div", {class: "split", style: stallList ? "min-height:220px" : "grid-template-columns:minmax(0,1fr);min-height:220px"}, stallList && make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Exposed communication"), stallList.element), make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Longest operators"), longestList.element))),
+      make("div", {class: stallList ? "split" : "split one"}, stallList && make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Exposed communication"), stallList.element), make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Longest operators"), longestList.element))),
     refresh() { surface.now(); longestList.draw(); },
     search(found) { hits = new Set(found); surface.soon(); },
     show(i) {
@@ -225,11 +236,11 @@ function timelineView(step) {
   };
 }
 
-function nodeTable(step, nodes, label) {
+function nodeTable(step, nodes, label, isNarrow) {
   const list = new LongList({label, choose: i => app.select(i), render: i => {
     const place = step.place(i);
     return make("div", {}, swatch(kindColor(step.kind(i))), make("span", {class: "cell"}, timeText(step.us(i))), make("span", {class: "cell quiet", style: "width:52px"}, share(step.us(i), step.total)),
-      make("span", {class: "grow mono"}, step.name(i), make("span", {class: "quiet"}, `  ${step.shortOp(i)} ${step.value(i)}`)), make("span", {class: "wide optional quiet"}, step.module(i)), make("span", {class: "wide optional quiet mono"}, place ? `${baseName(place.path)}:${place.line}` : ""));
+      make("span", {class: "grow mono"}, step.name(i), make("span", {class: "quiet"}, `  ${step.shortOp(i)} ${step.value(i)}`)), !isNarrow && make("span", {class: "wide optional quiet"}, step.module(i)), make("span", {class: "wide optional quiet mono"}, place ? `${baseName(place.path)}:${place.line}` : ""));
   }});
   list.set(nodes);
   return list;
@@ -244,7 +255,7 @@ function exposedTable(step) {
 
 function barText(step, i) {
   const place = step.place(i), measured = step.measured.get(i);
-  return [step.name(i), `${step.shortOp(i)}  ${step.value(i)}`, step.module(i), place && `${baseName(place.path)}:${place.line}  ${step.lineText(place.file, place.line).trim()}`, `predicted ${timeText(step.us(i))}${measured ? `, measured ${timeText(measured[1] - measured[0])}` : ""}`].filter(Boolean).join("\n");
+  return [step.name(i), `${step.shortOp(i)}  ${step.value(i)}`, step.module(i), place && `${baseName(place.path)}:${place.line}  ${step.lineText(place.file, place.line).trim()}`, `predicted ${timeText(step.us(i))}${measured ? `, measured ${step.measuredText(i)}` : ""}`].filter(Boolean).join("\n");
 }
 
 function timelineLanes(step) {
@@ -264,14 +275,13 @@ function timelineLanes(step) {
     ...groups.map((bars, g) => barsOf(step, `group ${data.groups[g].name} · ${data.groups[g].ranks}`, bars)),
   ];
   let end = step.total;
-  if (step.measured.size) {
-    const known = [...step.measured.keys()];
-    const streams = [["measured", i => step.run(i) !== ISSUE], ...data.groups.map((group, g) => [`measured ${group.name}`, i => step.run(i) === ISSUE && nodes.group[i] === g])];
-    for (const [title, belongs] of streams) {
-      const bars = known.filter(belongs);
-      if (bars.length) rows.push(barsOf(step, title, bars, i => step.measured.get(i)));
-    }
-    for (const [, last] of step.measured.values()) end = Math.max(end, last);
+  const streams = [["measured", i => step.run(i) !== ISSUE], ...data.groups.map((group, g) => [`measured ${group.name}`, i => step.run(i) === ISSUE && nodes.group[i] === g])];
+  for (const [title, belongs] of streams) {
+    const spans = new Map(step.spans.filter(span => belongs(span.members[0])).map(span => [span.members[0], span]));
+    if (!spans.size) continue;
+    const row = barsOf(step, title, [...spans.keys()], i => [spans.get(i).start, spans.get(i).end]);
+    rows.push({...row, label: i => spans.get(i).region || step.shortOp(i), shade: i => spans.get(i).region ? kindColor("module") : null});
+    for (const span of spans.values()) end = Math.max(end, span.end);
   }
   return {rows, end};
 }
