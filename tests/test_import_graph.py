@@ -50,15 +50,15 @@ IMPORTS: dict[str, set[str]] = {
         "runtime",
     },
     "profile_step": {"cross_iteration", "lower", "runtime", "step"},
+    "shown_step": {"inspect", "profile_step", "step"},
     "compiled_step": {
         "capture",
         "cross_iteration",
-        "inspect",
         "lower",
         "parallel",
-        "profile_step",
         "ranks",
         "refused_steps",
+        "shown_step",
         "step",
     },
     "api": {"compiled_step", "cross_iteration", "debug", "lower", "parallel", "passes", "remat", "step"},
@@ -83,7 +83,7 @@ IMPORTS: dict[str, set[str]] = {
 REACHED = {
     "step": {"compilers"},  # lower="debug"
     "api": {"debug"},  # ws.check, check_first=
-    "compiled_step": {"inspect"},  # step.report
+    "shown_step": {"inspect"},  # step.report, step.memory_timeline
 }
 """The leaf packages that others reach for, inside of functions: they come with first use."""
 

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
@@ -43,7 +42,7 @@ from wholestep.parallel.in_eager import communicating_in_eager, why_not_in_eager
 from wholestep.ranks.channel import DEADLINE
 from wholestep.ranks.step_ranks import RankOptions, Ranks
 from wholestep.refused_steps import REFUSALS, CannotCaptureError, Refusal, Refusals, is_refusal
-from wholestep.simulate.machine import Machine
+from wholestep.shown_step import ShownStep
 from wholestep.simulate.measured_step import MeasuredStep
 from wholestep.step import (
     BoundGraph,
@@ -85,7 +84,7 @@ class Recompile:
         return f"call {self.call}: {self.reason}"
 
 
-class CompiledStep(Generic[P, R]):
+class CompiledStep(ShownStep, Generic[P, R]):
     """A training step that runs as one graph. Call it like the function that was passed to `ws.compile`."""
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
@@ -157,21 +156,6 @@ class CompiledStep(Generic[P, R]):
         """Which nodes of the graph that ran last were compiled, and why the others were not; None without Inductor."""
         return None if self._last is None else self._last.lowering
 
-    def explain(self, machine: Machine | None = None) -> str:
-        """What runs, as text: why there are several graphs, which passes ran, what was compiled, the memory, and which
-        communication is not hidden and why, as simulated on `machine` (by default that of the graph's device)."""
-        if self._last is None:
-            return f"{self._name}: nothing was captured yet"
-        graphs = "1 graph" if len(self._entries) == 1 else f"{len(self._entries)} graphs"
-        why = [f"  {recompile}" for recompile in self.recompiles]
-        return "\n".join([f"{self._name}: {graphs}", *why, self._last.explain(machine)])
-
-    def report(self, path: str | Path, **options: Any) -> Path:
-        """Write an HTML page about the graph that ran last; `options` are those of `ws.inspect.report`."""
-        from wholestep.inspect import report
-
-        return report(self, path, **options)
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_tracing():
             return call_untraced(self._run, self._fn, args, kwargs)  # type: ignore[no-any-return]
@@ -181,12 +165,6 @@ class CompiledStep(Generic[P, R]):
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The StepGraph of one call under the options of this step; nothing runs, and no state changes."""
         return capture_call(self._fn, args, kwargs, self.options)
-
-    def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> MeasuredStep:
-        """Measure `steps` real calls, node by node; all state is restored. `ws.simulate.calibrate` takes the result."""
-        from wholestep.profile_step import profile_step
-
-        return profile_step(self, self._fn, args, kwargs, steps)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -497,13 +475,6 @@ class CompiledStep(Generic[P, R]):
             refusal = self._refusal_of(error)
         raise CannotCaptureError(refusal)
 
-    @property
-    def _name(self) -> str:  # the same in every process: no address of an object
-        fn: Any = self._fn
-        while isinstance(fn, functools.partial):
-            fn = fn.func
-        return self.options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
-
     def _warn_if_many(self) -> None:
         if len(self.recompiles) > self.options.max_recompiles and not self._warned:
             self._warned = True
@@ -527,9 +498,6 @@ class CompiledStep(Generic[P, R]):
     def __reduce__(self) -> Any:
         # A copy, also in another process, captures again: graphs are bound to the objects they were captured with.
         return type(self), (self._fn, self.options.given)
-
-    def __repr__(self) -> str:
-        return f"CompiledStep({self._name}, {len(self._entries)} graphs)"
 
 
 class BoundStep:

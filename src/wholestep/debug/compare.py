@@ -33,7 +33,7 @@ from wholestep.errors import Location, invalid_value
 from wholestep.ir.effects import is_communication
 from wholestep.ir.graph_walks import reachable
 from wholestep.ir.meta import location_of_node, node_meta
-from wholestep.ir.readable import describe_value, format_node
+from wholestep.ir.readable import describe_value, format_node, html_in_notebooks
 from wholestep.passes.engine.contract import Numerics
 from wholestep.passes.engine.replay import PretendRanks, nudged
 from wholestep.torch_private.autograd import below_autograd
@@ -181,6 +181,8 @@ class Comparison:
     numerics: Numerics
     """The contract: exact, or reassociates."""
     labels: tuple[str, str]
+
+    _repr_html_ = html_in_notebooks
 
     def __bool__(self) -> bool:
         return self.first is not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -66,6 +67,32 @@ def readable(gm: fx.GraphModule, signature: Signature) -> str:
             lines += writer.lines(node)
     lines += _afterwards(signature)
     return "\n".join(lines) + "\n"
+
+
+def summary(gm: fx.GraphModule, signature: Signature) -> str:
+    """A step in a few lines: how many nodes, what they are, which state it reads and writes, what it returns."""
+    nodes = list(gm.graph.nodes)
+    operators = Counter(_target_text(node.target) for node in nodes if node.op == "call_function")
+    lines = _header(nodes, signature).removeprefix("# ").split("; ")
+    lines = [lines[0], *(f"  {line}" for line in lines[1:])]
+    common = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in operators.most_common(_COMMON))
+    more = f" and {len(operators) - _COMMON} others" if len(operators) > _COMMON else ""
+    lines += [f"  operators: {common}{more}"] if common else []
+    for kind in dict.fromkeys(spec.kind for spec in signature.inputs):
+        specs = [spec for spec in signature.inputs if spec.kind is kind]
+        shown = ", ".join(f"{clean(s.path)} {'' if s.tensor is None else _spec(s.tensor)}".rstrip() for s in specs[:2])
+        lines.append(f"  {kind.value}: {shown}" + (f" and {len(specs) - 2} others" if len(specs) > 2 else ""))
+    paths = {spec.name: spec.path for spec in signature.inputs}
+    written = [clean(paths.get(write.target, write.target)) for write in signature.write_backs]
+    more = f" and {len(written) - 2} others" if len(written) > 2 else ""
+    lines += [f"  writes: {', '.join(written[:2])}{more}"] if written else []
+    changes = Counter(f"{change.kind.value} {change.slot.value}" for change in signature.state_changes)
+    lines += [f"  afterwards: {', '.join(f'{count} {what}' for what, count in changes.items())}"] if changes else []
+    lines += [f"  returns {clean(render(signature.result))}"] if signature.result is not None else []
+    return "\n".join([*lines, "  print_readable() prints the whole graph"])
+
+
+_COMMON = 8
 
 
 def format_node(node: fx.Node) -> str:
@@ -277,3 +304,13 @@ def _tensor(dtype: str, shape: Any) -> str:
 def clean(text: str) -> str:
     """Text of the user's that cannot break a line or a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+def html_in_notebooks(value: Any) -> str:
+    """The `_repr_html_` of a class: `_repr_html_ = html_in_notebooks`.
+
+    `wholestep.inspect.notebooks` knows how each class is shown. It is found by its name when something is displayed:
+    nothing here imports it.
+    """
+    found: str = import_module("wholestep.inspect.notebooks").html_of(value)
+    return found

@@ -23,7 +23,7 @@ from wholestep.ir.fingerprint import fingerprint
 from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.groups import rebind_groups, renamed_groups
 from wholestep.ir.io.serialize import read_step_graph, write_step_graph
-from wholestep.ir.readable import readable
+from wholestep.ir.readable import html_in_notebooks, readable, summary
 from wholestep.ir.signature import Signature
 from wholestep.torch_private.fx_graphs import has_plain_codegen, lazy_graph_module
 
@@ -64,6 +64,8 @@ class MemoryReport:
     names are then those of the compiled region. None: the graph itself says what is recomputed."""
     measured_peak: int | None = None
     """Peak of the first call of this graph; None before it, or if a profiler ran."""
+
+    _repr_html_ = html_in_notebooks
 
     @property
     def saved_bytes(self) -> int:
@@ -123,6 +125,8 @@ def bytes_in(text: str, name: str, fix: str) -> int:
 class StepGraph:
     """A step: its graph (`gm`) and what every input and output is (`signature`)."""
 
+    _repr_html_ = html_in_notebooks
+
     def __init__(self, gm: fx.GraphModule, signature: Signature) -> None:
         self.gm = gm
         self.signature = signature
@@ -178,6 +182,9 @@ class StepGraph:
     def fingerprint(self) -> str:
         """A hash of what the step computes: equal for equal steps, in every process, whatever nodes are called."""
         return fingerprint(self.gm, self.signature)
+
+    def __str__(self) -> str:
+        return summary(self.gm, self.signature)
 
     def __repr__(self) -> str:
         signature = self.signature

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from wholestep.errors import LowerError
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.torch_private.operators import OpOverload
 
 _KEY = "wholestep.lowering"
@@ -39,6 +40,8 @@ class Lowering:
     regions: list[RegionReport] = field(default_factory=list)
     outside: list[tuple[str, str, str]] = field(default_factory=list)
     """Nodes outside of regions: name, target, reason."""
+
+    _repr_html_ = html_in_notebooks
 
     def add_earlier(self, earlier: Lowering, graph: fx.Graph) -> None:
         """Add the regions of an earlier lowering of the same graph; their calls are not nodes outside."""

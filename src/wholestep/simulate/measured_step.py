@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.simulate.profile import StepProfile
 
 _MOST_ROWS = 15
@@ -62,6 +63,8 @@ class MeasuredStep(StepProfile):
     """In the order in which they ran."""
     spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Start and end of nodes and regions in one run, the median one."""
+
+    _repr_html_ = html_in_notebooks
 
     @property
     def step_us(self) -> float:

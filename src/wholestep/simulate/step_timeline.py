@@ -30,6 +30,7 @@ from torch import fx
 from wholestep.errors import OptionError
 from wholestep.ir.effects import main_device
 from wholestep.ir.meta import location_of_node, module_path
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.ir.step_graph import StepGraph, shown
 from wholestep.simulate.cost_model import node_costs, sent_bytes, spread_of
 from wholestep.simulate.exposed_collectives import ExposedCollective, explain_exposed, without
@@ -115,6 +116,8 @@ class StepTimeline:
     machine: str = ""
     limit: int | None = None
     """The most bytes that the schedule was allowed, for `explain`."""
+
+    _repr_html_ = html_in_notebooks
 
     @property
     def step_us(self) -> float:

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep.errors import ScheduleError
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.simulate.schedule import (
     COMPUTE,
     RECEIVES,
@@ -89,6 +90,8 @@ class Timeline:
     deadlock: Deadlock | None = None
     peak_activations: tuple[int, ...] = ()
     peak_bytes: tuple[Number, ...] = ()
+
+    _repr_html_ = html_in_notebooks
 
     @cached_property
     def makespan(self) -> Number:

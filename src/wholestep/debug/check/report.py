@@ -41,7 +41,7 @@ from wholestep.debug.step_versions import Version, captured_call, with_passes
 from wholestep.debug.value_distance import Gap, gap_between
 from wholestep.errors import CheckError, Location
 from wholestep.ir.meta import nearest_location
-from wholestep.ir.readable import format_node
+from wholestep.ir.readable import format_node, html_in_notebooks
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.tensor_copies import copy_tensor
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -441,6 +441,8 @@ class CheckReport:
     def __getitem__(self, part: str) -> CheckRow:
         """The row of a part: `report["gradients"]`."""
         return next(row for row in self.rows if row.part == part)
+
+    _repr_html_ = html_in_notebooks
 
     def raise_if_different(self) -> None:
         """Raise CheckError (WS-CHECK) with this report if something is different."""

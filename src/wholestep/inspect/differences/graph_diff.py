@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from wholestep.errors import Location
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.ir.step_graph import shown
 
 _MOST = 20
@@ -100,6 +101,8 @@ class GraphDiff:
     """Conditions under which only the first graph may run."""
     guards_b: tuple[str, ...] = ()
     machine: str = ""
+
+    _repr_html_ = html_in_notebooks
 
     def __bool__(self) -> bool:
         return bool(self.causes)

@@ -15,6 +15,7 @@ from torch import nn
 
 from wholestep.errors import CutError, OptionError, ScheduleError
 from wholestep.ir.io.node_values import hint_of
+from wholestep.ir.readable import html_in_notebooks
 from wholestep.ir.step_graph import as_bytes
 from wholestep.pipelining.build.pipeline import pipeline
 from wholestep.pipelining.pipe import Pipe
@@ -62,6 +63,8 @@ class PipelinePlan:
     choices: tuple[Choice, ...]
     left_out: Mapping[str, str]
     """Combinations that are not possible, and why."""
+
+    _repr_html_ = html_in_notebooks
 
     @property
     def best(self) -> Choice:
