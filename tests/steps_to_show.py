@@ -1,4 +1,4 @@
-"""Steps to show: a small GPT on one process, and its step under FullyShard on two ranks that do not exist."""
+"""Steps to show: a small GPT on one process and on ranks that do not exist, and a graph of any size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 import wholestep as ws
+from simulate.sharded_steps import fully_sharded
 from tiny_gpt import Config, TinyGPT
 from wholestep.compiled_step import CompiledStep
 from wholestep.ir import StepGraph
+from wholestep.ir.meta import update_node_meta
 
 
 def gpt_step(calls: int = 2, **options: Any) -> CompiledStep[..., torch.Tensor]:
@@ -35,6 +37,18 @@ def make_gpt_step(**options: Any) -> tuple[CompiledStep[..., torch.Tensor], tupl
 
     step = ws.compile(train_step, **{"lower": "eager"} | options)
     return step, (torch.randint(17, (4, 8)), torch.randint(17, (4, 8)))
+
+
+def large_step(layers: int) -> StepGraph:
+    """Some 17 nodes for each layer, with a module for every layer, and all phases."""
+    graph = fully_sharded(layers=layers)
+    nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
+    writes = len(graph.signature.write_backs)
+    for i, node in enumerate(nodes):
+        part = "epilogue" if i >= len(nodes) - writes else "forward" if i < len(nodes) // 3 else "backward"
+        path = "" if part == "epilogue" else f"model.layers.{i * layers // len(nodes)}.{('attention', 'mlp')[i % 2]}"
+        update_node_meta(node, phase=part, module_path=path)
+    return graph
 
 
 def sharded_gpt(mesh: Any) -> StepGraph:

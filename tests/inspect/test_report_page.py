@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import wholestep as ws
 from browser import Browser, chromium
 from simulate.sharded_steps import fully_sharded
-from steps_to_show import gpt_step
+from steps_to_show import gpt_step, large_step
 
 VIEWS = ("summary", "timeline", "memory", "graph", "passes", "modules")
 PIXELS = """
@@ -179,7 +178,7 @@ def test_the_page_of_one_of_two_ranks_draws(browser: Browser, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_page_of_50_000_nodes_draws_and_stays_small(browser: Browser, tmp_path: Path) -> None:
-    graph: Any = fully_sharded(layers=2940)
+    graph = large_step(layers=2945)
     assert graph.num_nodes > 49_900
     page = ws.inspect.report(graph, tmp_path / "large.html")
     assert page.stat().st_size < 5_000_000

@@ -15,8 +15,7 @@ const app = {
     const [tab, query] = location.hash.slice(1).split("?"), name = new URLSearchParams(query).get("node");
     this.go(this.tabs.some(each => each[0] === tab) ? tab : "summary");
     if (name) this.select(this.step.nodes.name.indexOf(name));
-    performance.mark("wholestep-ready");
-    document.documentElement.dataset.ready = "yes";
+    requestAnimationFrame(() => setTimeout(() => { performance.mark("painted"); document.documentElement.dataset.ready = "yes"; }));
   },
 
   view(tab) {

@@ -35,37 +35,46 @@ function modulesView(step) {
   };
 }
 
+// Costs of every module with all inside of it. Nodes are added up by module first: there are fewer modules than nodes.
 function moduleCosts(step) {
-  const rows = new Map(), again = step.recomputed;
+  const {module, modules, flops, moved} = step.nodes, number = new Map(), rows = [];
   const row = path => {
-    if (!rows.has(path)) rows.set(path, {path, depth: path ? path.split(".").length : 0, us: 0, self: 0, forward: 0, backward: 0, again: 0, flops: 0, moved: 0, nodes: 0, peak: 0, changes: []});
-    return rows.get(path);
+    if (!number.has(path)) {
+      number.set(path, rows.length);
+      rows.push({path, depth: path ? path.split(".").length : 0, us: 0, self: 0, forward: 0, backward: 0, again: 0, flops: 0, moved: 0, nodes: 0, peak: 0});
+    }
+    return number.get(path);
   };
-  const prefixes = step.nodes.modules.map(path => path ? path.split(".").map((_, n, parts) => parts.slice(0, n + 1).join(".")) : [""]);
+  const above = modules.map(path => path ? path.split(".").map((_, n, parts) => row(parts.slice(0, n + 1).join("."))) : [row("")]);
+  const own = modules.map(() => ({us: 0, forward: 0, backward: 0, again: 0, flops: 0, moved: 0, nodes: 0}));
   for (let i = 0; i < step.count; i++) {
     if (step.run(i) === INPUT || step.run(i) === OUTPUT) continue;
-    const above = prefixes[step.nodes.module[i]], us = step.us(i), phase = step.phase(i);
-    row(above[above.length - 1]).self += us;
-    for (const path of above) {
-      const each = row(path);
-      each.us += us;
-      each.nodes++;
-      each.flops += step.nodes.flops[i];
-      each.moved += step.nodes.moved[i];
-      if (again.has(i)) each.again += us;
-      else if (phase === "forward" || phase === "backward") each[phase] += us;
+    const each = own[module[i]], us = step.us(i), phase = step.phase(i);
+    each.us += us;
+    each.nodes++;
+    each.flops += flops[i];
+    each.moved += moved[i];
+    if (step.recomputed.has(i)) each.again += us;
+    else if (phase === "forward" || phase === "backward") each[phase] += us;
+  }
+  own.forEach((each, m) => {
+    rows[above[m][above[m].length - 1]].self += each.us;
+    for (const r of above[m]) for (const key in each) rows[r][key] += each[key];
+  });
+  peaksOfModules(step, rows, above);
+  return rows.filter(each => each.nodes);
+}
+
+// The most bytes that each module has alive: all that is allocated and freed, in order, what is freed first.
+function peaksOfModules(step, rows, above) {
+  const {first, last, maker, bytes} = step.data.memory, keys = [], size = bytes.length;
+  maker.forEach((node, s) => { if (node >= 0 && step.run(node) !== INPUT) keys.push((first[s] * 2 + 1) * size + s, (last[s] + 1) * 2 * size + s); });
+  const live = new Float64Array(rows.length);
+  for (const key of Float64Array.from(keys).sort()) {
+    const s = key % size, change = Math.floor(key / size) % 2 ? bytes[s] : -bytes[s];
+    for (const r of above[step.nodes.module[maker[s]]]) {
+      live[r] += change;
+      if (live[r] > rows[r].peak) rows[r].peak = live[r];
     }
   }
-  const memory = step.data.memory;
-  memory.maker.forEach((maker, s) => {
-    if (maker < 0 || step.run(maker) === INPUT) return;
-    for (const path of prefixes[step.nodes.module[maker]]) row(path).changes.push([memory.first[s], memory.bytes[s]], [memory.last[s] + 1, -memory.bytes[s]]);
-  });
-  for (const each of rows.values()) {
-    each.changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-    let live = 0;
-    for (const [, bytes] of each.changes) { live += bytes; if (live > each.peak) each.peak = live; }
-    delete each.changes;
-  }
-  return [...rows.values()];
 }
