@@ -54,6 +54,12 @@ def test_a_page_is_one_file_that_asks_for_nothing(step: Any, tmp_path: Path) -> 
     assert data_of(path)["title"] == "train_step"
 
 
+def test_a_page_without_source_names_files_and_lines_only(step: Any, tmp_path: Path) -> None:
+    nodes = data_of(step.report(tmp_path / "step.html", with_source=False))["nodes"]
+    assert any(file.endswith("tiny_gpt.py") for file in nodes["files"])
+    assert not any(nodes["sources"])
+
+
 def test_a_title_is_text_and_no_markup(step: Any, tmp_path: Path) -> None:
     path = ws.inspect.report(step.last, tmp_path / "step.html", title="</title><script>alert(1)</script>")
     assert "<script>alert(1)" not in path.read_text(encoding="utf-8")

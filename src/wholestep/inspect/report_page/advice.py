@@ -113,8 +113,9 @@ def _memory(facts: Facts) -> list[Advice]:
         f"{shown(facts.saved)} of the peak of {shown(facts.peak)} are activations saved for the backward, the largest "
         f"{facts.saved_example}. A budget recomputes what is cheap."
     )
-    amount = max((facts.peak - facts.saved // 2) >> 20, 1)
-    return [Advice("Train in less memory", text, f'ws.compile(train_step, memory_budget="{amount}MiB")')]
+    budget = facts.peak - facts.saved // 2
+    amount = f"{budget / 2**30:.1f}GiB" if budget >= 2**30 else f"{max(budget >> 20, 1)}MiB"
+    return [Advice("Train in less memory", text, f'ws.compile(train_step, memory_budget="{amount}")')]
 
 
 def _optimizer(facts: Facts) -> list[Advice]:

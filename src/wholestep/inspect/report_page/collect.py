@@ -22,7 +22,7 @@ from wholestep.inspect.report_page.advice import Facts, advice
 from wholestep.inspect.report_page.memory_columns import SAVED, StepMemory, step_memory
 from wholestep.inspect.report_page.node_columns import nanoseconds, node_columns, node_line
 from wholestep.ir.io.node_values import size_hint
-from wholestep.ir.meta import module_path
+from wholestep.ir.meta import module_path, phase
 from wholestep.ir.signature import InputKind, InputSpec, Signature
 from wholestep.ir.step_graph import StepGraph
 from wholestep.passes.engine.contract import applied_passes
@@ -133,9 +133,13 @@ def _measured(profile: Any) -> tuple[Measured, float | None]:
 
 
 def collect(
-    source: ReportSource, *, machine: Machine | None = None, groups: Mapping[str, GroupSpread] | None = None
+    source: ReportSource,
+    *,
+    machine: Machine | None = None,
+    groups: Mapping[str, GroupSpread] | None = None,
+    with_source: bool = True,
 ) -> dict[str, Any]:
-    """The data of a page."""
+    """The data of a page. `with_source`: whether it holds the text of the files that nodes come from."""
     given = source.graph
     machine = machine or machine_for(given.gm.graph if isinstance(given, StepGraph) else given.graph)
     budget = given.memory.budget if isinstance(given, StepGraph) and given.memory is not None else None
@@ -152,7 +156,7 @@ def collect(
         "versions": {"wholestep": _version(), "torch": torch.__version__},
         "summary": _summary(source, timeline, memory, works),
         "advice": [asdict(each) for each in advice(facts)],
-        "nodes": node_columns(timeline, flops, moved),
+        "nodes": node_columns(timeline, flops, moved, with_source=with_source),
         "groups": [_group(timeline, i) for i in range(len(timeline.index.groups))],
         "exposed": _exposed(timeline),
         "critical": [number[span.name] for span in timeline.critical_path],
@@ -356,9 +360,8 @@ def _largest_saved(memory: StepMemory) -> str:
 
 
 def _optimizer_nodes(timeline: StepTimeline) -> int:
-    from wholestep.ir.meta import phase
-
+    """How many operators the optimizer runs; none where it is one for many parameters."""
     index = timeline.index
-    return sum(
-        kind == COMPUTE and phase(node) == "optimizer" for kind, node in zip(index.kind, index.nodes, strict=True)
-    )
+    nodes = [node for kind, node in zip(index.kind, index.nodes, strict=True) if kind == COMPUTE]
+    own = [node for node in nodes if phase(node) == "optimizer"]
+    return 0 if any(plain(node.target).startswith(("_fused_", "_foreach_")) for node in own) else len(own)

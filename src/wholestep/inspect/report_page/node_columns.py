@@ -49,7 +49,9 @@ def nanoseconds(times: Iterable[float]) -> list[int]:
     return [round(time * 1e3) for time in times]
 
 
-def node_columns(timeline: StepTimeline, flops: Sequence[float], moved: Sequence[int]) -> dict[str, Any]:
+def node_columns(
+    timeline: StepTimeline, flops: Sequence[float], moved: Sequence[int], *, with_source: bool = True
+) -> dict[str, Any]:
     """All nodes of a simulated graph. `flops`, `moved`: of each node."""
     index = timeline.index
     ops, modules, phases, values, calls, kinds, places = (StringTable() for _ in range(7))
@@ -95,11 +97,11 @@ def node_columns(timeline: StepTimeline, flops: Sequence[float], moved: Sequence
         "values": values.all(),
         "calls": calls.all(),
         "kinds": kinds.all(),
-        **_places_and_source(places.all()),
+        **_places_and_source(places.all(), with_source),
     }
 
 
-def _places_and_source(places: Sequence[tuple[str, int, str]]) -> dict[str, Any]:
+def _places_and_source(places: Sequence[tuple[str, int, str]], with_source: bool) -> dict[str, Any]:
     """Lines that nodes come from, as (number of the file, line, function), and the text of those files."""
     files = StringTable()
     shown = [(files.number(file), line, function) for file, line, function in places]
@@ -109,7 +111,7 @@ def _places_and_source(places: Sequence[tuple[str, int, str]]) -> dict[str, Any]
     left = _MOST_SOURCE
     texts: list[dict[str, str] | str] = []
     for number, name in enumerate(files.all()):
-        text = linecache.getlines(name)
+        text = linecache.getlines(name) if with_source else []
         length = sum(map(len, text))
         if length <= left:
             left -= length

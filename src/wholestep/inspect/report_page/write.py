@@ -43,18 +43,20 @@ def report(
     machine: Machine | None = None,
     profile: Any = None,
     groups: Mapping[str, GroupSpread] | None = None,
+    with_source: bool = True,
 ) -> Path:
     """Write a page about a step as one HTML file, and return its path.
 
     `given`: a compiled step that has run, a StepGraph, an Executable or a graph module. `machine`: what times are
     predicted for, by default that of the graph's device. `profile`: measured times to show beside the predicted ones,
     as `step.profile(*args)` returns them, or `{node name: (start, end)}` in microseconds. `groups`: how process groups
-    lie on machines, where torch.distributed does not know.
+    lie on machines, where torch.distributed does not know. `with_source`: whether the page holds the text of the files
+    that the step's nodes come from; without, it names files and lines only.
     """
     file = Path(path)
     if file.suffix not in (".html", ".htm"):
         raise OptionError(f"{file.name!r} is no name of a page.", fix='end it in .html: "step.html".')
-    data = collect(ReportSource.of(given, title, profile), machine=machine, groups=groups)
+    data = collect(ReportSource.of(given, title, profile), machine=machine, groups=groups, with_source=with_source)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page_of(data), encoding="utf-8")
     return file

@@ -33,7 +33,7 @@ function timelineView(step) {
       context.beginPath();
       context.rect(LEFT, y, width - LEFT, row.height);
       context.clip();
-      row.runs ? paintRuns(context, row, y) : paintBars(context, row, y, ink);
+      row.runs ? paintRuns(context, row, y, ink) : paintBars(context, row, y, ink);
       context.restore();
       row.y = y;
       y += row.height + GAP;
@@ -56,7 +56,7 @@ function timelineView(step) {
     }
   }
 
-  function paintRuns(context, row, y) {
+  function paintRuns(context, row, y, ink) {
     let last = -1;
     for (const run of row.runs) {
       if (run.end < from || run.start > to) continue;
@@ -68,10 +68,11 @@ function timelineView(step) {
       context.fillStyle = fill;
       context.fillRect(left, y, Math.max(right - left - 0.5, 0.7), row.height);
       context.globalAlpha = 1;
-      if (right - left > 26) {
-        context.fillStyle = row.faint ? cssColor("--ink") : inkOn(fill);
-        const shown = Math.max(left, LEFT);
-        context.fillText(clipped(context, row.label?.(run) ?? run.title, Math.min(right, surface.width) - shown - 8), shown + 4, y + row.height / 2 + 0.5);
+      if (right - left > 12) {
+        context.fillStyle = row.faint ? ink : inkOn(fill);
+        const shown = Math.max(left, LEFT), room = Math.min(right, surface.width) - shown - 6, labels = row.labels?.(run) ?? [run.title];
+        const text = labels.find(each => context.measureText(each).width <= room) ?? clipped(context, labels[0], room);
+        if (text.length > 2 || labels.includes(text)) context.fillText(text, shown + 3, y + row.height / 2 + 0.5);
       }
     }
   }
@@ -325,7 +326,7 @@ function moduleRow(step, compute, depth) {
   const known = [...new Set(names)].filter(Boolean);
   if (!known.length) return null;
   const shades = new Map(known.map((name, n) => [name, ROTATION[n % ROTATION.length]]));
-  return {title: depth === 1 ? "module" : "", height: BAND, faint: true, runs: runsOf(step, compute, i => names[step.nodes.module[i]]), label: run => /\.?([^.]*[^.\d][^.]*(?:\.\d+)?)$/.exec(run.title)?.[1] ?? run.title, color: run => color(shades.get(run.title))};
+  return {title: depth === 1 ? "module" : "", height: BAND, faint: true, runs: runsOf(step, compute, i => names[step.nodes.module[i]]), labels: run => [/\.?([^.]*[^.\d][^.]*(?:\.\d+)?)$/.exec(run.title)?.[1] ?? run.title, run.title.split(".").pop()], color: run => color(shades.get(run.title))};
 }
 
 function commonPrefix(paths) {
