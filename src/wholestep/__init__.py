@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wholestep.api import capture as capture
     from wholestep.api import check as check
     from wholestep.api import compile as compile
+    from wholestep.api import load as load
     from wholestep.compiled_step import CompiledStep as CompiledStep
     from wholestep.errors import CudaGraphWarning as CudaGraphWarning
     from wholestep.errors import EagerWarning as EagerWarning
@@ -82,6 +83,7 @@ _NAMES = {
     "capture": "api",
     "check": "api",
     "compile": "api",
+    "load": "api",
     "partial_lower": "lower.partial_lower",
     "split_module": "partition.split_module",
 }
@@ -111,6 +113,7 @@ __all__ = [
     "inspect",
     "integrations",
     "ir",
+    "load",
     "lower",
     "options",
     "parallel",

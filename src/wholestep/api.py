@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
@@ -262,3 +263,37 @@ def build(
     shared = Shared.of(given, name="a captured graph")
     with shared.progress.compiling():
         return compile_step(step_graph.copy(), resolve(given), shared)
+
+
+def load(
+    path: str | os.PathLike[str],
+    fn: Callable[..., Any] | None = None,
+    *,
+    lower: str | None = None,
+    parallel: ParallelOption = None,
+    trust_kernels: bool = False,
+    allow_ops: Sequence[str] = (),
+    **objects: Any,
+) -> CompiledStep[..., Any]:
+    """A step from a file that `step.save(path)` wrote: it runs without tracing.
+
+    Args:
+        path: The file.
+        fn: The function of the step. Its code, and all code that it reaches by name, must be that of the capture.
+            Without it that is checked of the classes of the objects only.
+        lower: "eager" or "inductor"; None: as the step was compiled.
+        parallel: The plan, for a step that was captured under one.
+        trust_kernels: Load the compiled kernels of the file. They contain pickles: only for files that you trust.
+            Without it, regions are compiled again.
+        allow_ops: Operators outside of torch that the graph may call: "mylib::op", "mylib::*".
+        objects: Without `fn`, the variables that it reads beside its arguments: `model=model, optimizer=optimizer`.
+
+    Raises:
+        ArtefactError: The file is damaged, foreign or of other versions; or, at a call, the objects or the code are not
+            those that the step was captured with (WS-ARTEFACT).
+    """
+    from wholestep.loaded_step import load_step
+
+    return load_step(
+        path, fn, objects, lower=lower, parallel=parallel, trust_kernels=trust_kernels, allow_ops=allow_ops
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
 
+from wholestep.artefact.file import write_file, write_saved
+from wholestep.artefact.saved_graph import Facts
 from wholestep.capture.graph.dynamic_shapes import SeenSizes
 from wholestep.capture.objects.discover import find_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, first_difference, quiet
@@ -53,6 +56,7 @@ from wholestep.step import (
     compile_step,
     needs_eager,
     resolve,
+    saved_step,
     with_plan_of_models,
 )
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
@@ -165,6 +169,14 @@ class CompiledStep(ShownStep, Generic[P, R]):
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The StepGraph of one call under the options of this step; nothing runs, and no state changes."""
         return capture_call(self._fn, args, kwargs, self.options)
+
+    def save(self, path: str | os.PathLike[str], *, kernels: bool = False) -> None:
+        """Write all graphs of this step to a file that `ws.load` runs without tracing.
+
+        `kernels`: with the kernels that Inductor compiled in this process, which are read only with
+        `trust_kernels=True`. ArtefactError names what cannot be saved.
+        """
+        write_file(path, write_saved(saved_step(self._name, self._fn, self.options, self._entries, kernels=kernels)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -420,8 +432,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
             changed = nearest.guards.changed_scalars(call.leaves, call.structure, state)
             self._shared.scalars = self._shared.scalars.with_changed(changed)
         with self._shared.progress.compiling(self._calls):
-            graph = self._capture(call)
-            entry = self._with_symbolic_sizes(call, graph) or compile_step(graph, self.options, self._shared)
+            entry = self._new_executable(call)
         self._sizes.note(call.leaves, call.structure)
         seconds = entry.captured.seconds
         self._entries.append(entry)
@@ -437,6 +448,13 @@ class CompiledStep(ShownStep, Generic[P, R]):
         assert state is not None, "the inputs of a new capture exist"
         self._last = entry
         return entry, state
+
+    def _new_executable(self, call: StepCall) -> Executable:
+        graph = self._capture(call)
+        facts = Facts.of(graph.captured, call.fn, call.leaves, call.structure)
+        entry = self._with_symbolic_sizes(call, graph) or compile_step(graph, self.options, self._shared)
+        entry.facts = facts
+        return entry
 
     def _with_symbolic_sizes(self, call: StepCall, graph: BoundGraph) -> Executable | None:
         """An executable for all sizes of the dimensions that were found to vary; None if there are none, or if it would

@@ -322,6 +322,12 @@ class GuardError(WholestepError, RuntimeError):
     code = "WS-GUARD"
 
 
+class ArtefactError(WholestepError):
+    """A saved step cannot be written, read, or used with the objects of this process."""
+
+    code = "WS-ARTEFACT"
+
+
 class PartitionError(WholestepError):
     """A graph that cannot be cut: it is malformed, or a function that says how to cut it gave something unusable."""
 

@@ -19,16 +19,20 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, fx
 
+from wholestep.artefact.addresses import Given
+from wholestep.artefact.file import SavedStep
+from wholestep.artefact.saved_graph import Facts, SavedGraph
 from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.objects.discover import find_models, plan_of_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import is_tracing, trace_step
 from wholestep.cross_iteration import pending_updates
 from wholestep.cross_iteration.executor import CrossingExecutor, IterationGraphs, iteration_graphs
-from wholestep.errors import GuardError, LowerWarning, OptionError, UnsupportedError
+from wholestep.errors import ArtefactError, GuardError, LowerWarning, OptionError, UnsupportedError
 from wholestep.guards.all_guards import Guards
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.graph_functions import CHECKS
+from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.meta import warn_user
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -63,6 +67,7 @@ from wholestep.runtime.executor import Executor, Gather
 from wholestep.runtime.python_program import program
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.step_timeline import step as simulate_step
+from wholestep.torch_private.inductor import saved_kernels
 from wholestep.torch_private.modes import mode_that_needs_eager
 
 ALWAYS = (remove_duplicate_collectives, remove_dead_collectives)
@@ -354,6 +359,8 @@ class Executable:
         self.executor = executor
         self.lowering = lowering
         """Which nodes were compiled, and why the others were not; None without Inductor."""
+        self.facts: Facts | None = None
+        """What was true at the capture: for a file. None for an executable of `ws.build`."""
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -411,3 +418,41 @@ def needs_eager(mode: str) -> UnsupportedError:
         "not run.",
         fix="leave the mode before the call; without parallel=, a compiled step runs in eager while it is active.",
     )
+
+
+def saved_step(
+    name: str, fn: Callable[..., Any], options: Options, entries: Sequence[Executable], *, kernels: bool
+) -> SavedStep:
+    """The graphs of a compiled step as data."""
+    if not entries:
+        raise ArtefactError(f"{name} has no graph yet.", fix="call it first: usually twice, see docs/ship-a-prepared-step.md.")
+    graphs = [
+        SavedGraph.of(entry.captured, fn, entry.facts, no_shards) for entry in entries if entry.facts is not None
+    ]
+    found = resolve(options)
+    settings = {each.name: getattr(found.lower_options, each.name) for each in fields(LowerOptions)}
+    written = {"lower": found.lower, "cuda_graph": found.cuda_graph, "lower_options": ArgumentWriter().write(settings)}
+    return SavedStep(name, written, graphs, saved_kernels() if kernels else b"")
+
+
+def bound_graph(saved: SavedGraph, call: StepCall, fn: Callable[..., Any] | Given, allow_ops: Sequence[str]) -> BoundGraph:
+    """A saved graph, bound to the objects of a call; ArtefactError says what differs."""
+    captured = saved.bind(fn, call.leaves, call.structure, shards=no_shards, allow_ops=allow_ops)
+    graph = BoundGraph.of(captured, call)
+    graph.memory = captured.step_graph.memory
+    verify(graph, 1)
+    return graph
+
+
+def within_budget(graph: BoundGraph, options: ResolvedOptions) -> ResolvedOptions:
+    """The options to lower a saved graph with: what a memory budget chose is in the graph, or in its report."""
+    if graph.memory is None:
+        return options
+    shed = graph.memory.shed
+    lower_options = replace(options.lower_options, remat=shed is not None, shed=shed or 0)
+    return replace(options, lower_options=lower_options, memory_budget=None)
+
+
+def no_shards(spec: Any) -> Any:
+    """Where there is no plan there are no shards."""
+    raise ArtefactError("the file has tensors that are sharded over ranks.", fix="give parallel= to ws.load.")

@@ -108,6 +108,10 @@ class Recipe:
         target = _constant(node) if node.op == "get_attr" else node.target
         self._order.append((node, node.op, target, node.args, node.kwargs))
 
+    def steps(self) -> list[tuple[fx.Node, str, Any, Any, Any]]:
+        """The nodes in order: node, op, target (of a constant its value), arguments."""
+        return list(self._order)
+
     def run(self, placeholder_value: Callable[[fx.Node], Any]) -> dict[fx.Node, Any]:
         """The value of every node of the recipe."""
         env: dict[fx.Node, Any] = {}

@@ -153,3 +153,18 @@ def unknown_inductor_settings(settings: Iterable[Any]) -> list[Any]:
 
         known = config.get_config_copy()
     return [name for name in names if name not in known]
+
+
+def saved_kernels() -> bytes:
+    """What Inductor compiled in this process, as bytes that contain pickles (`torch.compiler.save_cache_artifacts`).
+    2.11, 2.13."""
+    with _warnings_of_torch_ignored():
+        found = torch.compiler.save_cache_artifacts()
+    return b"" if found is None else bytes(found[0])
+
+
+def load_kernels(raw: bytes) -> None:
+    """Put what `saved_kernels` gave into Inductor's caches. It is unpickled: only for bytes that the user trusts.
+    2.11, 2.13."""
+    with _warnings_of_torch_ignored():
+        torch.compiler.load_cache_artifacts(raw)

@@ -94,6 +94,13 @@ class ScalarGuard:
         return f"{what} ({self.why} at {self.location.file}:{self.location.line})"
 
 
+def is_scalar_method(name: object, operands: int) -> bool:
+    """Whether there is an operation on so many scalars; for records that are read from a file."""
+    if name in ("round", "slice_length"):
+        return operands in ((1, 2) if name == "round" else (3,))
+    return name in _OPERATORS and operands == (1 if name in _UNARY else 2)
+
+
 def _sign(value: Number) -> float:
     return math.copysign(1.0, value)
 
@@ -163,6 +170,10 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "slice_length": slice_length,
     "in_range": in_range,
 }
+_UNARY = frozenset(
+    "invert neg pos abs floor ceil trunc sym_float sym_int sqrt exp log log2 cos sin tan cosh sinh tanh sym_not "
+    "is_integer".split()
+)
 _LONGEST = 160
 _INTEGER = "an integer argument"
 _BRANCHES = ("a branch", "a comparison")

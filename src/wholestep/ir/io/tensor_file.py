@@ -68,8 +68,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     os.replace(part, path)
 
 
-def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The contents of a safetensors file."""
+def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The contents of a safetensors file; `metadata`: texts for its header."""
     from safetensors.torch import save  # not at the top: `import wholestep` writes no files
 
     packed: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
             strides[name + _STRIDE] = ",".join(map(str, tensor.stride()))
         # The package refuses views and tensors that share memory.
         packed[name] = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-    return save(packed, strides or None)
+    return save(packed, {**strides, **(metadata or {})} or None)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -101,14 +101,14 @@ def from_bytes(raw: bytes, path: str) -> dict[str, Tensor]:
         raise GraphFormatError(f"{path} is not a file of tensors: {str(error)[:200]}.") from error
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise GraphFormatError(f"{path} describes a tensor that torch cannot make: {str(error)[:200]}.") from error
-    strides = _metadata(raw)
+    strides = metadata_of(raw)
     return {
         name: _strided(name, found[name], strides[name + _STRIDE]) if name + _STRIDE in strides else found[name]
         for name in sorted(found)
     }
 
 
-def _metadata(raw: bytes) -> dict[str, str]:
+def metadata_of(raw: bytes) -> dict[str, str]:
     """The text metadata in the header of a file that the package has validated; it returns them only for open files."""
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     return header.get("__metadata__") or {}

@@ -1,0 +1,188 @@
+"""One captured graph as data, and how it is bound to a call without tracing.
+
+    SavedGraph.of(captured, fn, facts)     after the capture: to be written to a file
+    saved.bind(fn, call)                   in another process: CapturedStep on its objects, or why it does not fit
+
+`Facts` are taken when a graph is captured, before it first runs: what lies in the objects then, and the code. They are
+compared with those of the call that the graph is to be bound to. Whatever differs is a reason not to bind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep.artefact import code_table, snapshot
+from wholestep.artefact.addresses import Addresses, Given, Walk
+from wholestep.artefact.code_table import code_of
+from wholestep.artefact.places import rows, table, text, whole, wrong
+from wholestep.artefact.snapshot import Snapshot, snapshot_of
+from wholestep.artefact.step_record import read_step, write_step
+from wholestep.errors import ArtefactError, GraphFormatError
+from wholestep.ir.captured_step import CapturedStep
+from wholestep.ir.io.arguments import TargetReader
+from wholestep.ir.io.serialize import RecordReader, write_record
+from wholestep.ir.step_graph import MemoryReport, StepGraph
+
+_KEY_CLASSES = {"NoneType": type(None), "str": str, "int": int, "bool": bool}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was true when a graph was captured."""
+
+    snapshot: Snapshot
+    code_of_step: dict[str, str]
+    """The code that the function of the step reaches by name."""
+    code_of_objects: dict[str, str]
+    """The code of the classes of what it works on."""
+    refusal: str = ""
+    """Why they could not be taken."""
+
+    @classmethod
+    def of(cls, captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Facts:
+        """Taken now. Objects of the user's that cannot be read make a refusal: a capture does not fail for it."""
+        try:
+            specs = captured.guards
+            code = code_of_walk(Walk(fn, specs.arguments.constants), fn)
+            return cls(snapshot_of(captured, leaves, structure), code, code_of_objects(captured))
+        except Exception as error:  # a class of the user's may raise anything where its objects are read
+            return cls({}, {}, {}, f"{type(error).__name__}: {error}")
+
+
+def code_of_walk(walk: Walk, *functions: Any) -> dict[str, str]:
+    """The code of functions and of the classes of all objects."""
+    classes = {type(value) for value in walk.objects}
+    return code_of([*functions, *sorted(classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}")])
+
+
+def code_of_objects(captured: CapturedStep) -> dict[str, str]:
+    """The code of the classes of modules, optimizers and what lies in them."""
+    specs = captured.guards
+    roots = [*(module for module, _ in specs.modules), *specs.optimizers, *specs.scalers]
+    return code_of_walk(Walk(None, dict(enumerate(roots))))
+
+
+class OtherObjects(ArtefactError):
+    """A call whose objects or code are not those of a saved graph."""
+
+    reasons: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, reasons: Sequence[str], what: str) -> OtherObjects:
+        shown = "\n    ".join(reasons[:8])
+        more = f"\n    and {len(reasons) - 8} more" if len(reasons) > 8 else ""
+        made = cls(
+            f"{what}:\n    {shown}{more}",
+            fix="give objects of the same structure, or capture the step anew with ws.compile and save it again.",
+        )
+        made.reasons = reasons
+        return made
+
+
+@dataclass(frozen=True)
+class SavedGraph:
+    """A captured graph as data."""
+
+    document: dict[str, Any]
+    facts: Facts
+    memory: Any = None
+    """The report of a memory budget, as JSON."""
+
+    @classmethod
+    def of(
+        cls, captured: CapturedStep, fn: Callable[..., Any], facts: Facts, shards: Callable[[Any], Any]
+    ) -> SavedGraph:
+        """A graph with all its passes, and the facts of its capture. ArtefactError names what cannot be saved."""
+        if facts.refusal:
+            raise ArtefactError(f"the step cannot be saved: its objects could not be read ({facts.refusal}).")
+        walk = Walk(fn, captured.guards.arguments.constants)
+        try:
+            document = write_step(captured, walk, shards)
+        except GraphFormatError as error:
+            raise ArtefactError(f"the graph cannot be saved: {error.what}", fix=error.fix, node=error.node) from error
+        report = captured.step_graph.memory
+        return cls(document, facts, None if report is None else write_record(report))
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but the graph, which is text of its own."""
+        rest = {key: value for key, value in self.document.items() if key != "graph"}
+        facts = [self.facts.snapshot, self.facts.code_of_step, self.facts.code_of_objects]
+        return {"step": rest, "facts": facts, "memory": self.memory}
+
+    @property
+    def graph(self) -> str:
+        """The text of the graph."""
+        return text(self.document["graph"])
+
+    @classmethod
+    def read(cls, data: Any, graph: str) -> SavedGraph:
+        """What `to_json` gave. The form of facts is checked here, that of the step where it is bound."""
+        found = table(data)
+        if set(found) != {"step", "facts", "memory"}:
+            raise wrong(data, "a saved graph")
+        facts = rows(found["facts"])
+        if len(facts) != 3 or not all(isinstance(value, str) for each in facts for value in table(each).values()):
+            raise wrong(facts, "the facts of a capture")
+        step = table(found["step"])
+        _check_addresses(step.get("addresses"))
+        return cls(step | {"graph": graph}, Facts(*facts), found["memory"])
+
+    def step_graph(self, allow_ops: Sequence[str] = ()) -> StepGraph:
+        """The graph alone; read each time, because lowering writes into what hangs on it."""
+        try:
+            found = StepGraph.from_json(self.graph, allow_ops=allow_ops)
+            if self.memory is not None:
+                found.memory = RecordReader(TargetReader()).read(MemoryReport, self.memory, "memory")
+            return found
+        except GraphFormatError as error:
+            raise ArtefactError(f"the graph of the file cannot be used: {error.what}", fix=error.fix) from error
+
+    def bind(
+        self,
+        fn: Callable[..., Any] | Given,
+        leaves: Sequence[Any],
+        structure: Any,
+        *,
+        shards: Callable[[Any], Any],
+        allow_ops: Sequence[str] = (),
+    ) -> CapturedStep:
+        """The step on the objects of a call; OtherObjects says what differs. Nothing of the user's is changed."""
+        before = self.facts
+        arguments = self._arguments(leaves)
+        if not isinstance(fn, Given):
+            now = code_of_walk(Walk(fn, arguments), fn)
+            refuse(code_table.differences(before.code_of_step, now), "the code is not that of the capture")
+        key = "the structure of the arguments"
+        calls = ({key: before.snapshot.get(key, "")}, {key: snapshot.structure_text(structure)})
+        refuse(snapshot.differences(*calls), "the call is not that of the capture")
+        addresses = Addresses(self.document["addresses"], fn, arguments)
+        graph = self.step_graph(allow_ops)
+        captured = read_step(self.document, addresses, leaves, structure, shards=shards, graph=graph)
+        different = [
+            *code_table.differences(before.code_of_objects, code_of_objects(captured)),
+            *snapshot.differences(before.snapshot, snapshot_of(captured, leaves, structure), isinstance(fn, Given)),
+        ]
+        refuse(different, "the objects of this call are not those of the capture")
+        return captured
+
+    def _arguments(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        numbers = [whole(i) for i in rows(table(self.document.get("guards"))["constants"])]
+        return {i: leaves[i] for i in numbers if i < len(leaves)}
+
+
+def refuse(reasons: Iterable[str], what: str) -> None:
+    """Raise OtherObjects if there are reasons."""
+    found = list(reasons)
+    if found:
+        raise OtherObjects.of(found, what)
+
+
+def _check_addresses(data: Any) -> None:
+    for number, (kind, parent, key, cls) in enumerate(rows(data, 4)):
+        text(kind), text(cls)
+        if type(parent) is not int or not -1 <= parent < number:
+            raise wrong(parent, "an earlier address")
+        if type(key) not in _KEY_CLASSES.values():
+            raise wrong(key, "the key of an address")
