@@ -14,7 +14,7 @@ import pytest
 import wholestep as ws
 
 PACKAGE = Path(ws.__file__).parent
-INTERNAL = {"capture", "cross_iteration", "guards", "ranks", "remat", "runtime", "torch_private"}
+INTERNAL = {"artefact", "capture", "cross_iteration", "guards", "ranks", "remat", "runtime", "torch_private"}
 """Packages that are not public. (`ws.capture` is a function.)"""
 LEAVES = {"compat", "compilers", "debug", "inspect", "integrations", "partition", "pipelining", "simulate"}
 

@@ -38,7 +38,9 @@ IMPORTS: dict[str, set[str]] = {
     "ranks": set(),
     "refused_steps": set(),
     "pipelining": {"parallel", "partition", "ranks"},
+    "artefact": {"capture"},
     "step": {
+        "artefact",
         "capture",
         "compilers",
         "cross_iteration",
@@ -51,7 +53,10 @@ IMPORTS: dict[str, set[str]] = {
     },
     "profile_step": {"cross_iteration", "lower", "runtime", "step"},
     "shown_step": {"inspect", "profile_step", "step"},
+    "cache": {"artefact"},
+    "warm_start": {"artefact", "step"},
     "compiled_step": {
+        "artefact",
         "capture",
         "cross_iteration",
         "lower",
@@ -60,8 +65,10 @@ IMPORTS: dict[str, set[str]] = {
         "refused_steps",
         "shown_step",
         "step",
+        "warm_start",
     },
-    "api": {"compiled_step", "cross_iteration", "debug", "lower", "parallel", "passes", "remat", "step"},
+    "loaded_step": {"artefact", "compiled_step", "step"},
+    "api": {"compiled_step", "cross_iteration", "debug", "loaded_step", "lower", "parallel", "passes", "remat", "step"},
     "inspect": {"passes"},  # what each pass did
     "compilers": {"inspect", "remat"},
     "debug": {

@@ -63,7 +63,7 @@ def test_a_misspelt_option_says_which_was_meant(wrong: str, meant: str) -> None:
 
 
 def test_an_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(OptionError, match="the options are assume, check_first, cuda_graph"):
+    with pytest.raises(OptionError, match="the options are assume, cache, check_first, cuda_graph"):
         ws.compile(train_step, qqq=1)  # type: ignore[call-overload]
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wholestep import cache as cache
     from wholestep import compat as compat
     from wholestep import compilers as compilers
     from wholestep import debug as debug
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = (
+    "cache",
     "compat",
     "compilers",
     "debug",
@@ -103,6 +105,7 @@ __all__ = [
     "StepGraph",
     "WholestepError",
     "build",
+    "cache",
     "capture",
     "check",
     "compat",

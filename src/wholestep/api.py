@@ -62,6 +62,7 @@ class CompileOptions(TypedDict, total=False):
     assume: bool
     on_refusal: Literal["raise", "eager"]
     progress: bool | None
+    cache: str | bool | os.PathLike[str] | None
     name: str
 
 
@@ -93,6 +94,7 @@ def compile(
     assume: bool = False,
     on_refusal: Literal["raise", "eager"] = "raise",
     progress: bool | None = None,
+    cache: str | bool | os.PathLike[str] | None = None,
     name: str = "",
     **unknown: Any,
 ) -> Any:
@@ -143,6 +145,9 @@ def compile(
         progress: Whether captures and compilations that take more than a second say on stderr what they do and how far
             they are: a line with a bar on a terminal, one line at the start and one at the end elsewhere. None: unless
             the environment variable WHOLESTEP_PROGRESS is 0.
+        cache: A folder for prepared graphs: another process that runs the same step binds them instead of tracing, once
+            code, objects and guards were compared. "auto": a folder of the user; False: none. None: the environment
+            variable WHOLESTEP_CACHE, or no cache. The log `wholestep.cache` says why a graph was not used.
         name: What messages call this step; the name of its function by default.
 
     Raises:
@@ -166,6 +171,7 @@ def compile(
         assume=assume,
         on_refusal=on_refusal,
         progress=progress,
+        cache=cache,
         name=name,
         **unknown,
     )

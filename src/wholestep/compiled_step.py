@@ -62,6 +62,7 @@ from wholestep.step import (
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.modes import AutocastBlock, autocast_caches_casts, mode_that_needs_eager
+from wholestep.warm_start import StoredGraphs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -171,11 +172,8 @@ class CompiledStep(ShownStep, Generic[P, R]):
         return capture_call(self._fn, args, kwargs, self.options)
 
     def save(self, path: str | os.PathLike[str], *, kernels: bool = False) -> None:
-        """Write all graphs of this step to a file that `ws.load` runs without tracing.
-
-        `kernels`: with the kernels that Inductor compiled in this process, which are read only with
-        `trust_kernels=True`. ArtefactError names what cannot be saved.
-        """
+        """Write all graphs of this step to a file that `ws.load` runs without tracing. `kernels`: with those that
+        Inductor compiled in this process. ArtefactError names what cannot be saved."""
         write_file(path, write_saved(saved_step(self._name, self._fn, self.options, self._entries, kernels=kernels)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -450,10 +448,14 @@ class CompiledStep(ShownStep, Generic[P, R]):
         return entry, state
 
     def _new_executable(self, call: StepCall) -> Executable:
+        stored = StoredGraphs.of(call, self.options)
+        if (found := stored.find(call, self.options, self._shared)) is not None:
+            return found
         graph = self._capture(call)
         facts = Facts.of(graph.captured, call.fn, call.leaves, call.structure)
         entry = self._with_symbolic_sizes(call, graph) or compile_step(graph, self.options, self._shared)
         entry.facts = facts
+        stored.add(self._name, call.fn, entry)
         return entry
 
     def _with_symbolic_sizes(self, call: StepCall, graph: BoundGraph) -> Executable | None:

@@ -13,13 +13,13 @@ from typing import Any
 
 from wholestep.artefact.addresses import Given
 from wholestep.artefact.file import SavedStep, read_saved
-from wholestep.artefact.saved_graph import OtherObjects
+from wholestep.artefact.saved_graph import OtherObjectsError
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import ArtefactError
 from wholestep.ir.io.arguments import ArgumentReader, TargetReader
 from wholestep.options import Options
-from wholestep.torch_private.inductor import load_kernels
 from wholestep.step import BoundGraph, Executable, StepCall, bound_graph, compile_step, within_budget
+from wholestep.torch_private.inductor import load_kernels
 
 
 class LoadedStep(CompiledStep[Any, Any]):
@@ -43,11 +43,11 @@ class LoadedStep(CompiledStep[Any, Any]):
 
     def _bind(self, call: StepCall) -> BoundGraph:
         """The first graph of the file that fits a call."""
-        reasons: list[OtherObjects] = []
+        reasons: list[OtherObjectsError] = []
         for saved in self._saved:
             try:
                 return bound_graph(saved, call, self._given or call.fn, self._allow_ops)
-            except OtherObjects as error:
+            except OtherObjectsError as error:
                 reasons.append(error)
         raise min(reasons, key=lambda error: len(error.reasons))
 
@@ -58,7 +58,9 @@ class LoadedStep(CompiledStep[Any, Any]):
 
 def _no_function(name: str) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
-        raise ArtefactError(f"{name} was loaded without its function, and cannot run in eager.", fix="give fn= to ws.load.")
+        raise ArtefactError(
+            f"{name} was loaded without its function, and cannot run in eager.", fix="give fn= to ws.load."
+        )
 
     step.__qualname__ = step.__name__ = name
     return step
@@ -79,7 +81,9 @@ def load_step(
     try:
         raw = Path(name).read_bytes()
     except OSError as error:
-        raise ArtefactError(f"{name} cannot be read: {error}.", fix="give the path that step.save(path) wrote.") from error
+        raise ArtefactError(
+            f"{name} cannot be read: {error}.", fix="give the path that step.save(path) wrote."
+        ) from error
     saved = read_saved(raw, name)
     options = _options(saved, lower, parallel, trust_kernels)
     if trust_kernels and saved.kernels:
@@ -100,7 +104,7 @@ def _options(saved: SavedStep, lower: str | None, parallel: Any, trusted: bool) 
             fix="load it with trust_kernels=True if you trust where it comes from.",
         )
     chosen = {"lower": lower or found["lower"], "cuda_graph": found["cuda_graph"], "lower_options": settings}
-    return Options.of(**chosen, parallel=parallel, name=saved.name, passes=None)
+    return Options.of(**chosen, parallel=parallel, name=saved.name, passes=None, cache=False)
 
 
 def _unsafe(settings: Any) -> list[str]:

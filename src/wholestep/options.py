@@ -5,6 +5,8 @@ The environment variables that wholestep reads, all of them, only set the defaul
 
     WHOLESTEP_LOWER       inductor (the default) or eager: `lower=` of `ws.compile`
     WHOLESTEP_PROGRESS    0 or 1 (the default): `progress=` of `ws.compile`
+    WHOLESTEP_CACHE       0 (the default), 1 for the folder of the user, or a folder: `cache=` of `ws.compile`
+    WHOLESTEP_CACHE_LIMIT how much that folder may hold: "2GiB" (the default)
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from wholestep.errors import OptionError, invalid_value
 from wholestep.ir.captured_step import AutomaticSizes
 from wholestep.ir.captured_step import Dim as Dim
+from wholestep.ir.step_graph import bytes_in
 
 LOWER = "WHOLESTEP_LOWER"
 PROGRESS = "WHOLESTEP_PROGRESS"
+CACHE = "WHOLESTEP_CACHE"
+CACHE_LIMIT = "WHOLESTEP_CACHE_LIMIT"
 _LOWERINGS = ("inductor", "eager", "debug")
 _OF_TORCH_COMPILE = {
     "backend": 'there is one graph of the whole step, and lower= says how it runs: lower="inductor" compiles it, '
@@ -45,6 +51,27 @@ def default_progress() -> bool:
     return os.environ.get(PROGRESS, "") not in ("0", "false", "no", "off")
 
 
+def default_cache() -> str | bool:
+    """Whether and where prepared graphs are stored, where `cache=` does not say."""
+    found = os.environ.get(CACHE, "")
+    return False if found in ("", "0", "false", "no", "off") else "auto" if found in ("1", "auto") else found
+
+
+def cache_folder(given: str | bool | os.PathLike[str] | None) -> Path | None:
+    """The folder of prepared graphs that `cache=` asks for; None for no cache."""
+    chosen = default_cache() if given is None else given
+    if chosen is False:
+        return None
+    if chosen is True or chosen == "auto":
+        return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "wholestep"
+    return Path(chosen)
+
+
+def cache_limit() -> int:
+    """How many bytes of prepared graphs a folder may hold."""
+    return bytes_in(os.environ.get(CACHE_LIMIT, "") or "2GiB", CACHE_LIMIT, 'use a text such as "2GiB".')
+
+
 @dataclass(frozen=True)
 class Options:
     """How a step is captured, rewritten and run: the keywords of `ws.compile`."""
@@ -66,6 +93,7 @@ class Options:
     assume: bool = False
     on_refusal: str = "raise"
     progress: bool | None = None
+    cache: str | bool | os.PathLike[str] | None = None
     name: str = ""
     """What messages call this step; its function's name by default."""
 
@@ -98,6 +126,8 @@ class Options:
             raise invalid_value("on_refusal", self.on_refusal, 'use "raise" or "eager".')
         if self.progress not in (True, False, None):
             raise invalid_value("progress", self.progress, f"use True, False or None (then {PROGRESS} decides).")
+        if self.cache not in (True, False, None) and not isinstance(self.cache, str | os.PathLike):
+            raise invalid_value("cache", self.cache, f'use "auto", False, a folder, or None (then {CACHE} decides).')
         _check_dynamic(self.dynamic)
 
     def _check_checking(self) -> None:

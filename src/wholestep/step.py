@@ -425,17 +425,19 @@ def saved_step(
 ) -> SavedStep:
     """The graphs of a compiled step as data."""
     if not entries:
-        raise ArtefactError(f"{name} has no graph yet.", fix="call it first: usually twice, see docs/ship-a-prepared-step.md.")
-    graphs = [
-        SavedGraph.of(entry.captured, fn, entry.facts, no_shards) for entry in entries if entry.facts is not None
-    ]
+        raise ArtefactError(
+            f"{name} has no graph yet.", fix="call it first: usually twice, see docs/ship-a-prepared-step.md."
+        )
+    graphs = [SavedGraph.of(entry.captured, fn, entry.facts, no_shards) for entry in entries if entry.facts is not None]
     found = resolve(options)
     settings = {each.name: getattr(found.lower_options, each.name) for each in fields(LowerOptions)}
     written = {"lower": found.lower, "cuda_graph": found.cuda_graph, "lower_options": ArgumentWriter().write(settings)}
     return SavedStep(name, written, graphs, saved_kernels() if kernels else b"")
 
 
-def bound_graph(saved: SavedGraph, call: StepCall, fn: Callable[..., Any] | Given, allow_ops: Sequence[str]) -> BoundGraph:
+def bound_graph(
+    saved: SavedGraph, call: StepCall, fn: Callable[..., Any] | Given, allow_ops: Sequence[str]
+) -> BoundGraph:
     """A saved graph, bound to the objects of a call; ArtefactError says what differs."""
     captured = saved.bind(fn, call.leaves, call.structure, shards=no_shards, allow_ops=allow_ops)
     graph = BoundGraph.of(captured, call)

@@ -12,9 +12,10 @@ dicts, cells and tuples and calls nothing of the user's: no property, no `__geta
 
 from __future__ import annotations
 
+import itertools
 import sys
 from argparse import Namespace
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import (
@@ -38,6 +39,7 @@ from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover import global_names
 from wholestep.errors import ArtefactError
 from wholestep.ir.user_objects.plain_contents import own_dict
+from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 
 _MOST_OBJECTS = 1 << 20
 _PLAIN_KEYS = (str, int, bool, type(None))
@@ -108,6 +110,10 @@ def follow(value: Any, kind: str, key: Any) -> Any:
         return found.__func__ if isinstance(found, staticmethod | classmethod) else found
     if kind == "class":
         return type(value)
+    if kind == "nth" and isinstance(value, OrderedDict) and type(key) is int and 0 <= key < len(value):
+        return next(itertools.islice(value.values(), key, None))
+    if kind == "hooks" and isinstance(value, Tensor):
+        return HOOK_ATTRIBUTES[key](value)
     if kind == "base" and isinstance(value, type):
         return value.__mro__[key]
     if kind == "getter" and isinstance(value, property):
@@ -157,7 +163,11 @@ def links_from(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | deque):
         yield from (("item", i) for i in range(len(value)))
     else:
-        if isinstance(value, dict):
+        if isinstance(value, Tensor):
+            yield from (("hooks", i) for i, get in enumerate(HOOK_ATTRIBUTES) if get(value))
+        if _are_hooks(value):
+            yield from (("nth", i) for i in range(len(value)))
+        elif isinstance(value, dict):
             yield from (("item", key) for key in list(dict.keys(value)) if type(key) in _PLAIN_KEYS)
         if _is_entered(value):
             yield "vars", None
@@ -169,6 +179,11 @@ def links_from(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from (("slot", name) for name in names)
 
 
+def _are_hooks(value: Any) -> bool:
+    """Whether keys are numbers that torch gives in each process anew."""
+    return type(value) is OrderedDict and bool(value) and all(type(key) is int for key in value)
+
+
 def _is_member(name: str, member: Any) -> bool:
     return not name.startswith("__") or isinstance(member, FunctionType | staticmethod | classmethod)
 
@@ -178,7 +193,7 @@ def _is_entered(value: Any) -> bool:
         attributes = own_dict(value)
     except AttributeError:
         return False
-    if not isinstance(attributes, dict) or not attributes:
+    if not attributes:
         return False
     return isinstance(value, (*_ENTERED, Tensor)) or not is_foreign(type(value)) or _is_open(type(value))
 
@@ -292,9 +307,7 @@ class Given:
 class Addresses:
     """Follows the addresses of a file from the roots of this process."""
 
-    def __init__(
-        self, table: Sequence[Link], fn: Callable[..., Any] | Given, arguments: Mapping[int, Any]
-    ) -> None:
+    def __init__(self, table: Sequence[Link], fn: Callable[..., Any] | Given, arguments: Mapping[int, Any]) -> None:
         self._table = table
         self._fn = fn
         self._arguments = arguments
@@ -338,6 +351,24 @@ class Addresses:
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise ArtefactError(f"{self.text(number)} does not exist here.") from error
 
+    def reader(self, number: int) -> Callable[[], Any]:
+        """Follows the links to an object anew at each call, from the object that it was reached from."""
+        self.find(number)
+        links: list[tuple[str, Any]] = []
+        while self._table[number][1] >= 0:
+            kind, parent, key, _ = self._table[number]
+            links.append((kind, key))
+            number = parent
+        root = self._found[number]
+
+        def read() -> Any:
+            value = root
+            for kind, key in reversed(links):
+                value = follow(value, kind, key)
+            return value
+
+        return read
+
     def is_not_given(self, number: int) -> bool:
         """Whether an object is reached only from the function of the step, which was not given, or a part of it."""
         if not isinstance(self._fn, Given):
@@ -358,7 +389,9 @@ class Addresses:
         parts: list[str] = []
         while number >= 0:
             kind, number, key, _ = self._table[number]
-            parts.append({"vars": "", "contents": "", "globals": "global ", "bound": f".{key}"}.get(kind, _shown(kind, key)))
+            parts.append(
+                {"vars": "", "contents": "", "globals": "global ", "bound": f".{key}"}.get(kind, _shown(kind, key))
+            )
         return "".join(reversed(parts)).replace("].[", "][") or "the step"
 
 

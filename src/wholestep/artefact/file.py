@@ -17,8 +17,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import numpy
 import torch
 
+import wholestep
 from wholestep.artefact.places import rows, table, text, wrong
 from wholestep.artefact.saved_graph import SavedGraph
 from wholestep.errors import ArtefactError, GraphFormatError
@@ -52,10 +53,8 @@ class SavedStep:
 
 def versions() -> dict[str, str]:
     """What a saved step depends on beside its code."""
-    from wholestep import __version__
-
     return {
-        "wholestep": __version__,
+        "wholestep": wholestep.__version__,
         "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "triton": _triton(),
@@ -89,14 +88,12 @@ def write_saved(step: SavedStep) -> bytes:
 def write_file(path: str | os.PathLike[str], contents: bytes) -> None:
     """Write a file whole or not at all: other processes see the old one or the new one."""
     target = Path(path)
-    handle, part = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    part = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(contents)
+        part.write_bytes(contents)
         os.replace(part, target)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_saved(raw: bytes, name: str) -> SavedStep:
@@ -140,7 +137,9 @@ def check_versions(before: Mapping[str, Any]) -> None:
     now = versions()
     for what in {**now, **before}:
         if before.get(what) != now.get(what):
-            raise ArtefactError(f"it was saved with {what} {before.get(what)!s:.40}, and this is {what} {now.get(what)}.")
+            raise ArtefactError(
+                f"it was saved with {what} {before.get(what)!s:.40}, and this is {what} {now.get(what)}."
+            )
 
 
 def _hash(parts: Mapping[str, bytes]) -> str:

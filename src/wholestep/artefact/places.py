@@ -1,6 +1,6 @@
 """Slots and the values in records as JSON, by type: what is data is written, what is the user's is an address.
 
-    MappingSlot of batch_norm's counter     ["MappingSlot", "buffer", "model.bn.num_batches_tracked", null, {"at": 12}, "num_batches_tracked"]
+    a GradSlot                              ["GradSlot", "gradient", "model.fc.weight.grad", null, {"at": 12}]
     0.5, (1, "a"), torch.float32            {"float": "0x1.0p-1"}, {"tuple": [1, "a"]}, {"dtype": "float32"}
     the model, a list of the user's         {"at": 3}: an entry of the table of addresses
 

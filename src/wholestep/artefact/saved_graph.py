@@ -17,8 +17,9 @@ from wholestep.artefact import code_table, snapshot
 from wholestep.artefact.addresses import Addresses, Given, Walk
 from wholestep.artefact.code_table import code_of
 from wholestep.artefact.places import rows, table, text, whole, wrong
+from wholestep.artefact.record_reader import read_step
+from wholestep.artefact.record_writer import write_step
 from wholestep.artefact.snapshot import Snapshot, snapshot_of
-from wholestep.artefact.step_record import read_step, write_step
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.io.arguments import TargetReader
@@ -64,13 +65,13 @@ def code_of_objects(captured: CapturedStep) -> dict[str, str]:
     return code_of_walk(Walk(None, dict(enumerate(roots))))
 
 
-class OtherObjects(ArtefactError):
+class OtherObjectsError(ArtefactError):
     """A call whose objects or code are not those of a saved graph."""
 
     reasons: Sequence[str] = ()
 
     @classmethod
-    def of(cls, reasons: Sequence[str], what: str) -> OtherObjects:
+    def of(cls, reasons: Sequence[str], what: str) -> OtherObjectsError:
         shown = "\n    ".join(reasons[:8])
         more = f"\n    and {len(reasons) - 8} more" if len(reasons) > 8 else ""
         made = cls(
@@ -148,7 +149,7 @@ class SavedGraph:
         shards: Callable[[Any], Any],
         allow_ops: Sequence[str] = (),
     ) -> CapturedStep:
-        """The step on the objects of a call; OtherObjects says what differs. Nothing of the user's is changed."""
+        """The step on the objects of a call; OtherObjectsError says what differs. Nothing of the user's is changed."""
         before = self.facts
         arguments = self._arguments(leaves)
         if not isinstance(fn, Given):
@@ -173,10 +174,10 @@ class SavedGraph:
 
 
 def refuse(reasons: Iterable[str], what: str) -> None:
-    """Raise OtherObjects if there are reasons."""
+    """Raise OtherObjectsError if there are reasons."""
     found = list(reasons)
     if found:
-        raise OtherObjects.of(found, what)
+        raise OtherObjectsError.of(found, what)
 
 
 def _check_addresses(data: Any) -> None:

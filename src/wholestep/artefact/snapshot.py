@@ -250,8 +250,7 @@ def _of_optimizers(specs: GuardSpecs, names: Mapping[int, str]) -> Iterator[tupl
                 yield f"{where}: types", ", ".join(type(value).__name__ for value in group.values())
         yield f"{path}: number of param groups", str(len(optimizer.param_groups))
         owners = [
-            f"{names.get(id(owner), '?') if isinstance(owner, Tensor) else repr(owner)} "
-            f"({len(entries) if isinstance(entries, dict) else 1})"
+            f"{names.get(id(owner), '?')} ({len(entries) if isinstance(entries, dict) else 1})"
             for owner, entries in optimizer.state.items()
         ]
         yield f"{path}.state", ", ".join(owners) or "empty"
