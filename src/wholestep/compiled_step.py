@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 from torch import fx
 
 from wholestep.artefact.file import write_file, write_saved
-from wholestep.artefact.saved_graph import Facts
+from wholestep.artefact.saved_graph import CaptureFacts
 from wholestep.capture.graph.dynamic_shapes import SeenSizes
 from wholestep.capture.objects.discover import find_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, first_difference, quiet
@@ -452,7 +452,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
         if (found := stored.find(call, self.options, self._shared)) is not None:
             return found
         graph = self._capture(call)
-        facts = Facts.of(graph.captured, call.fn, call.leaves, call.structure)
+        facts = CaptureFacts.of(graph.captured, call.fn, call.leaves, call.structure)
         entry = self._with_symbolic_sizes(call, graph) or compile_step(graph, self.options, self._shared)
         entry.facts = facts
         stored.add(self._name, call.fn, entry)

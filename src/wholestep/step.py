@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from wholestep.artefact.addresses import Given
 from wholestep.artefact.file import SavedStep
-from wholestep.artefact.saved_graph import Facts, SavedGraph
+from wholestep.artefact.saved_graph import CaptureFacts, SavedGraph
 from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.objects.discover import find_models, plan_of_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
@@ -359,7 +359,7 @@ class Executable:
         self.executor = executor
         self.lowering = lowering
         """Which nodes were compiled, and why the others were not; None without Inductor."""
-        self.facts: Facts | None = None
+        self.facts: CaptureFacts | None = None
         """What was true at the capture: for a file. None for an executable of `ws.build`."""
 
     @property

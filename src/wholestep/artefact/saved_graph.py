@@ -3,7 +3,7 @@
     SavedGraph.of(captured, fn, facts)     after the capture: to be written to a file
     saved.bind(fn, call)                   in another process: CapturedStep on its objects, or why it does not fit
 
-`Facts` are taken when a graph is captured, before it first runs: what lies in the objects then, and the code. They are
+`CaptureFacts` are taken when a graph is captured, before it first runs: what lies in the objects then, and the code. They are
 compared with those of the call that the graph is to be bound to. Whatever differs is a reason not to bind it.
 """
 
@@ -30,7 +30,7 @@ _KEY_CLASSES = {"NoneType": type(None), "str": str, "int": int, "bool": bool}
 
 
 @dataclass(frozen=True)
-class Facts:
+class CaptureFacts:
     """What was true when a graph was captured."""
 
     snapshot: Snapshot
@@ -42,7 +42,7 @@ class Facts:
     """Why they could not be taken."""
 
     @classmethod
-    def of(cls, captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Facts:
+    def of(cls, captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> CaptureFacts:
         """Taken now. Objects of the user's that cannot be read make a refusal: a capture does not fail for it."""
         try:
             specs = captured.guards
@@ -87,13 +87,13 @@ class SavedGraph:
     """A captured graph as data."""
 
     document: dict[str, Any]
-    facts: Facts
+    facts: CaptureFacts
     memory: Any = None
     """The report of a memory budget, as JSON."""
 
     @classmethod
     def of(
-        cls, captured: CapturedStep, fn: Callable[..., Any], facts: Facts, shards: Callable[[Any], Any]
+        cls, captured: CapturedStep, fn: Callable[..., Any], facts: CaptureFacts, shards: Callable[[Any], Any]
     ) -> SavedGraph:
         """A graph with all its passes, and the facts of its capture. ArtefactError names what cannot be saved."""
         if facts.refusal:
@@ -128,7 +128,7 @@ class SavedGraph:
             raise wrong(facts, "the facts of a capture")
         step = table(found["step"])
         _check_addresses(step.get("addresses"))
-        return cls(step | {"graph": graph}, Facts(*facts), found["memory"])
+        return cls(step | {"graph": graph}, CaptureFacts(*facts), found["memory"])
 
     def step_graph(self, allow_ops: Sequence[str] = ()) -> StepGraph:
         """The graph alone; read each time, because lowering writes into what hangs on it."""
