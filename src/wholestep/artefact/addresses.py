@@ -12,15 +12,17 @@ dicts, cells and tuples and calls nothing of the user's: no property, no `__geta
 
 from __future__ import annotations
 
+import dis
 import itertools
 import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodDescriptorType,
@@ -36,7 +38,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.objects.callers import is_foreign
-from wholestep.capture.objects.discover import global_names
 from wholestep.errors import ArtefactError
 from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
@@ -50,6 +51,16 @@ _NEVER_ENTERED = (str, bytes, int, float, complex, bool, type(None), torch.dtype
 
 Link = tuple[str, int, Any, str]
 """Kind, the address before it (-1: a root), its key, and the class of what is there."""
+
+
+@lru_cache(maxsize=8192)
+def global_names(code: CodeType) -> frozenset[str]:
+    """The names of globals that code, and code inside of it, reads or sets."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBALS}
+    return frozenset(names).union(*(global_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 
 
 def class_name(value: Any) -> str:

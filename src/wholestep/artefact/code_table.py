@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from wholestep.artefact.addresses import class_name
+from wholestep.artefact.addresses import class_name, global_names
 from wholestep.capture.objects.callers import is_foreign, kind_of_code
-from wholestep.capture.objects.discover import global_names
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES_OF_TORCH = (

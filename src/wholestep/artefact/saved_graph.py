@@ -3,8 +3,8 @@
     SavedGraph.of(captured, fn, facts)     after the capture: to be written to a file
     saved.bind(fn, call)                   in another process: CapturedStep on its objects, or why it does not fit
 
-`CaptureFacts` are taken when a graph is captured, before it first runs: what lies in the objects then, and the code. They
-are compared with those of the call that the graph is to be bound to. Whatever differs is a reason not to bind it.
+`CaptureFacts` are taken when a graph is captured, before it first runs: what lies in the objects then, and the code.
+They are compared with those of the call that the graph is to be bound to. Whatever differs is a reason not to bind it.
 """
 
 from __future__ import annotations

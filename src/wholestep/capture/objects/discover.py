@@ -349,7 +349,7 @@ class _Walk:
         slots: list[tuple[str, Slot]] = []
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
-        named = global_names(fn.__code__)
+        named = _global_names(fn.__code__)
         if "type" in named and "type" not in fn.__globals__:
             self.world.asks_for_types[id(fn.__globals__)] = fn.__globals__
         if "id" in named and "id" not in fn.__globals__:
@@ -466,12 +466,11 @@ def _argument_names(fn: FunctionType) -> list[str]:
 
 
 @lru_cache(maxsize=8192)
-def global_names(code: CodeType) -> frozenset[str]:
-    """The names of globals that code, and code inside of it, reads or sets."""
+def _global_names(code: CodeType) -> frozenset[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            names |= global_names(const)
+            names |= _global_names(const)
     return frozenset(names)
 
 
