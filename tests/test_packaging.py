@@ -62,7 +62,8 @@ def test_the_wheel_and_the_sdist_have_all_that_belongs_to_them(built: tuple[Path
     wheel, sdist = built
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
-    sources = {f"wholestep/{path.relative_to(ROOT / 'src/wholestep')}" for path in (ROOT / "src").rglob("*.py")}
+    code = [path for path in (ROOT / "src/wholestep").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    sources = {f"wholestep/{path.relative_to(ROOT / 'src/wholestep')}" for path in code}
     pages = {f"wholestep/error_pages/{path.name}" for path in (ROOT / "docs/errors").glob("*.md")}
     info = f"wholestep-{ws.__version__}.dist-info"
     wanted = {"wholestep/py.typed", f"{info}/licenses/LICENSE", f"{info}/entry_points.txt"}

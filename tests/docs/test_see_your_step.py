@@ -12,4 +12,5 @@ from pages import run_page
 def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("see-your-step.md")
-    assert {page.name for page in tmp_path.glob("*.html")} == {"step.html", "on-a-gpu.html", "measured.html"}
+    written = {page.stem for page in tmp_path.glob("*.html")}
+    assert written == {"step", "on-a-gpu", "measured", "ranks", "pipeline"}

@@ -22,6 +22,7 @@ from wholestep.inspect.report_page.memory_columns import step_memory
 from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.signature import InputKind
 from wholestep.passes.engine.record import pass_records
+from wholestep.simulate import pipeline
 
 Data = dict[str, Any]
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -174,6 +175,30 @@ def test_a_graph_module_without_a_signature_has_a_page(tmp_path: Path) -> None:
     model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     data = data_of(ws.inspect.report(model, tmp_path / "graph.html"))
     assert data["summary"]["nodes"] == len(model.graph.nodes)
+
+
+def test_ranks_stand_side_by_side_with_what_is_different(tmp_path: Path) -> None:
+    graph, same, other = (fully_sharded(layers=layers) for layers in (3, 3, 2))
+    profile = {"mm_default": (0.0, 500.0)}
+    data = data_of(ws.inspect.report(graph, tmp_path / "ranks.html", ranks=[(same, profile), other]))
+    first, second, third = data["ranks"]
+    assert [first["name"], second["name"], third["name"]] == ["rank 0", "rank 1", "rank 2"]
+    assert second["measured_us"] == 500.0
+    assert second["difference"] == second["order"] == ""
+    assert third["step_us"] == ws.simulate.step(other).step_us
+    assert third["difference"] == str(ws.inspect.diff(graph, other, labels=("rank 0", "rank 2")))
+    assert third["order"].startswith("collective 4 is all_gather_into_tensor_default_3 (all_gather_into_tensor of")
+    named = data_of(ws.inspect.report(graph, tmp_path / "named.html", ranks={"rank 7": same}))
+    assert [rank["name"] for rank in named["ranks"]] == ["this rank", "rank 7"]
+
+
+def test_a_pipelines_schedule_is_there_as_simulated(tmp_path: Path) -> None:
+    timeline = pipeline.simulate("1F1B", pipeline.Times(F=1, B=2), ranks=2, microbatches=3)
+    data = data_of(ws.inspect.report(fully_sharded(layers=1), tmp_path / "step.html", pipeline=timeline))
+    (found,) = data["pipeline"]
+    assert found["makespan"] == timeline.makespan
+    assert found["ranks"][1][0] == ["1F0", "F", 1, 0, 1.0, 2.0]
+    assert [len(spans) for spans in found["ranks"]] == [6, 6]
 
 
 def test_what_cannot_be_reported_is_an_error_with_what_to_do(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import wholestep as ws
 from browser import Browser, chromium
 from simulate.sharded_steps import fully_sharded
 from steps_to_show import gpt_step, large_step
+from wholestep.simulate import pipeline
 
 VIEWS = ("summary", "timeline", "memory", "graph", "passes", "modules")
 PIXELS = """
@@ -156,6 +157,24 @@ def test_a_narrow_window_and_dark_paper_show_everything(browser: Browser, gpt: P
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_ranks_and_pipelines_have_views_of_their_own(browser: Browser, tmp_path: Path) -> None:
+    schedules = [
+        pipeline.simulate(name, pipeline.Times(F=1, B=2, I=1, W=1), ranks=2, microbatches=4)
+        for name in ("1F1B", "ZBVZeroBubble")
+    ]
+    others = [fully_sharded(layers=layers) for layers in (3, 2)]
+    page = ws.inspect.report(fully_sharded(layers=3), tmp_path / "ranks.html", ranks=others, pipeline=schedules)
+    browser.open(page, "ranks")
+    browser.wait(f"return (() => {{ {PIXELS} }})() > 4")
+    shown = browser.text("#view")
+    assert "the same" in shown
+    assert "collective 4 is" in shown
+    browser.click("#tab-pipeline")
+    browser.wait(f"return (() => {{ {PIXELS} }})() > 4")
+    assert "1F1B" in browser.text("#view")
+    assert "ZBVZeroBubble" in browser.text("#view")
 
 
 @pytest.mark.fake_group

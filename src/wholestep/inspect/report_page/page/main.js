@@ -7,7 +7,9 @@ const app = {
 
   async start() {
     this.step = new Step(await readData());
-    const {summary, title} = this.step.data;
+    const {summary, title, ranks, pipeline} = this.step.data;
+    if (ranks.length > 1) this.tabs.push(["ranks", "Ranks", ranksView]);
+    if (pipeline.length) this.tabs.push(["pipeline", "Pipeline", pipelineView]);
     document.getElementById("gist").textContent = `${timeText(summary.step_us)} predicted${summary.machine ? ` on ${summary.machine}` : ""} · peak ${bytesText(summary.peak)} · ${plural(this.step.count, "node")}`;
     document.getElementById("name").title = title;
     document.getElementById("tabs").append(...this.tabs.map(([key, text]) => make("button", {role: "tab", id: `tab-${key}`, "aria-controls": "view", onclick: () => this.go(key)}, text)));

@@ -1,18 +1,16 @@
 // When everything runs: phases, modules, computation, host, communication; predicted, and measured below it.
 
-const LANE = 30, BAND = 18, RULER = 24, GAP = 6, LEFT = 112, STRIP = 54;
+const LANE = 30, BAND = 18, GAP = 6, STRIP = 54;
 
 function timelineView(step) {
   const lanes = timelineLanes(step);
-  let from = 0, to = step.total * 1.01, by = "kind", hits = new Set(), drag = null, byModule = null;
-  const longest = Math.max(to, lanes.end * 1.01);
-  to = longest;
+  let by = "kind", hits = new Set(), byModule = null;
   const height = RULER + lanes.rows.reduce((sum, row) => sum + row.height + GAP, 0) + STRIP;
   const surface = new Surface(height, paint, "Timeline of the step. Arrow keys move, plus and minus zoom, 0 shows everything.");
   const canvas = surface.element, legend = make("div", {class: "legend"});
 
-  const x = time => LEFT + (time - from) / (to - from) * (surface.width - LEFT);
-  const time = at => from + (at - LEFT) / (surface.width - LEFT) * (to - from);
+  const axis = new TimeAxis(surface, lanes.end * 1.01, {click, hover, keys: {n: () => neighbour(1), p: () => neighbour(-1)}});
+  const x = time => axis.x(time);
 
   function shade(i) {
     if (by === "kind") return kindColor(step.kind(i));
@@ -22,8 +20,8 @@ function timelineView(step) {
   }
 
   function paint(context, width) {
-    const ink = cssColor("--ink"), quiet = cssColor("--quiet"), line = cssColor("--line");
-    ruler(context, width, quiet, line);
+    const ink = cssColor("--ink"), quiet = cssColor("--quiet");
+    axis.rule(context, height);
     let y = RULER;
     for (const row of lanes.rows) {
       context.fillStyle = quiet;
@@ -41,25 +39,10 @@ function timelineView(step) {
     memoryStrip(context, y, width, quiet);
   }
 
-  function ruler(context, width, quiet, line) {
-    const step10 = 10 ** Math.floor(Math.log10((to - from) / 6)), tick = [1, 2, 5, 10].map(n => n * step10).find(each => (to - from) / each <= 9);
-    context.strokeStyle = line;
-    context.fillStyle = quiet;
-    context.textAlign = "left";
-    for (let at = Math.ceil(from / tick) * tick; at <= to; at += tick) {
-      const left = Math.round(x(at)) + 0.5;
-      context.beginPath();
-      context.moveTo(left, 4);
-      context.lineTo(left, height);
-      context.stroke();
-      context.fillText(timeText(at), left + 4, 10);
-    }
-  }
-
   function paintRuns(context, row, y, ink) {
     let last = -1;
     for (const run of row.runs) {
-      if (run.end < from || run.start > to) continue;
+      if (run.end < axis.from || run.start > axis.to) continue;
       const left = x(run.start), right = x(run.end);
       if (right - left < 1 && Math.floor(left) === last) continue;
       last = Math.floor(left);
@@ -78,9 +61,9 @@ function timelineView(step) {
   }
 
   function paintBars(context, row, y, ink) {
-    const first = firstEnding(row, from);
+    const first = firstEnding(row, axis.from);
     let last = -1;
-    for (let k = first; k < row.bars.length && row.start[k] <= to; k++) {
+    for (let k = first; k < row.bars.length && row.start[k] <= axis.to; k++) {
       const i = row.bars[k], left = x(row.start[k]), right = x(row.end[k]);
       if (right - left < 1 && Math.floor(left) === last && !hits.has(i) && i !== app.selected) continue;
       last = Math.floor(left);
@@ -126,9 +109,9 @@ function timelineView(step) {
     context.fillText(bytesText(most), 4, y + 26);
     context.beginPath();
     context.moveTo(LEFT, y + STRIP);
-    let k = Math.max(upperBound(times, from) - 1, 0);
+    let k = Math.max(upperBound(times, axis.from) - 1, 0);
     for (let at = LEFT; at < width; at++) {
-      const until = time(at + 1);
+      const until = axis.time(at + 1);
       let most_here = live[Math.min(k, live.length - 1)];
       while (k + 1 < live.length && times[k + 1] <= until) most_here = Math.max(most_here, live[++k]);
       context.lineTo(at, y + STRIP - (STRIP - 4) * most_here / most);
@@ -141,11 +124,11 @@ function timelineView(step) {
   }
 
   function at(event) {
-    const box = canvas.getBoundingClientRect(), when = time(event.clientX - box.left), y = event.clientY - box.top;
+    const box = canvas.getBoundingClientRect(), when = axis.time(event.clientX - box.left), y = event.clientY - box.top;
     const row = lanes.rows.find(each => y >= each.y && y < each.y + each.height);
     if (!row || event.clientX - box.left < LEFT) return {when};
     if (row.runs) return {when, row, run: row.runs.find(each => each.start <= when && when < each.end)};
-    const slack = 3 * (to - from) / (surface.width - LEFT);
+    const slack = 3 * axis.span / (surface.width - LEFT);
     const stall = row.stalls?.find(each => each.start <= when && when < each.end);
     if (stall) return {when, row, node: stall.node, stall};
     let best = -1, gap = slack;
@@ -156,52 +139,20 @@ function timelineView(step) {
     return {when, row, node: best};
   }
 
-  function zoom(factor, around) {
-    const middle = around ?? (from + to) / 2;
-    show(middle - (middle - from) * factor, middle + (to - middle) * factor);
-  }
-
-  function show(begin, end) {
-    const length = Math.min(Math.max(end - begin, longest / 5e6), longest * 1.02);
-    const low = Math.min(Math.max(begin, -0.01 * longest), longest * 1.01 - length);
-    [from, to] = [low, low + length];
-    surface.soon();
-  }
-
-  canvas.addEventListener("wheel", event => {
-    event.preventDefault();
-    const sideways = event.shiftKey ? event.deltaY : event.deltaX;
-    if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) show(from + sideways * (to - from) / 1000, to + sideways * (to - from) / 1000);
-    else zoom(Math.exp(event.deltaY * 0.0016), time(event.clientX - canvas.getBoundingClientRect().left));
-  }, {passive: false});
-  canvas.addEventListener("pointerdown", event => { drag = {x: event.clientX, from, to, moved: false}; canvas.setPointerCapture(event.pointerId); });
-  canvas.addEventListener("pointermove", event => {
-    if (drag) {
-      const by = (event.clientX - drag.x) * (drag.to - drag.from) / (surface.width - LEFT);
-      drag.moved ||= Math.abs(event.clientX - drag.x) > 3;
-      if (drag.moved) { show(drag.from - by, drag.to - by); tip.hide(); }
-      return;
-    }
+  function hover(event) {
     const found = at(event);
     canvas.style.cursor = found.node >= 0 ? "pointer" : "grab";
     if (found.stall) tip.show(`exposed for ${timeText(found.stall.end - found.stall.start)}\n${found.stall.text}`, event.clientX, event.clientY);
     else if (found.node >= 0) tip.show(barText(step, found.node), event.clientX, event.clientY);
     else if (found.run) tip.show(`${found.run.title}\n${timeText(found.run.end - found.run.start)}`, event.clientX, event.clientY);
     else tip.hide();
-  });
-  canvas.addEventListener("pointerup", event => {
-    const click = drag && !drag.moved, found = click ? at(event) : {};
-    drag = null;
-    if (found.node >= 0) app.select(found.node);
-    else if (found.run && click) show(found.run.start - (found.run.end - found.run.start) * 0.05, found.run.end + (found.run.end - found.run.start) * 0.05);
-  });
-  canvas.addEventListener("pointerleave", () => { tip.hide(); });
-  canvas.addEventListener("dblclick", () => show(0, longest));
-  canvas.addEventListener("keydown", event => {
-    const span = to - from;
-    const act = {ArrowLeft: () => show(from - span / 8, to - span / 8), ArrowRight: () => show(from + span / 8, to + span / 8), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), 0: () => show(0, longest), Home: () => show(0, span), n: () => neighbour(1), p: () => neighbour(-1)}[event.key];
-    if (act) { event.preventDefault(); act(); }
-  });
+  }
+
+  function click(event) {
+    const {node, run} = at(event);
+    if (node >= 0) app.select(node);
+    else if (run) axis.show(run.start - (run.end - run.start) * 0.05, run.end + (run.end - run.start) * 0.05);
+  }
 
   function neighbour(step_by) {
     const row = lanes.rows.find(each => each.bars?.includes(app.selected)) ?? lanes.rows.find(each => each.bars);
@@ -223,15 +174,15 @@ function timelineView(step) {
   return {
     element: make("div", {class: "fill", style: "gap:14px;min-height:620px"}, make("div", {class: "card", style: "display:grid;gap:10px"},
       make("div", {class: "tools"}, choice("Colour by", [["kind", "kind of operator"], ["phase", "phase"], ["module", "module"]], by, value => { by = value; drawLegend(); surface.now(); }),
-        make("button", {class: "plain", onclick: () => zoom(0.6), "aria-label": "Zoom in"}, "+"), make("button", {class: "plain", onclick: () => zoom(1.7), "aria-label": "Zoom out"}, "−"), make("button", {class: "plain", onclick: () => show(0, longest)}, "all"),
+        axis.buttons(),
         make("span", {class: "grow"}), make("span", {}, "wheel zooms · drag moves · click selects · n, p: next, previous")),
       canvas, legend),
       make("div", {class: stallList ? "split" : "split one"}, stallList && make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Exposed communication"), stallList.element), make("div", {class: "card fill"}, make("h2", {style: "margin-bottom:6px"}, "Longest operators"), longestList.element))),
     refresh() { surface.now(); longestList.draw(); },
     search(found) { hits = new Set(found); surface.soon(); },
     show(i) {
-      const begin = step.run(i) === WAIT || step.us(i) > 0 ? step.start[i] : step.start[i], length = Math.max(step.us(i), longest / 1e6);
-      if (begin < from || step.end[i] > to || length < (to - from) / 400) show(begin - length * 12, begin + length * 13);
+      const begin = step.start[i], length = Math.max(step.us(i), axis.whole / 1e6);
+      if (begin < axis.from || step.end[i] > axis.to || length < axis.span / 400) axis.show(begin - length * 12, begin + length * 13);
       surface.soon();
     },
   };
