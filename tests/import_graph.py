@@ -18,7 +18,7 @@ BEGIN, END = "<!-- import graph: written by tests/import_graph.py -->\n", "<!-- 
 
 BASE = ("torch_private", "errors", "ir", "options", "progress", "simulate")
 """What any package may import."""
-LEAVES = ("compat", "compilers", "debug", "inspect", "integrations")
+LEAVES = ("command_line", "compat", "compilers", "debug", "inspect", "integrations")
 """Nothing is built on these."""
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from wholestep.command_line.app import main
 from wholestep.errors import CaptureError, Location, OptionError, WholestepError, all_error_types
-from wholestep.inspect.command_line import main
 
 PAGES = Path(__file__).parents[1] / "docs" / "errors"
 ERROR_TYPES = [cls for cls in all_error_types() if cls.__module__.startswith("wholestep.")]

@@ -14,9 +14,20 @@ import pytest
 import wholestep as ws
 
 PACKAGE = Path(ws.__file__).parent
-INTERNAL = {"artefact", "capture", "cross_iteration", "guards", "ranks", "remat", "runtime", "torch_private"}
+INTERNAL = {"artefact", "capture", "command_line", "cross_iteration", "guards", "ranks"}
+INTERNAL |= {"remat", "runtime", "torch_private"}
 """Packages that are not public. (`ws.capture` is a function.)"""
-LEAVES = {"compat", "compilers", "debug", "inspect", "integrations", "partition", "pipelining", "simulate"}
+LEAVES = {
+    "command_line",
+    "compat",
+    "compilers",
+    "debug",
+    "inspect",
+    "integrations",
+    "partition",
+    "pipelining",
+    "simulate",
+}
 
 
 def answer_of(program: str) -> Any:

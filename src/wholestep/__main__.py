@@ -1,10 +1,10 @@
-"""`python -m wholestep`: the command line (`inspect/command_line.py`)."""
+"""`python -m wholestep`: the command line (`command_line/app.py`)."""
 
 from __future__ import annotations
 
 import sys
 
-from wholestep.inspect.command_line import main
+from wholestep.command_line.app import main
 
 if __name__ == "__main__":
     sys.exit(main())
