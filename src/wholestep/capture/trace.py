@@ -479,7 +479,7 @@ class Capture:
         if self.session is not None:
             self.session.release()
         self.fake_leaves, self.given, self.snapshots, self.readers, self.session = [], None, [], [], None
-        self.account, self._bound_steps = Account(self), BoundSteps(self)
+        self.account, self._bound_steps, self.at_calls = Account(self), BoundSteps(self), StateAtCalls()
         self.effects.release()
         self.recorder.reshaped.clear()
         self.inputs.release()

@@ -115,7 +115,8 @@ class SameContainers(PerItemGuard):
     """Lists and dicts that the step may have read have the same contents."""
 
     def __init__(self, specs: GuardSpecs) -> None:
-        self._contents = Contents(specs.containers, {id(written.container) for written in specs.written})
+        others = (*specs.optimizer_containers, *(written.container for written in specs.written))
+        self._contents = Contents(specs.containers, set(map(id, others)))
         super().__init__(specs.containers)
 
     def holds(self, call: Call) -> bool:

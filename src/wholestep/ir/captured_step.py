@@ -319,6 +319,8 @@ class GuardSpecs:
     """The same for plain values that the step read from the classes of such objects."""
     containers: Sequence[tuple[Any, str]] = ()
     """Lists and dicts that the step may have read."""
+    optimizer_containers: Sequence[Any] = ()
+    """Param groups and their lists, which may lie in `containers` and have guards of their own."""
     written: Sequence[WrittenContainer] = ()
     """Lists and dicts that the step writes."""
     arrays: Sequence[tuple[Any, str]] = ()

@@ -243,11 +243,11 @@ class _Walk:
             for key, item in list(mapping.items()):
                 where = f"{path}[{key!r}]"
                 self.visit(item, where, depth + 1, MappingSlot(InputKind.CAPTURED, where, None, mapping, key))
-        elif isinstance(value, list):
+        elif isinstance(value, list | deque):
             for i, item in enumerate(value):
                 where = f"{path}[{i}]"
                 self.visit(item, where, depth + 1, SequenceSlot(InputKind.CAPTURED, where, None, value, i))
-        elif isinstance(value, tuple | set | frozenset | deque):
+        elif isinstance(value, tuple | set | frozenset):
             for i, item in enumerate(value):
                 where = f"{path}[{i}]"
                 self.visit(item, where, depth + 1, FixedSlot(InputKind.CAPTURED, where, None, item))

@@ -20,6 +20,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from wholestep.ir.user_objects.plain_contents import (
     structure_of,
 )
 from wholestep.ir.user_objects.slots import (
+    CellSlot,
     FixedSlot,
     GradSlot,
     GroupParamSlot,
@@ -51,6 +53,7 @@ from wholestep.ir.user_objects.slots import (
     MappingSlot,
     ModuleSlot,
     OptimizerStateSlot,
+    SequenceSlot,
     Slot,
     in_users_objects,
 )
@@ -130,6 +133,14 @@ class StateTable:
         """By identity of the real `optimizer.state`."""
         self._list_fakes: dict[int, list[dict[str, Any]]] = {}
         """By identity of the real `optimizer.param_groups`."""
+        self.swapped_containers: list[Any] = []
+        """Param groups and their lists: the step saw nothing but their fakes."""
+        self._real_containers: dict[int, Any] = {}
+        """By identity of the fake."""
+        self.filled_in_place: set[int] = set()
+        """Identities of lists of param groups that hold the fakes themselves while a step is traced."""
+        self.in_tuples: list[tuple[Optimizer, int]] = []
+        """Param groups that something holds where no fake can be put."""
         self._mode = fake_mode
         self._make_scalar = make_scalar
         self._lift_number = lift_number
@@ -310,7 +321,7 @@ class StateTable:
     def release_fakes(self) -> None:
         """Drop what only the trace needed."""
         self.by_fake, self.fake_groups, self.fake_state_before = {}, {}, {}
-        self._group_fakes, self._state_fakes, self._list_fakes = {}, {}, {}
+        self._group_fakes, self._state_fakes, self._list_fakes, self._real_containers = {}, {}, {}, {}
 
     def _swap(self, slot: Slot, fake: Any) -> None:
         before = slot.get()
@@ -350,6 +361,34 @@ class StateTable:
             vars(optimizer)["state"] = real_state
 
         self._undo.append(undo)
+        groups = list(zip(real_groups, fake_groups, strict=True))
+        for real, fake in ((real_groups, fake_groups), *groups):
+            self._swap_places(real, fake, real_groups)
+        swapped = set(map(id, self.swapped_containers))
+        self.in_tuples += [(optimizer, g) for g, (group, _) in enumerate(groups) if id(group) not in swapped]
+
+    def _swap_places(self, real: Any, fake: Any, groups: list[Any]) -> None:
+        """Other places than the optimizer (`self.param_groups = optimizer.param_groups`) hold the fake, too."""
+        places = [s for s in self.world.places.get(id(real), ()) if getattr(s, "sequence", None) is not groups]
+        settable = [s for s in places if isinstance(s, MappingSlot | SequenceSlot | CellSlot) and s.get() is real]
+        self._real_containers[id(fake)] = real
+        for slot in settable:
+            self._swap(slot, fake)
+        if len(settable) == len(places):
+            self.swapped_containers.append(real)
+        elif isinstance(real, list):  # a tuple holds it, or a default argument
+            self._undo.append(partial(real.__setitem__, slice(None), list(real)))
+            real[:] = fake
+            self.swapped_containers.append(real)
+            self.filled_in_place.add(id(real))
+
+    def is_of_optimizer(self, container: Any) -> bool:
+        """Whether a list or dict is the fake of a param group or of a list of them: `collect` reads what changed."""
+        return id(container) in self._real_containers
+
+    def real_container(self, value: Any) -> Any:
+        """The user's list or dict for the fake of it; any other value itself."""
+        return self._real_containers.get(id(value), value)
 
     def _swap_wrapper(self, wrapper: Optimizer, path: str) -> None:
         """An optimizer without state of its own may still hold the list of groups of the one that it wraps."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wholestep.capture.effects.containers import StandInContainer
+from wholestep.capture.effects.container_stand_ins import StandInContainer
 from wholestep.capture.effects.texts import Texts
 from wholestep.capture.patching.packed_sequences import PACKED, packed_call
 from wholestep.capture.python_reads.clocks import refuse_clocks

@@ -154,6 +154,8 @@ class ChangedPython:
             unread = scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == name
             if after is before or where in seen or unread or self._stands_for(after, before):
                 continue
+            if self._table.is_of_optimizer(after):
+                continue
             seen.add(where)
             if not (isinstance(after, (*PLAIN_CONSTANTS, Tensor)) or scalar is not None):
                 raise SideEffectError(
@@ -169,14 +171,14 @@ class ChangedPython:
     def _containers(self) -> None:
         attributes = self._capture.dicts_of_attributes()
         for container, path, contents in self._capture.copies:
-            if id(container) in attributes:
+            if id(container) in attributes or id(container) in self._table.filled_in_place:
                 continue
             if not same_contents(contents, container) and not self._only_swapped(contents, container):
                 self._changed(container, _not_repeated(path).seen_by(contents_effect(container)))
 
     def _changed(self, container: Any, error: ParameterDataError | SideEffectError) -> None:
         """A container holds something else than before the step: its writes are recorded, or the step is refused."""
-        if self._capture.recorded.holds(container):
+        if self._capture.recorded.holds(container) or self._table.is_of_optimizer(container):
             return
         if not isinstance(error, SideEffectError) or not self._capture.may_record(container):
             raise error
@@ -198,6 +200,9 @@ class ChangedPython:
             for path, slot, held in recorder.read_values():
                 if isinstance(held, Tensor):
                     self.rebound_variables[path] = (slot, Tensor)
+                    tracked = self._table.tracked.get(id(self._table.real_of(held)))
+                    if tracked is not None and tracked.slot.path != path:
+                        self._table.note_same(slot, tracked)
                     continue
                 if recorder.is_written(slot):
                     self._is_assumed(held, path)

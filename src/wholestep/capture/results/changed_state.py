@@ -208,6 +208,12 @@ def _param_groups(capture: Capture, bindings: Bindings, optimizer: Optimizer, pa
                 if _is_left_to_scheduler(new):
                     continue  # it is called again after each run
                 old = None
+            changed = old is not new and not isinstance(new, NESTS) and not _equal_plain(old, new)
+            if changed and (optimizer, g) in capture.table.in_tuples:
+                raise SideEffectError(
+                    f"the step sets {where}, and a tuple or default argument holds the same param group.",
+                    fix="reach the group by the optimizer: optimizer.param_groups[0].",
+                )
             _bind(bindings, slot, old, new, after_calls=scheduled)
 
 

@@ -156,6 +156,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         reads=tuple(_reads(capture, python.volatile)),
         class_reads=tuple(_class_reads(capture)),
         containers=tuple(containers),
+        optimizer_containers=tuple(table.swapped_containers),
         written=tuple(python.written),
         arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path)),
         links=tuple(world.links_to(capture.called)),
@@ -238,7 +239,7 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
             if where in lifted or (name in _OVERRIDDEN and isinstance(reader.obj, LRScheduler | Optimizer)):
                 continue
             if name not in skip:
-                values[name] = before.get(name, ABSENT)
+                values[name] = capture.table.real_container(before.get(name, ABSENT))
         yield reader.obj, path, values
 
 
