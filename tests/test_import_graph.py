@@ -51,7 +51,7 @@ IMPORTS: dict[str, set[str]] = {
         "remat",
         "runtime",
     },
-    "profile_step": {"cross_iteration", "lower", "runtime", "step"},
+    "profile_step": {"capture", "cross_iteration", "lower", "runtime", "step"},
     "shown_step": {"inspect", "profile_step", "step"},
     "cache": {"artefact"},
     "warm_start": {"artefact", "step"},

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from wholestep.capture.objects.discover import find_models
 from wholestep.cross_iteration.executor import CrossingExecutor
 from wholestep.errors import OptionError, UnsupportedError, invalid_value
 from wholestep.ir.collectives import collective_of
@@ -58,7 +59,15 @@ def profile_step(
     if type(steps) is not int or steps < 1:
         raise invalid_value("steps", steps, "use a whole number, 1 or more.")
     step.flush()
+    if step.options.parallel is not None:
+        find_models(fn, args, kwargs, step.options).run()  # sharded as by a first call: that is not undone
     before = Snapshot(roots_of(fn, args, kwargs))
+    if before.unsaved:
+        path, kind = next(iter(before.unsaved.items()))
+        raise UnsupportedError(
+            f"{path} is a {kind}, whose contents cannot be saved and restored: a profile runs real steps.",
+            fix="profile a copy of the model that need not stay as it is, in a process of its own.",
+        )
 
     def run() -> None:
         contextvars.copy_context().run(step._run, fn, args, dict(kwargs))

@@ -27,6 +27,7 @@ from wholestep.ir.tensor_copies import extent_of
 from wholestep.ir.user_objects.object_contents import saved, saved_variable
 from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.ir.user_objects.reachable import Part, Reached, reach
+from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import set_version, storage_key
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 
@@ -39,9 +40,12 @@ class Snapshot:
     def __init__(self, roots: Roots) -> None:
         self.reached: Reached = reach(roots)
         tensors = [seen.obj for seen in self.reached.tensors]
-        self.unsaved = {seen.path: _kind(seen.obj) for seen in self.reached.tensors if not can_be_saved(seen.obj)}
-        """Tensors that are not plain memory: path to what they are."""
-        self._tensors = SavedTensors(tensor for tensor in tensors if can_be_saved(tensor))
+        self.unsaved = {
+            seen.path: _kind(seen.obj) for seen in self.reached.tensors if not can_be_saved(local_of(seen.obj))
+        }
+        """Tensors that are not plain memory: path to what they are. Of a DTensor the local shard is saved."""
+        self._tensors = SavedTensors(local for tensor in tensors if can_be_saved(local := local_of(tensor)))
+        self._grads_of_sharded = [(t, t.grad) for t in tensors if t.is_leaf and local_of(t) is not t]
         self._python: list[Callable[[], None]] = [
             put_back
             for obj in (*(seen.obj for seen in self.reached.holders), *tensors)
@@ -67,6 +71,9 @@ class Snapshot:
         for put_back in self._python:
             put_back()
         self._tensors.restore()
+        for tensor, grad in self._grads_of_sharded:
+            if tensor.grad is not grad:
+                tensor.grad = grad
 
     def advanced_iterators(self) -> list[str]:
         """Iterators that were advanced and cannot be rewound."""
