@@ -83,7 +83,7 @@ IMPORTS: dict[str, set[str]] = {
         "step",
     },
     "integrations": {"api", "compiled_step"},
-    "command_line": {"compiled_step", "inspect"},
+    "command_line": {"cache", "compiled_step", "inspect"},
     "compat": {"api", "compiled_step", "compilers", "lower", "parallel", "partition", "passes", "pipelining"},
 }
 """Package to the packages that it imports beside the base. An import that is gone goes from here, too."""

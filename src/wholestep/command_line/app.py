@@ -3,6 +3,7 @@
     run       run a script unchanged, then say what its compiled steps did            run_script.py
     check     the same beside eager; or verify a graph in a file
     report, show, trace, simulate, diff                of graphs in files              graph_files.py
+    cache     the graphs that steps have stored                                        prepared_graphs.py
     doctor    what is installed, and what will not work                                doctor.py
     explain   the page of an error code                                                explain.py
 
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 import typer
 
-from wholestep.command_line import doctor, explain, graph_files, run_script
+from wholestep.command_line import doctor, explain, graph_files, prepared_graphs, run_script
 from wholestep.command_line.screen import with_clean_errors
 
 _EPILOG = "Examples: wholestep run train.py  |  wholestep show step.json --op mm  |  wholestep explain WS-ITEM"
@@ -55,6 +56,7 @@ def make_app() -> typer.Typer:
         ("diff", graph_files.diff, {}),
         ("simulate", graph_files.simulate, {}),
         ("trace", graph_files.trace, {}),
+        ("cache", prepared_graphs.cache, {}),
         ("doctor", doctor.doctor, {}),
         ("explain", explain.explain, {}),
     ):

@@ -1,7 +1,7 @@
 """Some nodes of a graph as a table: `ws.inspect.show(sg, module="*.attn", phase="backward", op="mm")`.
 
     name          operator            value          module              line             us      bytes
-    mm_default_3  aten.mm.default     f32[64, 64]    blocks.0.attn.out   train.py:31    12.4    16384
+    mm_default_3  aten.mm             f32[64, 64]    blocks.0.attn.out   train.py:31    12.4    16 KiB
 
 Patterns are those of a shell (`*`, `?`, `[ab]`). A module stands for all that is inside of it, and its path may leave
 out where it begins: `attn` finds `model.blocks.0.attn.out`. Times are predicted, bytes are what a node allocates.
@@ -84,7 +84,16 @@ class ShownNodes:
         """The table as text, with a head."""
         head = ("node", "operator", "value", "module", "phase", "line", "us", "bytes")
         rows = [
-            (r.name, r.operator, r.value, r.module_path, r.phase, r.line, f"{r.us:.1f}" if r.us else "", _size(r.bytes))
+            (
+                r.name,
+                r.operator.removesuffix(".default"),
+                r.value,
+                r.module_path,
+                r.phase,
+                r.line,
+                f"{r.us:.1f}" if r.us else "",
+                _size(r.bytes),
+            )
             for r in self.rows[:most]
         ]
         return [head, *rows]
