@@ -12,6 +12,7 @@ Cost: near-linear, and text only for what changed, up to a limit. A pass that ch
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from torch import fx
 
 from wholestep.ir.readable import call_text
 from wholestep.torch_private.fx_graphs import NodeParts, NodeTable
+from wholestep.torch_private.operators import OpOverload
 
 _KEY = "wholestep_pass_records"
 _MOST_LINES = 600
@@ -64,9 +66,9 @@ def note_unchanged(gm: fx.GraphModule, name: str, numerics: str, level: int, sec
 def note_changed(gm: fx.GraphModule, name: str, numerics: str, level: int, seconds: float, before: NodeTable) -> None:
     """Record a pass that may have changed the graph. `before`: what its nodes were."""
     old, new = list(before), list(gm.graph.nodes)
-    was = Counter(_title(parts.op, parts.target) for parts in old)
-    now = Counter(_title(node.op, node.target) for node in new)
-    operators = tuple((op, was[op], now[op]) for op in sorted({*was, *now}) if was[op] != now[op])
+    known = {id(each): each for each in (*map(_called, old), *map(_called, new))}
+    was, now = (Counter(map(id, map(_called, nodes))) for nodes in (old, new))  # operators hash slowly
+    operators = tuple(sorted((_title(known[key]), was[key], now[key]) for key in known if was[key] != now[key]))
     lines, displaced = _diff(old, new, {node.name for node in before.changed()})
     record = PassRecord(
         name,
@@ -83,14 +85,21 @@ def note_changed(gm: fx.GraphModule, name: str, numerics: str, level: int, secon
     gm.meta[_KEY] = (*pass_records(gm), record)
 
 
-def _title(op: str, target: Any) -> str:
-    return str(target) if op == "call_function" and hasattr(target, "_schema") else getattr(target, "__name__", op)
+def _called(node: NodeParts | fx.Node) -> Any:
+    """What a node calls, or its kind."""
+    return node.target if node.op == "call_function" else sys.intern(node.op)
+
+
+def _title(key: Any) -> str:
+    """The name of an operator, a function or a kind of node."""
+    return str(key) if isinstance(key, str | OpOverload) else str(getattr(key, "__name__", key))
 
 
 def _diff(old: Sequence[NodeParts], new: Sequence[fx.Node], rewired: set[str]) -> tuple[list[str], int]:
     """The lines, and how many nodes moved. A node is the same if name and target are."""
-    place = {(parts.name, parts.target): i for i, parts in enumerate(old)}
-    found = [place.get((node.name, node.target), -1) for node in new]
+    place = {parts.name: i for i, parts in enumerate(old)}
+    found = [place.get(node.name, -1) for node in new]
+    found = [i if i >= 0 and old[i].target == node.target else -1 for i, node in zip(found, new, strict=True)]
     anchors = _longest_increasing(found)
     fixed = {found[i] for i in anchors}
     stays = set(found)
