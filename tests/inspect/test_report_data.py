@@ -107,9 +107,14 @@ def test_memory_is_that_of_the_step_with_updates_in_place(step: Any, data: Data)
 
 
 def test_state_that_a_first_step_creates_is_optimizer_state() -> None:
-    first = step_memory(gpt_step(calls=1).last)
-    made = {first.kinds[s] for s in range(len(first.kinds)) if s not in first.index.persistent}
-    assert "optimizer_state" in made
+    step = gpt_step(calls=1)
+    first = step_memory(step.last)
+    made = [s for s in range(len(first.kinds)) if s not in first.index.persistent]
+    state = sum(int(first.index.sizes[s]) for s in made if first.kinds[s] == "optimizer_state")
+    parameters = sum(int(first.index.sizes[s]) for s in first.index.persistent if first.kinds[s] == "parameter")
+    steps = 4 * len([*step.last.signature.of_kind(InputKind.PARAMETER)])
+    assert state == 2 * parameters + steps  # AdamW: two averages of each, and a count
+    assert any(first.kinds[s] == "gradient" for s in made)
 
 
 def test_exposed_communication_has_its_reason_and_its_place() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import fx
 
+from wholestep.ir.effects import find_storages, main_device
 from wholestep.ir.meta import phase
 from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.signature import InputKind, Signature
@@ -136,11 +137,14 @@ def _left_behind(index: StepIndex, signature: Signature | None) -> dict[int, str
         return {}
     values = index.nodes[-1].args[0] if index.nodes[-1].args else ()
     outputs = list(values) if isinstance(values, list | tuple) else [values]
+    if all(change.output is None for change in signature.state_changes):
+        return {}
+    storages = find_storages(index.graph, main_device(index.graph)).seen_by  # numbered as in the index
     found: dict[int, str] = {}
     for change in signature.state_changes:
         if change.output is None or change.output >= len(outputs):
             continue
         value = outputs[change.output]
         if isinstance(value, fx.Node):
-            found.update(dict.fromkeys(index.seen[index.number[value]], str(change.slot)))
+            found.update(dict.fromkeys(storages.get(value, ()), str(change.slot)))
     return found

@@ -48,7 +48,8 @@ class TimeAxis {
 
   // Ticks with their times at the top, and lines down from them.
   rule(context, height, text = timeText) {
-    const unit = 10 ** Math.floor(Math.log10(this.span / 6)), tick = [1, 2, 5, 10].map(n => n * unit).find(each => this.span / each <= 9);
+    const most = Math.max(Math.min((this.surface.width - LEFT) / 76, 9), 2), unit = 10 ** Math.floor(Math.log10(this.span / most));
+    const tick = [1, 2, 5, 10].map(n => n * unit).find(each => this.span / each <= most);
     context.strokeStyle = cssColor("--line");
     context.fillStyle = cssColor("--quiet");
     context.textAlign = "left";

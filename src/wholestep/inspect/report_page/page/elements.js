@@ -4,7 +4,7 @@ function make(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) {
     if (key === "class") made.className = value;
-    else if (key === "style") made.style.cssText = value;
+    else if (key === "style") made.style.cssText = value || "";
     else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (value !== false && value != null) made.setAttribute(key, value === true ? "" : value);
   }

@@ -12,13 +12,13 @@ function modulesView(step) {
     label: "Modules", rowHeight: 25, choose: row => { if (row.path) app.openModule(row.path); },
     render: row => make("div", {title: row.path || "nodes without a module"}, make("span", {class: "grow mono", style: "min-width:180px"}, row.path || "(no module)"),
       make("div", {class: "meter optional"}, make("i", {style: `width:${Math.min(100 * row.us / step.total, 100)}%`})),
-      MODULE_COLUMNS.map(([key, , text], n) => make("span", {class: `cell${n > 2 ? " optional" : ""}`}, row[key] ? text(row[key]) : ""))),
+      MODULE_COLUMNS.map(([key, , text], n) => make("span", {class: `cell${n > 0 ? " optional" : ""}`}, row[key] ? text(row[key]) : ""))),
   });
   const head = make("div", {class: "head"});
 
   function draw() {
     head.replaceChildren(make("button", {class: "grow", onclick: () => sort("path")}, "module"), make("span", {class: "optional", style: "width:90px"}),
-      ...MODULE_COLUMNS.map(([key, title], n) => make("button", {class: `cell${n > 2 ? " optional" : ""}`, "aria-sort": key === by && (down ? "descending" : "ascending"), onclick: () => sort(key)}, title, key === by ? (down ? " ↓" : " ↑") : "")));
+      ...MODULE_COLUMNS.map(([key, title], n) => make("button", {class: `cell${n > 0 ? " optional" : ""}`, "aria-sort": key === by && (down ? "descending" : "ascending"), onclick: () => sort(key)}, title, key === by ? (down ? " ↓" : " ↑") : "")));
     const rows = all.filter(row => row.depth <= depth && row.path.toLowerCase().includes(query));
     rows.sort((a, b) => (by === "path" ? a.path.localeCompare(b.path, "en", {numeric: true}) * -1 : a[by] - b[by]) * (down ? -1 : 1));
     list.set(rows);

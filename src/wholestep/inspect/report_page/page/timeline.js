@@ -192,7 +192,7 @@ function nodeTable(step, nodes, label, isNarrow) {
   const list = new LongList({label, choose: i => app.select(i), render: i => {
     const place = step.place(i);
     return make("div", {}, swatch(kindColor(step.kind(i))), make("span", {class: "cell"}, timeText(step.us(i))), make("span", {class: "cell quiet", style: "width:52px"}, share(step.us(i), step.total)),
-      make("span", {class: "grow mono"}, step.name(i), make("span", {class: "quiet"}, `  ${step.shortOp(i)} ${step.value(i)}`)), !isNarrow && make("span", {class: "wide optional quiet"}, step.module(i)), make("span", {class: "wide optional quiet mono"}, place ? `${baseName(place.path)}:${place.line}` : ""));
+      make("span", {class: "grow mono"}, step.name(i), make("span", {class: "quiet"}, `  ${step.shortOp(i)} ${step.value(i)}`)), !isNarrow && make("span", {class: "wide optional quiet"}, step.module(i)), make("span", {class: "wide optional quiet mono", style: isNarrow && "width:110px"}, place ? `${baseName(place.path)}:${place.line}` : ""));
   }});
   list.set(nodes);
   return list;
