@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import logging
 import math
 import os
 import queue
+import random
+import resource
 import secrets
 import time
+import timeit
 import uuid
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from datetime import datetime as renamed_datetime
 from pathlib import Path
@@ -159,6 +164,48 @@ def in_a_default(iterator: Any) -> Any:
     return step
 
 
+def in_a_keyword_default(iterator: Any) -> Any:
+    def step(x: torch.Tensor, *, scales: Any = iterator) -> torch.Tensor:
+        return x * next(scales)
+
+    return step
+
+
+def in_a_named_tuple(iterator: Any) -> Any:
+    pair = namedtuple("Pair", "a b")(1, (iterator, 2))
+    return lambda x: x * next(pair.b[0])
+
+
+def in_a_frozenset(iterator: Any) -> Any:
+    held = frozenset([iterator])
+    return lambda x: x * next(next(iter(held)))
+
+
+def in_a_tuple_of_an_attribute(iterator: Any) -> Any:
+    holder = Holder((1.0, iterator))
+    return lambda x: x * next(holder.iterator[1])
+
+
+def in_a_partial(iterator: Any) -> Any:
+    take = functools.partial(next, iterator)
+    return lambda x: x * take()
+
+
+def as_a_bound_method(iterator: Any) -> Any:
+    take = iterator.__next__
+    return lambda x: x * take()
+
+
+def as_a_bound_method_in_a_tuple(iterator: Any) -> Any:
+    functions = (float, iterator.__next__)
+    return lambda x: x * functions[1]()
+
+
+def in_a_set(iterator: Any) -> Any:
+    held = {iterator}
+    return lambda x: x * next(next(iter(held)))
+
+
 WHERE = [
     in_an_attribute,
     in_a_module,
@@ -169,6 +216,15 @@ WHERE = [
     through_zip,
     through_list,
     in_slots,
+    in_a_tuple,
+    in_a_named_tuple,
+    in_a_frozenset,
+    in_a_tuple_of_an_attribute,
+    in_a_default,
+    in_a_keyword_default,
+    in_a_partial,
+    as_a_bound_method,
+    as_a_bound_method_in_a_tuple,
 ]
 
 
@@ -179,7 +235,7 @@ def test_an_iterator_is_refused_wherever_it_is_kept(make: Callable[[Any], Any]) 
     assert list(iterator) == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("make", [in_a_tuple, in_a_default], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [in_a_set], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "iterator", [floats, itertools.count, lambda: iter([1.0, 2.0])], ids=["generator", "count", "list"]
 )
@@ -345,6 +401,9 @@ SLIPS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: float(np.float32(2) * time.time()),
     "a division of differences": lambda: (datetime.datetime.now() - EPOCH) / datetime.timedelta(seconds=1),
     "math.fsum": lambda: math.fsum([time.time()]),
+    "timeit": lambda: timeit.default_timer() % 1.0,
+    "os.times": lambda: os.times().elapsed,
+    "getrusage": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_utime,
 }
 EPOCH = datetime.datetime(2020, 1, 1)
 
@@ -381,6 +440,10 @@ def test_a_clock_in_an_attribute_or_argument_is_seen() -> None:
     holder.clock = time.time  # type: ignore[attr-defined]
     assert_refused(lambda x: x * holder.clock(), ws.errors.ClockError, "clock")  # type: ignore[attr-defined]
     assert_refused(lambda x, clock: x * clock(), ws.errors.ClockError, "clock", args=(time.perf_counter,))
+    clocks = (time.time, functools.partial(time.time))
+    assert_refused(lambda x: x * clocks[0](), ws.errors.ClockError, "clock")
+    assert_refused(lambda x: x * clocks[1](), ws.errors.ClockError, "clock")
+    assert_refused(lambda x, read=time.time: x * read(), ws.errors.ClockError, "clock")
     assert holder.clock is time.time  # type: ignore[attr-defined]
 
 
@@ -420,11 +483,32 @@ RANDOM: dict[str, Callable[[], Any]] = {
     "uuid4": lambda: uuid.uuid4().int % 7,
     "uuid1": lambda: uuid.uuid1().int % 7,
     "urandom": lambda: os.urandom(1)[0],
+    "getrandom": lambda: os.getrandom(1)[0],
     "token": lambda: secrets.token_bytes(1)[0],
     "randbelow": lambda: secrets.randbelow(5),
     "choice": lambda: secrets.choice([1.0, 2.0]),
     "numpy": lambda: np.random.default_rng().random(),
 }
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "RandomState": lambda: (lambda r: lambda: r.rand())(np.random.RandomState(3)),
+    "RandomState.rand": lambda: np.random.RandomState(3).rand,
+    "BitGenerator": lambda: (lambda b: lambda: b.random_raw() % 7)(np.random.PCG64(3)),
+    "Random.random": lambda: random.Random(3).random,
+    "Generator.random": lambda: np.random.default_rng(3).random,
+    "partial": lambda: functools.partial(random.Random(3).uniform, 1, 2),
+    "in a tuple": lambda: (lambda t: lambda: t[0].random())((random.Random(3),)),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_of_python_or_numpy_is_refused_however_it_is_kept(kind: str) -> None:
+    draw = GENERATORS[kind]()
+    error = assert_refused(lambda x: x * draw(), ws.errors.RandomStateError, "draws from")
+    assert error.location is not None
+    assert error.location.file == __file__
+    assert draw() == GENERATORS[kind]()(), "the generator is where it was"
 
 
 @pytest.mark.parametrize("draw", RANDOM)

@@ -51,6 +51,7 @@ from wholestep.capture.python_reads.attribute_reads import Attributes, ReadTrack
 from wholestep.capture.python_reads.process_state import ProcessSettings, RandomState
 from wholestep.capture.python_reads.value_sources import ValueSources
 from wholestep.capture.results.accounting import Account
+from wholestep.capture.results.changed_python import classes_of, restore_classes_and_code
 from wholestep.capture.results.collect import collect
 from wholestep.capture.results.effect_line import Effect, LineWatch, with_line_of_effect
 from wholestep.capture.results.leftovers import Leftovers
@@ -232,6 +233,8 @@ class Capture:
         self.interrupts = Interrupts()
         self.session: Session | None = None
         """What the plan does while the step is traced."""
+        self.classes: dict[int, tuple[Any, str, type]] = {}
+        """Objects of the user's by identity, with their paths and classes."""
         self.line_watch: LineWatch | None = None
         """Searches for the line of an effect; only after a refusal."""
         self.given: Any = None
@@ -325,11 +328,13 @@ class Capture:
                     slot.remove()
                 elif slot.get() is not value:
                     slot.set(value)
+            restore_classes_and_code(self)
             for container, _, contents in self.copies:
                 if not same_contents(contents, container):
                     assign_contents(container, contents)
 
     def _swap_python_objects(self) -> None:
+        self.classes = classes_of(self.world)
         for module, path in self.world.modules.items():
             self.snapshots.append(Attributes(module, path))
             self._lift_numbers(module, path)
@@ -353,6 +358,7 @@ class Capture:
 
     def follow_holder(self, holder: Any, path: str) -> None:
         """Record what the step reads of a plain object, and what it sets."""
+        self.classes[id(holder)] = (holder, path, type(holder))
         self.snapshots.append(Attributes(holder, path))
         self._lift_numbers(holder, path)
         self._track_reads(holder, path)

@@ -20,6 +20,7 @@ from wholestep.guards.arguments_and_scalars import (
     SameStateArguments,
     SameStructure,
 )
+from wholestep.guards.classes_and_code import SameBuiltins, SameCode, SameLibraries, SameRegistries, SameTypes
 from wholestep.guards.guard import Call, Guard
 from wholestep.guards.modules_and_optimizers import (
     OptimizerAttributes,
@@ -32,6 +33,7 @@ from wholestep.guards.modules_and_optimizers import (
     parameter_guards,
 )
 from wholestep.guards.python_state import (
+    SameAnswers,
     SameArrays,
     SameChains,
     SameClasses,
@@ -43,9 +45,11 @@ from wholestep.guards.python_state import (
     SameKinds,
     SameModes,
     SameReads,
+    SameReferents,
     SameTensors,
     SameThreadLocals,
     SameVariables,
+    SameWholeReads,
     SameWritten,
 )
 from wholestep.guards.tensors import (
@@ -86,7 +90,15 @@ class Guards:
             SameTensorAttributes(specs),
             SameClasses(specs),
             SameThreadLocals(specs),
+            SameReferents(specs),
+            SameAnswers(specs),
+            SameWholeReads(specs),
             SameFunctions(specs),
+            SameTypes(specs),
+            SameCode(specs),
+            SameBuiltins(specs),
+            SameRegistries(specs),
+            SameLibraries(specs),
             SameEnvironment(specs),
             SameFiles(specs),
             SameVariables(specs),

@@ -267,6 +267,47 @@ class SameFunctions(PerItemGuard):
                 yield f"{path} has other attributes"
 
 
+class SameReferents(PerItemGuard):
+    """Objects that weak references lead to are still there."""
+
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._weak = specs.weak
+        super().__init__(self._weak)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for reference, path in self._weak:
+            if reference() is None:
+                yield f"the object that {path} refers to is gone"
+
+
+class SameAnswers(PerItemGuard):
+    """Functions that read the state of the process tell the same."""
+
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._answers = specs.answers
+        super().__init__(self._answers)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for answer in self._answers:
+            now = answer.ask()
+            if now != answer.told or type(now) is not type(answer.told):
+                yield f"{answer.name} was {answer.told!r} and is {now!r}"
+
+
+class SameWholeReads(PerItemGuard):
+    """Objects that the step read as a whole have attributes of the same names."""
+
+    def __init__(self, specs: GuardSpecs) -> None:
+        set_by_step = specs.volatile
+        self._objects = [(obj, path, names) for obj, path, names in specs.whole_reads if id(obj) not in set_by_step]
+        super().__init__(self._objects)
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for obj, path, names in self._objects:
+            for name in sorted(own_dict(obj).keys() ^ names):
+                yield f"{path}.{name} is {'gone' if name in names else 'new'}"
+
+
 class SameThreadLocals(PerItemGuard):
     """Thread locals have, in the calling thread, the same attribute names. Their values are guarded as variables."""
 

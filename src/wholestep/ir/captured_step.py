@@ -8,9 +8,9 @@ objects and the values that those had at capture, never the batch of that call.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import sympy
@@ -284,6 +284,15 @@ class FileRead(Protocol):
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a function told that reads the state of the process: the directory, a seed, the level of a logger."""
+
+    name: str
+    ask: Callable[[], Any]
+    told: Any
+
+
+@dataclass(frozen=True)
 class GuardSpecs:
     """All assumptions of one captured graph."""
 
@@ -330,9 +339,25 @@ class GuardSpecs:
     classes_set_by_step: frozenset[type] = frozenset()
     functions: Sequence[tuple[FunctionType, str, frozenset[str]]] = ()
     """Functions of the user's, and the names of their attributes."""
+    types: Sequence[tuple[Any, str, type]] = ()
+    """Objects of the user's with their paths and classes: `obj.__class__` can be set."""
+    codes: Sequence[tuple[FunctionType, CodeType]] = ()
+    """Functions of the user's with their code: `f.__code__` can be set."""
+    weak: Sequence[tuple[Any, str]] = ()
+    """Weak references to objects that were there."""
+    libraries: Sequence[tuple[ModuleType, Mapping[str, Any]]] = ()
+    """Modules of Python and of libraries, with what user code names of them: it can be replaced."""
+    whole_reads: Sequence[tuple[Any, str, Set[str]]] = ()
+    """Plain objects that the step read as a whole (`vars(h)`), and the names of their attributes."""
+    abstract_classes: Sequence[type] = ()
+    """Abstract base classes that user code names: other classes can be registered with them."""
+    builtin_names: Sequence[tuple[dict[str, Any], frozenset[str]]] = ()
+    """Global namespaces, and names in user code that they do not have: those of builtins."""
     thread_locals: Sequence[tuple[Any, str]] = ()
     environment: Mapping[str, str | None] = field(default_factory=dict)
     whole_environment: Mapping[Any, Any] | None = None
+    answers: Sequence[Answer] = ()
+    """What functions told that read the state of the process."""
     files: Sequence[FileRead] = ()
     lifted: frozenset[str] = frozenset()
     """Paths of the scalars that are inputs because they changed between two calls."""

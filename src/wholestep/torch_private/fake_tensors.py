@@ -288,6 +288,22 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+@contextmanager
+def version_reads(noticed: Callable[[Tensor], None]) -> Iterator[None]:
+    """In the block, who asks a fake for `_version` in Python is noticed first (`TensorBase._version`). 2.11, 2.13."""
+    getter: Any = torch._C.TensorBase.__dict__["_version"]
+
+    def read(tensor: Tensor) -> Any:
+        noticed(tensor)
+        return getter.__get__(tensor)
+
+    FakeTensor._version = property(read)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor._version
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the version counter of a tensor whose contents were restored (`_unsafe_set_version_counter`). 2.11, 2.13."""
     if tensor._version != version:

@@ -51,7 +51,8 @@ def kept() -> None:
     PACKAGE.cache = {}  # type: ignore[attr-defined]
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        sys.modules["package_with_a_cache"].cache["x"] = x * 2
+        package = next(module for name, module in sys.modules.items() if name.endswith("with_a_cache"))
+        package.cache["x"] = x * 2
         return train(model(x).square().mean(), optimizer)
 
     refused("WS-SIDE-EFFECT", step)

@@ -1,7 +1,9 @@
-"""Rows about odd places of values, and about what capture does not see."""
+"""Rows about odd places of values, about code that changes between calls, and about what capture does not see."""
 
 from __future__ import annotations
 
+import decimal
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
+from capture import test_code_and_classes as code
+from capture import test_odd_places as odd
 from capture import test_swallowed_refusals as swallowed
-from capture.odd_places import assert_refused
+from capture.odd_places import assert_refused, assert_same
 from docs.rows.page import network, row, same
 
 
@@ -70,6 +74,56 @@ def one_autocast_block() -> None:
             step(x)
 
 
+@row("`obj.__class__ = Other`")
+def code_and_classes() -> None:
+    programs = (code.class_of_an_object, code.code_of_a_function, code.keyword_default, code.shadowed_builtin)
+    for program in (*programs, code.registered_with_an_own_abc):
+        assert_same(program)
+    code.test_setting_a_class_or_code_in_the_step_is_refused_and_put_back()
+
+
+@row("a module that the step imports or looks up itself")
+def imports() -> None:
+    for program in (code.imported_in_the_step, code.imported_by_name, code.looked_up_by_name):
+        assert_same(program)
+
+
+@row("values read as a whole or by a bound method")
+def whole_reads() -> None:
+    for kind in ("vars", "__dict__", "copy", "dict.get", "globals() += 1", "eval"):
+        assert_same(odd.WHOLE[kind])
+
+
+@row("memory, locks and values of other processes")
+def memory() -> None:
+    for kind in ("memoryview", "mmap", "ctypes", "multiprocessing.Value", "Event", "Lock", "Semaphore", "weak values"):
+        assert_same(odd.MEMORY[kind])
+    assert_refused(odd.WRITES["ctypes"], "WS-SIDE-EFFECT")
+    assert_refused(odd.WRITES["Event.set"], "WS-SIDE-EFFECT")
+
+
+@row("what the process tells")
+def process() -> None:
+    restore = odd.process_as_it_was.__wrapped__()
+    next(restore)
+    for kind in ("getcwd", "isEnabledFor", "argv", "geterr", "initial_seed", "Generator.initial_seed"):
+        assert_same(odd.PROCESS[kind])
+    next(restore, None)
+
+
+@row("`tensor._version` of a tensor")
+def versions() -> None:
+    odd.test_the_version_of_a_tensor_of_the_step_is_refused()
+
+
+@row("writing to a `StringIO`, an open file")
+def text_that_is_kept() -> None:
+    for kind in ("StringIO", "csv", "a bound write", "getvalue"):
+        assert_refused(odd.WRITES[kind], "WS-SIDE-EFFECT")
+    for kind in ("print to a StringIO", "a handler that keeps", "a stream of a logger"):
+        assert_same(odd.WRITES[kind])
+
+
 @row("a refusal that the step catches")
 def caught_by_the_step() -> None:
     for code_of, do in swallowed.SWALLOWED.values():
@@ -97,3 +151,28 @@ def two_steps_in_one_block() -> None:
             return evaluate(torch.ones(5, 6)).detach()
 
     assert not torch.equal(last(True), last(False))
+
+
+@row("the state of an object written in C that Python cannot enumerate")
+def context_of_decimal() -> None:
+    def last(compiled: bool) -> Tensor:
+        third = lambda x: x * float(decimal.Decimal(1) / decimal.Decimal(3))  # noqa: E731
+        step = ws.compile(third, lower="eager") if compiled else third
+        with decimal.localcontext() as context:
+            context.prec = 28
+            step(torch.ones(1, dtype=torch.float64))
+            context.prec = 2
+            return step(torch.ones(1, dtype=torch.float64))
+
+    assert last(False).item() == 0.33
+    assert last(True).item() != 0.33
+
+
+@row("an object that only a weak reference leads to")
+def weakly_held() -> None:
+    held: list[Any] = [odd.Held(2.0)]
+    reference = weakref.ref(held[0])
+    step = ws.compile(lambda x: x * (1.0 if (found := reference()) is None else found.scale), lower="eager")
+    assert step(torch.ones(())).item() == 2.0
+    held.clear()
+    assert step(torch.ones(())).item() == 2.0

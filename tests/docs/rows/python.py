@@ -440,7 +440,7 @@ def effects_outside() -> None:
         assert "WS_ROW_SET" not in os.environ
 
 
-@row("a clock (`time.time()`, `datetime.now()`) that is printed or logged")
+@row("a clock (`time.time()`, `datetime.now()`, `timeit.default_timer`, `os.times()`) that is printed")
 def clocks_in_logs() -> None:
     def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         started = time.time()
@@ -457,7 +457,7 @@ def clocks_in_tensors() -> None:
     refused("WS-CLOCK", lambda model, optimizer, x: (train(model, optimizer, x), int(time.perf_counter())))
 
 
-@row("`os.urandom`, `secrets`, `uuid.uuid1()`")
+@row("`os.urandom`, `os.getrandom`, `secrets`")
 def entropy() -> None:
     refused("WS-RNG", lambda model, optimizer, x: train(model, optimizer, x * os.urandom(1)[0]))
     refused("WS-RNG", lambda model, optimizer, x: (train(model, optimizer, x), uuid.uuid4())[0])

@@ -58,6 +58,14 @@ def is_user_code(code: CodeType) -> bool:
     return kind == "user"
 
 
+def user_code_location() -> Location | None:
+    """The line of user code that is running, whatever it called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_code(frame.f_code):
+        frame = frame.f_back
+    return location_of(frame, with_text=True)
+
+
 def _caller(depth: int) -> FrameType | None:
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:

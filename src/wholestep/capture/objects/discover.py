@@ -11,16 +11,26 @@ import dis
 import functools
 import inspect
 import random
+import re
 import weakref
 from argparse import Namespace
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,13 +39,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.reachable import Chain, has_own_dict, search
+from wholestep.capture.python_reads.stand_ins import IMMUTABLE, with_parts
 from wholestep.errors import UnsupportedError, WrappedError
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import flatten, name_leaves
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, own_dict
 from wholestep.ir.user_objects.plain_contents import PLAIN as _PLAIN
-from wholestep.ir.user_objects.slots import CellSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
+from wholestep.ir.user_objects.slots import CellSlot, DefaultsSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.options import Options
 from wholestep.parallel.place_models import Placing, placed_by_plan
 from wholestep.parallel.plan import Plan
@@ -100,6 +111,14 @@ class World:
 
     places: dict[int, list[Slot | None]] = field(default_factory=dict)
     """Where lists and dicts lie, by their identity; None where nothing can be put in the place."""
+    immutables: list[tuple[Slot, Any]] = field(default_factory=list)
+    """Tuples, frozensets, partials and defaults of functions that hold tensors, and the slots they lie in."""
+    codes: dict[int, tuple[FunctionType, CodeType]] = field(default_factory=dict)
+    """Functions of the user's with their code, by identity."""
+    builtin_names: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
+    """Global namespaces and the names in user code that they do not have, by identity."""
+    sees_class_dicts: bool = False
+    """Whether user code may look into the dicts of classes: `vars(Config)`."""
     links: dict[int, ObjectLink] = field(default_factory=dict)
     """The link by which the walk reached an object, by identity of the object."""
 
@@ -187,6 +206,8 @@ class _Walk:
             return
         if isinstance(value, CONTAINERS):
             self.world.places.setdefault(id(value), []).append(slot)
+        if isinstance(value, IMMUTABLE) and slot is not None and not isinstance(slot, FixedSlot):
+            self._immutable(value, slot)
         if id(value) in self._seen:
             return
         if self._within and slot is not None and id(value) not in self.world.links:
@@ -217,6 +238,13 @@ class _Walk:
             self._seen.add(id(value))
             self._keep.append(value)
             self._plain_object(value, path, depth)
+
+    def _immutable(self, value: Any, slot: Slot) -> None:
+        """A tuple, a `partial` or the like: made anew around fakes and stand-ins while the step is traced."""
+        if isinstance(slot, DefaultsSlot):
+            self._sources.stands_in(value, slot.path, slot)
+        if with_parts(value, lambda part: None if isinstance(part, Tensor) else part) is not value:
+            self.world.immutables.append((slot, value))
 
     def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         world = self.world
@@ -257,6 +285,9 @@ class _Walk:
                 world.frontier[id(value)] = (value, path)
         elif hasattr(type(value), "__wholestep_function__"):
             self.function(value.__wholestep_function__, path, depth)
+        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+            if value.__self__ is not None and not isinstance(value.__self__, ModuleType | type):
+                self.visit(value.__self__, path, depth, None)
         elif is_random_object(value):
             world.random_objects.append((value, path))
         elif self._sources.look_at(value, path, depth):
@@ -289,7 +320,7 @@ class _Walk:
         if hasattr(type(fn), "__wholestep_function__"):
             fn = fn.__wholestep_function__
         if not isinstance(fn, FunctionType) or is_foreign(fn) or _is_of_bar(fn):
-            if not isinstance(fn, FunctionType | BuiltinFunctionType | type) and callable(fn):
+            if not isinstance(fn, FunctionType | type) and callable(fn):
                 self.visit(fn, path or type(fn).__name__, depth, None)
             return
         self._variables(fn, depth)
@@ -300,8 +331,11 @@ class _Walk:
 
     def _attributes_and_defaults(self, fn: FunctionType, path: str, depth: int) -> None:
         self._sources.function(fn, path, depth)
-        for name, default in zip(reversed(_argument_names(fn)), reversed(fn.__defaults__ or ()), strict=False):
-            self.visit(default, name, depth + 1, None)
+        if fn.__defaults__:
+            names = fn.__code__.co_varnames[: fn.__code__.co_argcount][-len(fn.__defaults__) :]
+            self._immutable(fn.__defaults__, DefaultsSlot(InputKind.CAPTURED, ", ".join(names), None, fn))
+            for name, default in zip(names, fn.__defaults__, strict=False):
+                self.visit(default, name, depth + 1, FixedSlot(InputKind.CAPTURED, name, None, default))
 
     def hooks(self) -> None:
         """The code of hooks, which run in the step, and what they are bound to."""
@@ -341,6 +375,7 @@ class _Walk:
 
     def _variables(self, fn: FunctionType, depth: int) -> None:
         cells = fn.__closure__ or ()
+        self.world.codes[id(fn)] = (fn, fn.__code__)
         known = (id(fn.__code__), id(fn.__globals__), *map(id, cells))  # one code may close over several variables
         if known in self._codes:
             return
@@ -354,8 +389,13 @@ class _Walk:
             self.world.asks_for_types[id(fn.__globals__)] = fn.__globals__
         if "id" in named and "id" not in fn.__globals__:
             self.world.asks_for_ids[id(fn.__globals__)] = fn.__globals__
+        if _LOOKS_UP & named or "__globals__" in fn.__code__.co_names:
+            named = named | _spelled(fn.__code__, fn.__globals__)
+        absent = self.world.builtin_names.setdefault(id(fn.__globals__), (fn.__globals__, set()))[1]
         for name in sorted(named):
-            if name in fn.__globals__:
+            if name not in fn.__globals__:
+                absent.add(name)
+            else:
                 slots.append((name, MappingSlot(InputKind.CAPTURED, name, None, fn.__globals__, name)))
         for name, slot in slots:
             place = slot.cell if isinstance(slot, CellSlot) else fn.__globals__
@@ -366,6 +406,7 @@ class _Walk:
                 value = slot.get()
             except ValueError:  # an empty cell
                 continue
+            self._sources.named_class(value)
             if isinstance(value, ModuleType | type):
                 self.world.frontier[id(value)] = (value, name)
             if isinstance(value, ModuleType | type) and is_foreign(value):
@@ -374,6 +415,9 @@ class _Walk:
             self.world.variables.append((name, slot, value))
             self.visit(value, name, depth + 1, slot)
         self._sources.module_attributes(fn, fn.__code__, depth)
+        self.world.sees_class_dicts = self.world.sees_class_dicts or bool(
+            _ASKS_FOR_DICTS & {*named, *fn.__code__.co_names}
+        )
 
     def _module(self, root: nn.Module, path: str, depth: int) -> None:
         for name, module in root.named_modules(remove_duplicate=True):
@@ -456,13 +500,34 @@ def _is_plain_object(value: Any) -> bool:
 
 def is_random_object(value: Any) -> bool:
     """Whether an object is a random generator of Python or NumPy."""
-    if isinstance(value, random.Random):
-        return True
-    return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
+    generators = numpy.random
+    kinds = (random.Random, generators.Generator, generators.RandomState, generators.BitGenerator)
+    return isinstance(value, kinds)
 
 
-def _argument_names(fn: FunctionType) -> list[str]:
-    return list(inspect.signature(fn).parameters)
+_ASKS_FOR_DICTS = frozenset({"vars", "__dict__", "getmembers", "getmembers_static", "getattr_static"})
+_LOOKS_UP = frozenset({"globals", "eval", "exec"})
+"""Builtins by which code reads and sets globals whose names it spells."""
+
+
+def _spelled(code: CodeType, namespace: dict[str, Any]) -> frozenset[str]:
+    """The names of globals that code may look up by text: `globals()["G"] += 1`, `eval("G * 2")`.
+
+    Those that it spells; where it spells none, all plain values there are.
+    """
+    strings = [const for const in _constants(code) if isinstance(const, str)]
+    spelled = {name for text in strings for name in re.findall(r"[^\W\d]\w*", text)}
+    found = {name for name in spelled if name in namespace and not name.startswith("__")}
+    if not found:
+        found = {n for n, v in namespace.items() if not n.startswith("__") and isinstance(v, (*_PLAIN, *_NESTS))}
+    return frozenset(found)
+
+
+def _constants(code: CodeType) -> Iterator[Any]:
+    for const in code.co_consts:
+        yield const
+        if isinstance(const, CodeType):
+            yield from _constants(const)
 
 
 @lru_cache(maxsize=8192)

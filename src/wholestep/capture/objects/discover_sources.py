@@ -11,14 +11,20 @@ Part of `discover`: the walk passes on whatever is not a module, optimizer, tens
 
 from __future__ import annotations
 
+import dis
 import gc
+import io
+import logging
+import sys
 import threading
 import weakref
-from collections import ChainMap, UserList
+from abc import ABCMeta
+from collections import ChainMap, UserList, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -31,18 +37,37 @@ from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.python_reads.attribute_reads import class_values
 from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
-from wholestep.capture.python_reads.stand_ins import is_consumed
+from wholestep.capture.python_reads.stand_ins import IMMUTABLE, StandIn, is_consumed, with_parts
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import is_array, is_large
-from wholestep.ir.user_objects.slots import ClassSlot, ContextVarSlot, MappingSlot, MemberSlot, Slot, ThreadLocalSlot
+from wholestep.ir.user_objects.slots import (
+    ABSENT,
+    ClassSlot,
+    ContextVarSlot,
+    FixedSlot,
+    MappingSlot,
+    MemberSlot,
+    Slot,
+    ThreadLocalSlot,
+)
 
 _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes, Python modules and `__slots__` may hold more of these than the step uses."""
 
+_LARGEST_TABLE = 200
+_LARGE_MODULES = frozenset({"torch", "numpy"})
+"""Modules that user code names often, and that have no abstract classes to ask."""
 REPLACED = CLOCKS | UNREPEATABLE
 """Functions that return another value each time, by identity."""
 
 Visit = Callable[[Any, str, int, Slot | None], None]
+
+
+def _replaced(value: Any) -> Any:
+    """Something else where a stand-in is needed, only to know that."""
+    if id(value) in REPLACED:
+        return _replaced
+    return StandIn(value, "") if is_consumed(value) or is_large(value) else value
 
 
 @dataclass
@@ -59,6 +84,13 @@ class OtherSources:
     """Functions of the user's, and the names of their attributes."""
     arrays: list[tuple[Any, str]] = field(default_factory=list)
     """NumPy arrays and the like."""
+    libraries: dict[int, tuple[ModuleType, dict[str, Any]]] = field(default_factory=dict)
+    """Modules that are not the user's, by identity, with what user code names of them."""
+    loggers: dict[int, tuple[logging.Logger, str]] = field(default_factory=dict)
+    weak: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """Weak references, by identity."""
+    abstract_classes: dict[int, type] = field(default_factory=dict)
+    """Abstract base classes that user code names, by identity."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
     """The same, where no slot holds them."""
 
@@ -76,9 +108,13 @@ class SourceWalk:
 
     def stands_in(self, value: Any, path: str, slot: Slot | None) -> bool:
         """Whether a value must be replaced by a stand-in while the step is traced."""
-        if id(value) not in REPLACED and not is_consumed(value) and not is_large(value):
+        if isinstance(value, IMMUTABLE) and id(value) not in REPLACED:
+            if slot is not None and not isinstance(slot, FixedSlot) and with_parts(value, _replaced) is not value:
+                self._sources.stand_ins.append((slot, value))
+            return False  # its parts are visited
+        if _replaced(value) is value:
             return False
-        if slot is None:
+        if slot is None or isinstance(slot, FixedSlot):
             self._sources.fixed.append((value, path))
         else:
             self._sources.stand_ins.append((slot, value))
@@ -99,9 +135,17 @@ class SourceWalk:
             for behind in gc.get_referents(value):
                 self._visit(behind, path, depth, None)
         elif isinstance(value, weakref.ref):
+            self._sources.weak.setdefault(id(value), (value, path))
             self._visit(value(), f"{path}()", depth, None)
+        elif isinstance(value, weakref.WeakValueDictionary | weakref.WeakKeyDictionary | weakref.WeakSet):
+            held: Any = value
+            self._visit(held.data, path, depth, None)
+            for key in list(held.data) if not isinstance(value, weakref.WeakValueDictionary) else ():
+                self._visit(key, f"{path}[..]", depth + 1, None)
         elif is_array(value):
             self._sources.arrays.append((value, path))
+        elif isinstance(value, logging.Logger):
+            self._logger(value, path, depth)
         elif isinstance(value, ContextVar):
             slot: Slot = ContextVarSlot(InputKind.CAPTURED, f"{path}.get()", None, value)
             self._place(slot, depth)
@@ -113,6 +157,22 @@ class SourceWalk:
         else:
             return False
         return True
+
+    def _logger(self, logger: logging.Logger, path: str, depth: int) -> None:
+        """The level of a logger; and its handlers, which may keep what they are given."""
+        self._sources.loggers.setdefault(id(logger), (logger, path))
+        above: logging.Logger | None = logger
+        while above is not None:
+            for i, handler in enumerate(above.handlers):
+                where = f"{path}.handlers[{i}]"
+                if not is_foreign(type(handler)):
+                    self._visit(handler, where, depth + 1, None)
+                elif str(type(handler).__module__).split(".")[0] == "logging":
+                    for key, value in list(vars(handler).items()):
+                        if isinstance(value, list | dict | deque | io.IOBase):
+                            slot = MappingSlot(InputKind.CAPTURED, f"{where}.{key}", None, vars(handler), key)
+                            self._visit(value, slot.path, depth + 1, slot)
+            above = above.parent if above.propagate else None
 
     def _place(self, slot: Slot, depth: int, *, besides: tuple[type, ...] = ()) -> None:
         value = slot.get()
@@ -168,13 +228,87 @@ class SourceWalk:
             path, number = f"{name}#{number}", number + 1
         return path
 
+    def named_class(self, value: Any) -> None:
+        """User code names a class: `isinstance` may ask an abstract one which classes were registered with it."""
+        if isinstance(value, ABCMeta):
+            self._sources.abstract_classes[id(value)] = value
+
+    def _library(self, module: ModuleType, code: CodeType, depth: int, nested: int) -> None:
+        """What code names of a module that is not the user's (`F.gelu`, `sys.argv`), also in modules in it."""
+        held = self._sources.libraries.setdefault(id(module), (module, {}))[1]
+        for name in code.co_names:
+            value = vars(module).get(name, ABSENT)
+            if value is ABSENT or (nested == 0 and id(value) in REPLACED):
+                continue
+            held[name] = value
+            if isinstance(value, ModuleType) and is_foreign(value) and nested < 3:
+                self._library(value, code, depth, nested + 1)
+            elif (
+                type(value) in (list, dict)
+                and module.__name__.split(".")[0] in sys.stdlib_module_names
+                and not _is_large_table(value)
+            ):
+                self._visit(value, f"{module.__name__}.{name}", depth + 1, None)
+
     def module_attributes(self, fn: FunctionType, code: CodeType, depth: int) -> None:
         """Visit what a function may read of the modules that it names: tensors there must be found before the trace."""
-        for name in code.co_names:
-            module = fn.__globals__.get(name)
+        named = {name: fn.__globals__.get(name) for name in code.co_names}
+        for module in named.values():
+            if isinstance(module, ModuleType) and is_foreign(module):
+                self._library(module, code, depth, 0)
+        imported = imported_modules(fn.__globals__, code)
+        for value in named.values():
+            self.named_class(value)
+            if isinstance(value, ModuleType) and value.__name__ not in _LARGE_MODULES:
+                for attribute in code.co_names:
+                    inner = vars(value).get(attribute)
+                    self.named_class(inner)
+                    if isinstance(inner, ModuleType):  # collections.abc.Sequence
+                        for each in code.co_names:
+                            self.named_class(vars(inner).get(each))
+        for name, module in {**named, **imported}.items():
             if isinstance(module, ModuleType) and not is_foreign(module):
+                if name in imported:
+                    self._visit(module, name, depth + 1, None)
                 for attribute in code.co_names:
                     if attribute in vars(module) and not isinstance(vars(module)[attribute], _FOUND_BY_BEING_CALLED):
                         where = f"{name}.{attribute}"
                         slot = MappingSlot(InputKind.CAPTURED, where, None, vars(module), attribute)
                         self._visit(vars(module)[attribute], where, depth + 1, slot)
+
+
+def _is_large_table(value: Any) -> bool:
+    return len(value) > _LARGEST_TABLE or value is sys.modules or value is sys.path_importer_cache
+
+
+def imported_modules(namespace: dict[str, Any], code: CodeType) -> dict[str, ModuleType]:
+    """Modules that code imports itself, or may look up by a name that it spells (`sys.modules["config"]`)."""
+    package = str(namespace.get("__package__") or str(namespace.get("__name__", "")).rpartition(".")[0])
+    found: dict[str, ModuleType] = {}
+    for level, name in sorted(_imports(code)):
+        if level:
+            parents = package.split(".")
+            name = ".".join(part for part in (*parents[: len(parents) + 1 - level], name) if part)
+        module = sys.modules.get(name)
+        if isinstance(module, ModuleType):
+            found[name] = module
+    return found
+
+
+@lru_cache(maxsize=8192)
+def _imports(code: CodeType) -> frozenset[tuple[int, str]]:
+    """The names of modules that code imports or spells, and how many packages up (`from ..a import b`)."""
+    found: set[tuple[int, str]] = set()
+    before: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, listed = before[-2] or 0, before[-1] or ()
+            name = str(instruction.argval)
+            found |= {(level, name), *((level, f"{name}.{each}".lstrip(".")) for each in listed)}
+        before.append(instruction.argval)
+    if {"modules", "import_module", "__import__"} & set(code.co_names):
+        found |= {(0, const) for const in code.co_consts if isinstance(const, str)}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found |= _imports(const)
+    return frozenset(found)

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from wholestep.capture.objects.discover import World, owns
 from wholestep.capture.objects.tensor_attributes import TensorAttributes
+from wholestep.capture.python_reads.stand_ins import with_parts
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
@@ -146,6 +147,10 @@ class StateTable:
         self._lift_number = lift_number
         self._lifts = lifts
         self._undo: list[Callable[[], None]] = []
+        self._wholes: dict[int, tuple[Any, Any]] = {}
+        """Tuples of the user's by identity: one of fakes, and itself."""
+        self._real_wholes: dict[int, Any] = {}
+        """Tuples of the user's by the identity of those of fakes."""
         self.attributes = TensorAttributes(world, lifts, lift_number)
 
     def build(self) -> None:
@@ -264,6 +269,8 @@ class StateTable:
             undo = swap_keys(container, lambda real: self.tracked[id(real)].fake if id(real) in self.tracked else real)
             if undo is not None:
                 self._undo.append(undo)
+        for place, whole in self.world.immutables:
+            self._swap_parts(place, whole)
         if self.world.asks_for_ids:
             self._undo.append(swap_id(list(self.world.asks_for_ids.values()), self.real_of))
         if self.world.asks_for_types:
@@ -284,6 +291,20 @@ class StateTable:
         """The user's tensor for a fake; any other value itself."""
         tracked = self.by_fake.get(id(value))
         return tracked.real if tracked is not None and value is tracked.fake else value
+
+    def _swap_parts(self, slot: Slot, whole: Any) -> None:
+        """Put a tuple of fakes in the place of a tuple of tensors."""
+        fakes = self._wholes.get(id(whole))
+        if fakes is None:
+            made = with_parts(whole, lambda part: self.tracked[id(part)].fake if id(part) in self.tracked else part)
+            fakes = self._wholes[id(whole)] = made, whole
+            self._real_wholes[id(made)] = whole
+        if fakes[0] is not whole and slot.get() is whole:
+            self._swap(slot, fakes[0])
+
+    def whole_of(self, value: Any) -> Any:
+        """The user's tuple that a tuple of fakes stands for; anything else is itself."""
+        return self._real_wholes.get(id(value), value)
 
     def kind_of(self, value: Any) -> type:
         """The type that a value has in eager."""
@@ -321,6 +342,7 @@ class StateTable:
     def release_fakes(self) -> None:
         """Drop what only the trace needed."""
         self.by_fake, self.fake_groups, self.fake_state_before = {}, {}, {}
+        self._wholes, self._real_wholes = {}, {}
         self._group_fakes, self._state_fakes, self._list_fakes, self._real_containers = {}, {}, {}, {}
 
     def _swap(self, slot: Slot, fake: Any) -> None:

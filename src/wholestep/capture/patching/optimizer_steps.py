@@ -259,9 +259,9 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
             host.at_calls.note_python(host.world, host.snapshots)
         host.host_calls.append(call)
         _hide_hyper_parameters(host, call)
-        for name in SCHEDULER_COUNTS & vars(scheduler).keys():
-            where = f"{path}.{name}"
-            vars(scheduler)[name] = host.scalars.late(call, where, functools.partial(own_dict(scheduler).get, name))
+        own = own_dict(scheduler)
+        for name in SCHEDULER_COUNTS & own.keys():
+            own[name] = host.scalars.late(call, f"{path}.{name}", functools.partial(own.get, name))
 
     def get_last_lr() -> list[Any]:
         slots = [

@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.called import CallHost, detect_calls, detect_module_call
+from wholestep.capture.objects.callers import is_user_code
 from wholestep.capture.objects.output_hooks import INSTALL_OUTPUT_HOOKS, install_before_trace, output_hooks_module
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
@@ -59,7 +60,7 @@ from wholestep.ir.meta import is_users_code, user_location
 from wholestep.parallel.reducing import scale_by_norm, total_norm
 from wholestep.parallel.session import Session
 from wholestep.torch_private.distributed import PROPAGATE_SHAPES, sharding_function, sharding_propagator
-from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.fake_tensors import FakeTensor, version_reads
 from wholestep.torch_private.modules_and_optimizers import (
     CLIP_MODULE,
     MODULE_APPLY,
@@ -134,6 +135,7 @@ def patched(host: PatchHost) -> Iterator[None]:
         patch(nn.RNNBase, RNN_WEIGHTS_CHANGED, lambda original, module: False)
         patch(torch.jit.ScriptFunction, "__call__", _as_written)
         patch(torch, "set_anomaly_enabled", _refuse_anomaly)
+        stack.enter_context(version_reads(_refuse_version))
         patch(FakeTensor, "tolist", lambda original, tensor: host.tolist(tensor))
         patch(torch, "from_numpy", _refuse_array)
         patch(torch, "save", _refuse_file)
@@ -206,6 +208,16 @@ def _text_of_size(original: Any, size: Any) -> str:
             location=user_location(),
         )
     return str(original(size))
+
+
+def _refuse_version(tensor: Tensor) -> None:
+    if is_user_code(sys._getframe(2).f_code):
+        raise ItemError(
+            f"the step asks how often a tensor of shape {tuple(tensor.shape)} was written (its version counter), and a "
+            "replay counts otherwise.",
+            fix="ask outside of the step.",
+            location=user_location(),
+        )
 
 
 def _refuse_file(original: Any, *args: Any, **kwargs: Any) -> None:

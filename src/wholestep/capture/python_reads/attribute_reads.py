@@ -14,9 +14,10 @@ possible (a number, a tensor) and refused where it is not (appending to a list).
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import MappingProxyType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,15 @@ from wholestep.ir.user_objects.plain_contents import (
 from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot
 
 _HEAP_TYPE = 1 << 9
+_READ_ALL = frozenset({"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"})
+"""Who asks for one of these reads all attributes: `vars(h)`, `copy.copy(h)`, `pickle`."""
 
 Found = Callable[[Any, str, Slot | None], Any]
 """Takes the result of a read, its path and the slot that holds it; returns what the step gets instead."""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("wholestep.")
 
 
 class ReadTracker:
@@ -57,6 +64,8 @@ class ReadTracker:
         self.written: set[str] = set()
         """Attributes that the step has set: reading one of them returns what the step made."""
         self.sees_reads = True
+        self.read_whole = False
+        """Whether something read all attributes there are."""
 
 
 class AttributeReads:
@@ -141,6 +150,10 @@ class AttributeReads:
             return value  # known only after the step ran: nothing that a guard could compare before
         if threading.get_ident() != self._thread:
             return value
+        if name in _READ_ALL and not _is_ours(sys._getframe(2)):
+            tracker.read_whole = True
+            self.note_all(tracker)
+            return value
         if name in tracker.attributes:
             if name in tracker.written:
                 self._reads_of_written += 1
@@ -194,6 +207,8 @@ class AttributeReads:
         thread, found, before = self._thread, self._found, dict(vars(module))
 
         def __getattribute__(this: Any, name: str) -> Any:  # noqa: N807
+            if name == "__dict__" and threading.get_ident() == thread:
+                read.update((each, None) for each in get(this, name) if not each.startswith("__"))
             if name.startswith("__") or threading.get_ident() != thread:
                 return get(this, name)
             read[name] = None

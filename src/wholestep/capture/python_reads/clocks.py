@@ -21,7 +21,10 @@ from __future__ import annotations
 import datetime
 import functools
 import math
+import os
+import resource
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +76,8 @@ class ClockReading:
             return value + times * _LATER_NS
         if isinstance(value, float):
             return value + times * _LATER_NS * 1e-9
+        if isinstance(value, tuple) and not isinstance(value, time.struct_time):
+            return value  # the fields differ by themselves
         if isinstance(value, time.struct_time):
             return time.localtime(time.mktime(value) + times * _LATER.total_seconds())
         return value + times * _LATER  # a date or a time
@@ -153,6 +158,28 @@ class ClockTime(tuple):  # type: ignore[type-arg]
         if not name.startswith("tm_") or short not in names:
             raise AttributeError(name)
         return self[names.index(short)]
+
+
+class ClockFields:
+    """`os.times()`, `resource.getrusage()`: named fields that came from a clock."""
+
+    def __init__(self, fields: Any, origin: Location | None) -> None:
+        self._fields, self._origin = fields, origin
+
+    def __getattr__(self, name: str) -> Any:
+        return clock_number(getattr(self._fields, name), self._origin)
+
+    def __getitem__(self, index: Any) -> Any:
+        return clock_number(self._fields[index], self._origin)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (clock_number(item, self._origin) for item in self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return repr(self._fields)
 
 
 class ClockDelta(ClockNumber, RealDelta):
@@ -240,7 +267,11 @@ def _through(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-CLOCKS = frozenset({id(getattr(time, name)) for name in _PATCHED} | {id(RealDatetime), id(RealDate)})
+_OF_THE_PROCESS = (os.times, resource.getrusage)
+"""Readings of the time that this process has used, and of its memory."""
+CLOCKS = frozenset(
+    {id(getattr(time, name)) for name in _PATCHED} | {id(RealDatetime), id(RealDate)} | set(map(id, _OF_THE_PROCESS))
+)
 """Clocks that user code may hold by a name of its own (`from time import time`), by identity."""
 
 
@@ -255,6 +286,7 @@ class Clocks:
             for name in _PATCHED
         }
         """The stand-in of each clock while tracing, by identity of the clock."""
+        self.readers |= {id(read): self._reading(read) for read in _OF_THE_PROCESS}
         self.readers[id(RealDatetime)] = self._datetime()
         self.readers[id(RealDate)] = self._date()
 
@@ -278,6 +310,8 @@ class Clocks:
             value = self._note(value)
             if isinstance(value, time.struct_time):
                 return ClockTime(clock_number(item, caller_location()) for item in value)
+            if isinstance(value, tuple):
+                return ClockFields(value, caller_location())
             return clock_number(value, caller_location())
 
         return read
@@ -327,6 +361,8 @@ class Clocks:
         """Replace the clocks in their modules."""
         before: list[tuple[Any, str, Any]] = [(time, name, getattr(time, name)) for name in _PATCHED]
         before += [(datetime, "datetime", RealDatetime), (datetime, "date", RealDate)]
+        before += [(timeit, "default_timer", timeit.default_timer), (os, "times", os.times)]
+        before += [(resource, "getrusage", resource.getrusage)]
         functions = [(math, name, getattr(math, name)) for name in _MATH]
         try:
             for owner, name, real in before:

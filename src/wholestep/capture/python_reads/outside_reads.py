@@ -7,11 +7,17 @@ cannot be read twice (random bytes of the system, other processes, the keyboard)
 from __future__ import annotations
 
 import builtins
+import copy
+import functools
+import gc
 import io
+import locale
+import logging
 import os
 import random
 import stat
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -21,15 +27,36 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+import numpy
+import torch
+
 from wholestep.capture.objects.callers import called_by_user, caller_location
 from wholestep.errors import RandomStateError, SideEffectError
+from wholestep.ir.captured_step import Answer
 
+_ASKED: tuple[tuple[Any, str], ...] = (
+    (os, "getcwd"),
+    (os, "getcwdb"),
+    (numpy, "geterr"),
+    (numpy, "geterrcall"),
+    (torch, "initial_seed"),
+    (torch.random, "initial_seed"),
+    (sys, "getrecursionlimit"),
+    (gc, "isenabled"),
+    (locale, "getlocale"),
+)
+"""Functions that read the state of the process: asking again is free of effects."""
 _SMALL = 1 << 20
 _SETTLED = 2.0
 """Seconds after which a file that is written again is certain to have another time."""
 _CHANGING = ("/proc/", "/sys/", "/dev/")
-UNREPEATABLE = frozenset({id(os.urandom), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open), id(builtins.print)})
-"""Functions that user code may hold on to, by identity."""
+_GET_RANDOM: Any = getattr(os, "getrandom", os.urandom)
+"""Not on all systems."""
+UNREPEATABLE = frozenset(
+    {id(os.urandom), id(_GET_RANDOM), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open), id(builtins.print)}
+)
+UNREPEATABLE |= {id(getattr(owner, name)) for owner, name in _ASKED}
+"""Functions that user code may hold by a name of its own, by identity."""
 
 
 class FileState:
@@ -81,13 +108,19 @@ class OutsideReads:
         self.environment: dict[str, str | None] = {}
         self.whole_environment: dict[str, str] | None = None
         self.files: dict[str, FileState] = {}
+        self.answers: dict[str, Answer] = {}
+        """What functions told that read the state of the process, by their call as text."""
         self._thread = threading.get_ident()
         self.replacements: dict[int, Any] = {
+            id(_GET_RANDOM): lambda *a, **k: self._random(_GET_RANDOM, "os.getrandom", *a, **k),
             id(os.urandom): lambda *a: self._random(os.urandom, "os.urandom", *a),
             id(uuid.uuid1): lambda *a, **k: self._random(uuid.uuid1, "uuid.uuid1", *a, **k),
             id(uuid.uuid4): lambda *a, **k: self._random(uuid.uuid4, "uuid.uuid4", *a, **k),
             id(builtins.open): lambda *a, **k: self._open(_REAL_OPEN, *a, **k),
         }
+        for owner, name in _ASKED:
+            real = getattr(owner, name)
+            self.replacements[id(real)] = functools.partial(self._ask, f"{owner.__name__}.{name}()", real)
         """Stand-ins for such functions, by their identity."""
 
     @contextmanager
@@ -116,6 +149,16 @@ class OutsideReads:
                 patch(owner, "open", self._open)
             for name in ("stat", "listdir", "scandir"):
                 patch(os, name, self._look)
+            if hasattr(os, "getrandom"):
+                patch(os, "getrandom", lambda real, *a, **k: self._random(real, "os.getrandom", *a, **k))
+            for module, name in _ASKED:
+                patch(
+                    module,
+                    name,
+                    lambda real, *a, _name=f"{module.__name__}.{name}()", **k: self._ask(_name, real, *a, **k),
+                )
+            for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
+                patch(logging.Logger, name, functools.partial(self._ask_logger, name))
             patch(os, "urandom", lambda real, *a: self._random(real, "os.urandom", *a))
             patch(random, "_urandom", lambda real, *a: self._random(real, "the system's random bytes", *a))
             for name in ("uuid1", "uuid4"):
@@ -132,12 +175,23 @@ class OutsideReads:
             yield
 
     def _variable(self, real: Any, environ: Any, key: Any) -> Any:
-        if isinstance(key, str) and environ is os.environ:
+        if isinstance(key, str | bytes):
             try:
-                self.environment[key] = real(environ, key)
+                self.environment[os.fsdecode(key)] = os.fsdecode(real(environ, key))
             except KeyError:
-                self.environment[key] = None
+                self.environment[os.fsdecode(key)] = None
         return real(environ, key)
+
+    def _ask(self, name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of which the answer is compared before each replay."""
+        told = real(*args, **kwargs)
+        if called_by_user():
+            self.answers.setdefault(name, Answer(name, lambda: real(*args, **kwargs), copy.copy(told)))
+        return told
+
+    def _ask_logger(self, name: str, real: Any, logger: Any, *args: Any) -> Any:
+        asked = ", ".join(map(repr, args))
+        return self._ask(f"logging.getLogger({logger.name!r}).{name}({asked})", real, logger, *args)
 
     def _variables(self, real: Any, environ: Any) -> Any:
         self.whole_environment = dict(zip(os.environ._data, os.environ._data.values(), strict=True))  # type: ignore[attr-defined]

@@ -88,14 +88,20 @@ def _object_state(obj: Any) -> tuple[Any, Any]:
         return None, None  # SystemRandom: refused where it is used, no state to restore
     if isinstance(obj, random.Random):
         return obj.getstate(), obj.getstate()
-    return repr(obj.bit_generator.state), copy.deepcopy(obj.bit_generator.state)
+    bits = _bit_generator(obj)
+    return repr(bits.state), copy.deepcopy(bits.state)
+
+
+def _bit_generator(obj: Any) -> Any:
+    """What keeps the state of a generator of NumPy."""
+    return getattr(obj, "bit_generator", None) or getattr(obj, "_bit_generator", obj)
 
 
 def _set_object_state(obj: Any, state: Any) -> None:
     if isinstance(obj, random.Random):
         obj.setstate(state[1])
     else:
-        obj.bit_generator.state = state[1]
+        _bit_generator(obj).state = state[1]
 
 
 def _numpy_state() -> Any:

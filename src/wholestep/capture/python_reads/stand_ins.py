@@ -5,28 +5,32 @@
     lines = open(path)                one line at capture
 
 While a step is traced a stand-in takes the place of such an object. It raises before anything is taken, so the first
-element is still there. Where it cannot be placed (inside of a tuple, in a default of a function), the position of the
-iterator is compared before and after.
+element is still there. A tuple, a `partial` or a bound method (`count().__next__`) that holds one is made anew around
+the stand-in (`with_parts`). Where it cannot be placed (in a set), the position of the iterator is compared before and
+after.
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import io
 import multiprocessing.connection
 import multiprocessing.queues
 import operator
+import os
 import queue
+import sys
 import weakref
-from collections.abc import AsyncGenerator
-from types import GeneratorType
+from collections.abc import AsyncGenerator, Callable
+from types import BuiltinFunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 
-from wholestep.capture.objects.callers import is_foreign
+from wholestep.capture.objects.callers import is_foreign, user_code_location
 from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import CapturedTensorError, SideEffectError
-from wholestep.ir.meta import user_location
 from wholestep.ir.user_objects.plain_contents import is_large
 from wholestep.ir.user_objects.slots import Slot
 
@@ -40,7 +44,9 @@ _QUEUES = (
     multiprocessing.queues.SimpleQueue,
     multiprocessing.connection.Connection,
 )
+_WRITERS = (type(csv.writer(io.StringIO())), csv.DictWriter)
 _READS_FILE = frozenset({"read", "read1", "readline", "readlines", "readinto", "readinto1", "seek", "tell", "truncate"})
+_WRITES_FILE = frozenset({"write", "writelines", "getvalue", "getbuffer", "writerow", "writerows", "writeheader"})
 _HEAP_TYPE = 1 << 9
 
 
@@ -48,20 +54,57 @@ def is_consumed(value: Any) -> bool:
     """Whether reading a value consumes something. An iterator written as a class of the user's is followed instead: its
     position is in its attributes."""
     kind = type(value)
-    if issubclass(kind, _QUEUES) or issubclass(kind, AsyncGenerator):
+    if issubclass(kind, (*_QUEUES, *_WRITERS)) or issubclass(kind, AsyncGenerator):
         return True
+    if issubclass(kind, io.IOBase):
+        return is_foreign(kind) and _is_open(value) and not _is_of_the_process(value)
     if not hasattr(kind, "__next__") or issubclass(kind, (StandIn, *weakref.ProxyTypes)):
         return False  # (a weak proxy has all methods, whatever it stands for)
-    if kind.__flags__ & _HEAP_TYPE and not is_foreign(kind):
-        return False
-    return not (isinstance(value, io.IOBase) and not _is_readable(value))
+    return not (kind.__flags__ & _HEAP_TYPE and not is_foreign(kind))
 
 
-def _is_readable(file: Any) -> bool:
+IMMUTABLE = (tuple, frozenset, functools.partial, BuiltinFunctionType, MethodWrapperType, MethodType)
+"""What is made anew where a part of it is replaced."""
+_DEEPEST = 6
+
+
+def with_parts(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """A value whose immutable parts are changed: itself, or a new tuple, `partial` or bound method."""
+    kind: Any = type(value)
+    is_named = issubclass(kind, tuple) and hasattr(kind, "_make")
+    if depth < _DEEPEST and (kind is tuple or kind is frozenset or is_named):
+        items = [with_parts(item, change, depth + 1) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return kind._make(items) if is_named else kind(items)
+    if depth < _DEEPEST and kind is functools.partial:
+        parts = (value.func, value.args, tuple(value.keywords.values()))
+        func, args, keywords = with_parts(parts, change, depth + 1)
+        if func is parts[0] and args is parts[1] and keywords is parts[2]:
+            return value
+        return functools.partial(func, *args, **dict(zip(value.keywords, keywords, strict=True)))
+    changed = change(value)
+    if changed is value and kind in (BuiltinFunctionType, MethodWrapperType, MethodType):
+        owner = value.__self__
+        if owner is not None and not isinstance(owner, ModuleType | type):
+            stand_in = change(owner)
+            if isinstance(stand_in, StandIn):
+                return stand_in.method(value.__name__)
+    return changed
+
+
+def _is_open(file: Any) -> bool:
     try:
-        return bool(file.readable())
+        return bool(file.readable() or file.writable())
     except ValueError:  # closed
         return False
+
+
+def _is_of_the_process(file: Any) -> bool:
+    """Standard output and the like: what is printed is printed at capture."""
+    if any(file is each for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        return True
+    return getattr(file, "name", None) == os.devnull
 
 
 class StandIn:
@@ -72,16 +115,23 @@ class StandIn:
         self._wholestep_path = path
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse_call("")
+
+    def _refuse_call(self, name: str, *_: Any, **__: Any) -> NoReturn:
         real, path = self._wholestep_real, self._wholestep_path
         kind = type(real).__name__
-        if isinstance(real, _QUEUES):
+        if name in _WRITES_FILE:
+            what = f"the step writes to {path} or asks what was written, a {kind}, and a replay would not write."
+        elif isinstance(real, _QUEUES):
             what = f"the step uses {path}, a {kind}, and a replay would not."
         else:
             what = f"the step takes an element of {path}, a {kind}, and a replay would not take the next one."
         raise SideEffectError(
             what,
-            fix="take it outside of the step, and pass it to the step as an argument.",
-            location=user_location(),
+            fix="write outside of the step what the step returns."
+            if name in _WRITES_FILE
+            else "take it outside of the step, and pass it to the step as an argument.",
+            location=user_code_location(),
         )
 
     __next__ = __length_hint__ = __contains__ = _refuse
@@ -91,14 +141,23 @@ class StandIn:
             self._refuse()
         return self
 
+    def method(self, name: str) -> Any:
+        """What stands for a method that was taken of the object before: it refuses when it is called."""
+        real = self._wholestep_real
+        if isinstance(real, io.IOBase) and name not in _READS_FILE | _WRITES_FILE:
+            return getattr(real, name)
+        return functools.partial(self._refuse_call, name)
+
     def __getattr__(self, name: str) -> Any:
         real = self._wholestep_real
         if name.startswith("__"):
             raise AttributeError(name)
-        if isinstance(real, io.IOBase) and name not in _READS_FILE:
+        if isinstance(real, io.IOBase) and name not in _READS_FILE | _WRITES_FILE:
             return getattr(real, name)
         if isinstance(real, GeneratorType) and name.startswith("gi_"):
             return getattr(real, name)
+        if name in _WRITES_FILE:
+            return functools.partial(self._refuse_call, name)
         return self._refuse
 
 
@@ -112,7 +171,7 @@ class LargeArray(numpy.ndarray):
             f"the step reads {self._wholestep_path}, a NumPy array of {self.nbytes >> 20} MB, which is too large to be "
             "compared at each call.",
             fix="make a tensor of it, or of the part that the step needs, outside of the step.",
-            location=user_location(),
+            location=user_code_location(),
         )
 
     __getitem__ = __setitem__ = __iter__ = __contains__ = __float__ = __int__ = __bool__ = _refuse
@@ -146,6 +205,9 @@ class StandIns:
 
     def of(self, real: Any, path: str) -> Any:
         """The stand-in for an object; the object itself if it needs none."""
+        return with_parts(real, lambda part: self._of(part, path))
+
+    def _of(self, real: Any, path: str) -> Any:
         if id(real) in self._replacements:
             return self._replacements[id(real)]
         container = self._recorders.stand_in(real, path)
@@ -159,13 +221,16 @@ class StandIns:
 
     def put(self, slot: Slot, real: Any) -> Any:
         """Put the stand-in of an object into the slot that holds it, and return it."""
-        stand_in = self.of(real, slot.path)
+        now = slot.get() if isinstance(real, IMMUTABLE) else real  # it may hold fakes by now
+        stand_in = self.of(now, slot.path)
+        if stand_in is now:
+            return now
         try:
             slot.set(stand_in)
         except NotImplementedError:  # an element of a tuple
             self.watch(real, slot.path)
             return real
-        self._swapped.append((slot, real, stand_in))
+        self._swapped.append((slot, now, stand_in))
         return stand_in
 
     def watch(self, real: Any, path: str) -> None:

@@ -6,7 +6,7 @@ it, places that the step read or set are added to its variables, which are guard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -128,24 +128,36 @@ class ValueSources:
         for cls, path in list(self._world.sources.classes.items()):
             if cls in self._classes:
                 continue
-            values = dict(class_values(cls))
+            values = self._real(class_values(cls))
             read: dict[str, None] = {}
             self._classes[cls] = (path, values, read)
             for name, value in values.items():
                 slot = ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)
                 self._lift(slot, value, slot.path)
-            self.reads.record_class(cls, frozenset(values), path, read)
+            if self._world.sees_class_dicts:
+                read.update(dict.fromkeys(values))  # a recorder would be seen there
+                for name, value in values.items():
+                    self.found(
+                        value, f"{path}.{name}", ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)
+                    )
+            else:
+                self.reads.record_class(cls, frozenset(values), path, read)
 
     def _follow_modules(self) -> None:
         for module, path in list(self._world.sources.python_modules.items()):
             if module in self._modules:
                 continue
             read: dict[str, None] = {}
-            self._modules[module] = (path, dict(vars(module)), read)
+            self._modules[module] = (path, self._real(vars(module).items()), read)
             for name, value in list(vars(module).items()):
                 where = f"{path}.{name}"
                 self._lift(MappingSlot(InputKind.CAPTURED, where, None, vars(module), name), value, where)
             self.reads.record_module(module, path, read)
+
+    def _real(self, values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """What a class or module held before fakes took the places of its tensors."""
+        real_of = self._capture.table.real_of
+        return {name: real_of(value) for name, value in values}
 
     def _lift(self, slot: Slot, value: Any, path: str) -> None:
         if self._capture.numbers.lifts(path) and type(value) in (int, float):
@@ -172,5 +184,5 @@ class ValueSources:
 
     def _add(self, slot: Slot, before: dict[str, Any], name: str, read: dict[str, None]) -> None:
         held = before.get(name, ABSENT)
-        if name in read or not same_plain(slot.get(), held):
+        if name in read or not same_plain(self._capture.table.real_of(slot.get()), held):
             self._world.variables.append((slot.path, slot, held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from wholestep.capture.effects.containers import NeedsRecorders
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
-from wholestep.capture.results.effect_line import contents_effect, value_effect
+from wholestep.capture.results.effect_line import Effect, contents_effect, value_effect
 from wholestep.capture.scalars.scalar_policy import MustBeInputs
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, SideEffectError
@@ -22,6 +23,7 @@ from wholestep.ir.user_objects.plain_contents import kind_of, own_dict, same_con
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
 
 if TYPE_CHECKING:
+    from wholestep.capture.objects.discover import World
     from wholestep.capture.trace import Capture
 
 
@@ -50,6 +52,7 @@ class ChangedPython:
             self._attributes(snapshot)
         self._variables()
         self._containers()
+        self._classes_and_code()
         self._recorded()
         if self._to_record:
             raise NeedsRecorders([container for container, _ in self._to_record], self._to_record[0][1])
@@ -208,6 +211,21 @@ class ChangedPython:
                     self._is_assumed(held, path)
                 self.elements_read.append((path, slot, held))
 
+    def _classes_and_code(self) -> None:
+        """`obj.__class__ = Other` and `f.__code__ = ..` in the step."""
+        for obj, path, kind in self._capture.classes.values():
+            if type(obj) is not kind:
+                raise SideEffectError(
+                    f"the step makes {path} a {type(obj).__name__} (it was a {kind.__name__}), and a replay would not.",
+                    fix="set __class__ outside of the step.",
+                ).seen_by(Effect(lambda capture, obj=obj: type(obj), operator.is_))  # type: ignore[misc]
+        for fn, code in self._capture.world.codes.values():
+            if fn.__code__ is not code:
+                raise SideEffectError(
+                    f"the step sets the code of {fn.__qualname__}, and a replay would not.",
+                    fix="set __code__ outside of the step.",
+                ).seen_by(Effect(lambda capture, fn=fn: fn.__code__, operator.is_))  # type: ignore[misc]
+
     def _only_swapped(self, before: Any, now: Any) -> bool:
         """Whether a container differs only by fakes in the place of their tensors."""
         if len(before) != len(now):
@@ -221,7 +239,23 @@ class ChangedPython:
 
     def _stands_for(self, fake: Any, real: Any) -> bool:
         tracked = self._table.by_fake.get(id(fake))
-        return tracked is not None and tracked.real is real
+        return (tracked is not None and tracked.real is real) or self._table.whole_of(fake) is real
+
+
+def classes_of(world: World) -> dict[int, tuple[Any, str, type]]:
+    """Modules, optimizers and the like by identity, with their paths and classes."""
+    kinds: tuple[dict[Any, str], ...] = (world.modules, world.optimizers, world.schedulers, world.scalers)
+    return {id(obj): (obj, path, type(obj)) for found in kinds for obj, path in found.items()}
+
+
+def restore_classes_and_code(capture: Capture) -> None:
+    """Undo `obj.__class__ = Other` and `f.__code__ = ..` of the step."""
+    for obj, _, kind in capture.classes.values():
+        if type(obj) is not kind:
+            obj.__class__ = kind
+    for fn, code in capture.world.codes.values():
+        if fn.__code__ is not code:
+            fn.__code__ = code
 
 
 def _changed_contents(obj: Any, path: str, key: str) -> ParameterDataError | SideEffectError:

@@ -6,10 +6,13 @@ terms what every input, output and change is.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Set, ValuesView
+from functools import partial
+from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
@@ -26,6 +29,7 @@ from wholestep.capture.results.changed_state import bind_changed_state
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, UnsupportedError
 from wholestep.ir.captured_step import (
+    Answer,
     ArgumentSpec,
     CapturedStep,
     Change,
@@ -54,7 +58,7 @@ from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import Flat, flatten
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, LocalSlot, ModuleSlot, Slot, in_users_objects
 from wholestep.torch_private.distributed import describe_placement, is_dtensor, local_of, spec_of
-from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.fake_tensors import FakeTensor, version_of
 from wholestep.torch_private.fx_graphs import lazy_graph_module
 from wholestep.torch_private.modules_and_optimizers import VALIDATION_OF_DISTRIBUTIONS
 
@@ -127,6 +131,8 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
     parameters = [(in_users_objects(t.slot), t.real) for t in table.tracked.values()]
     outside = capture.sources.outside
     attributes = capture.dicts_of_attributes()
+    weakly_held = {id(ref()) for ref, _ in sources.weak.values()} & world.holders.keys()
+    """Plain objects that a guard does not keep alive, unless the step read something of them."""
     skipped = attributes | {id(written.container) for written in python.written}
     containers = [(c, path) for c, path in world.containers if id(c) not in skipped and _may_read(capture, path)]
     return GuardSpecs(
@@ -164,9 +170,19 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         classes_set_by_step=frozenset(c.slot.owner for c in bindings.changes if isinstance(c.slot, ClassSlot)),
         functions=tuple(sources.functions),
         reads_param_groups=world.reads_param_groups,
+        types=tuple(each for each in capture.classes.values() if id(each[0]) not in weakly_held),
+        weak=tuple((ref, path) for ref, path in sources.weak.values() if ref() is not None),
+        libraries=tuple(sources.libraries.values()),
+        whole_reads=tuple(
+            (r.obj, path, r.before.keys() - _overridden(r.obj)) for r, path in capture.readers if r.read_whole
+        ),
+        abstract_classes=tuple(sources.abstract_classes.values()),
+        codes=tuple(world.codes.values()),
+        builtin_names=tuple((namespace, frozenset(names)) for namespace, names in world.builtin_names.values()),
         thread_locals=tuple(sources.thread_locals),
         environment=dict(outside.environment),
         whole_environment=outside.whole_environment,
+        answers=(*outside.answers.values(), *_counts_and_seeds(capture)),
         files=tuple(outside.files.values()),
         lifted=frozenset(slot.path for slot, _ in capture.scalars.lifted),
         scalar_types=tuple(capture.scalars.lifted),
@@ -177,6 +193,24 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         items=items,
         placeholder_slots=dict(capture.inputs.slot_of),
     )
+
+
+def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
+    """What tensors and generators tell that user code asks by name (`_version`, `initial_seed`)."""
+    world = capture.world
+    named = {name for _, code in world.codes.values() for name in code.co_names}
+    if "_version" in named:
+        for tensor, slot in world.tensors.values():
+            if id(tensor) not in capture.table.tracked:
+                yield Answer(f"{slot.path}._version", partial(version_of, tensor), version_of(tensor))
+    if "initial_seed" in named:
+        for generator, path in world.generators.values():
+            yield Answer(f"{path}.initial_seed()", generator.initial_seed, generator.initial_seed())
+    for logger, path in world.sources.loggers.values():
+        ask = attrgetter("level", "disabled")
+        yield Answer(f"({path}.level, {path}.disabled)", partial(ask, logger), ask(logger))
+    if id(numpy) in world.sources.libraries:
+        yield Answer("numpy.geterr()", numpy.geterr, numpy.geterr())
 
 
 def _arguments(capture: Capture) -> ArgumentSpec:
@@ -236,11 +270,23 @@ def _reads(capture: Capture, volatile: dict[int, set[str]]) -> Iterator[tuple[An
         values = {}
         for name in reader.names:
             where = f"{path}.{name}"
-            if where in lifted or (name in _OVERRIDDEN and isinstance(reader.obj, LRScheduler | Optimizer)):
+            if where in lifted or name in _overridden(reader.obj):
                 continue
             if name not in skip:
-                values[name] = capture.table.real_container(before.get(name, ABSENT))
-        yield reader.obj, path, values
+                values[name] = capture.table.real_container(capture.table.whole_of(before.get(name, ABSENT)))
+        if values:
+            yield reader.obj, path, values
+
+
+def _whole_reads(capture: Capture) -> Iterator[tuple[Any, str, Set[str]]]:
+    for reader, path in capture.readers:
+        if reader.read_whole:
+            yield reader.obj, path, reader.before.keys() - _overridden(reader.obj)
+
+
+def _overridden(obj: Any) -> frozenset[str]:
+    """Attributes of an object that the trace sets itself."""
+    return _OVERRIDDEN if isinstance(obj, LRScheduler | Optimizer) else frozenset()
 
 
 def _class_reads(capture: Capture) -> Iterator[tuple[Any, str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ The step is traced on copies of the containers; `capture/results` binds what it 
 
 from __future__ import annotations
 
-import array
+import abc
 import copy
 import math
 import weakref
@@ -34,6 +34,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import UnsupportedError
+from wholestep.ir.user_objects.opaque_state import (
+    bytes_of,
+    is_memory,
+    set_state,
+    tells_state,
+    told_state,
+    write_bytes,
+)
 from wholestep.ir.user_objects.slots import ABSENT, Slot
 from wholestep.torch_private.guard_checks import DictWatch
 
@@ -122,6 +130,13 @@ def assign_contents(container: Any, contents: Any) -> None:
         container.extend(contents)
     else:
         container.update(contents)
+
+
+def registered(cls: type) -> frozenset[type]:
+    """The classes that were registered with an abstract base class."""
+    abc_module: Any = abc
+    known = abc_module._get_dump(cls)[0]  # what `ABC._dump_registry` prints
+    return frozenset(found for found in (reference() for reference in known) if found is not None)
 
 
 def class_code(cls: type) -> Iterator[tuple[str, Any]]:
@@ -244,8 +259,8 @@ def _type_name(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is memory that Python code can read and write element by element."""
-    return isinstance(value, numpy.ndarray | array.array | bytearray)
+    """Whether a value is compared as a whole: an array, other memory, a lock, an event."""
+    return isinstance(value, numpy.ndarray) or is_memory(value) or tells_state(value)
 
 
 def is_large(value: Any) -> bool:
@@ -273,19 +288,19 @@ class ArrayCopy:
                 self.array.flat[i] = value
             if not isinstance(flat, list):
                 self.array[...] = flat.reshape(self.array.shape)
-        elif isinstance(self.array, array.array):
-            self.array[:] = array.array(self.array.typecode, self._copy)
+        elif is_memory(self.array):
+            write_bytes(self.array, self._copy)
         else:
-            self.array[:] = self._copy
+            set_state(self.array, self._copy)
 
 
 def _form(held: Any) -> Any:
-    return (held.shape, held.dtype) if isinstance(held, numpy.ndarray) else len(held)
+    return (held.shape, held.dtype) if isinstance(held, numpy.ndarray) else None
 
 
 def _bytes(held: Any) -> Any:
     if not isinstance(held, numpy.ndarray):
-        return bytes(held)
+        return bytes_of(held) if is_memory(held) else told_state(held)
     if held.dtype.hasobject:
         return held.ravel().tolist()
     return numpy.array(held, order="C", copy=True, subok=False).reshape(-1).view(numpy.uint8)

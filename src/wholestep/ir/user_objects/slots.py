@@ -16,7 +16,7 @@ import threading
 from collections.abc import MutableMapping, MutableSequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CellType, MemberDescriptorType
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -287,6 +287,19 @@ class MemberSlot(Slot):
     def remove(self) -> None:
         if self.get() is not ABSENT:
             self.member.__delete__(self.holder)
+
+
+@dataclass(frozen=True, eq=False)
+class DefaultsSlot(Slot):
+    """The defaults of a function, as one tuple."""
+
+    function: FunctionType
+
+    def get(self) -> Any:
+        return self.function.__defaults__
+
+    def set(self, value: Any) -> None:
+        self.function.__defaults__ = value
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,98 @@
+"""The state of objects that Python reads by calls or by index: memory, locks and events, values shared with processes.
+
+    buffer = memoryview(b); ctypes.c_int(3)          bytes
+    threading.Event(), Lock(), Semaphore()           one value that the object tells
+    multiprocessing.Value("d", 1.0)                  the bytes of the value
+
+Reading it again is free of effects. So it is compared at each call like the contents of an array, and a step that
+changes it is refused.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import mmap
+import multiprocessing.sharedctypes
+import multiprocessing.synchronize
+import threading
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+_CTYPES: tuple[type, ...] = (
+    ctypes._SimpleCData,
+    ctypes.Array,
+    ctypes.Structure,
+    ctypes.Union,
+)
+_SHARED = multiprocessing.sharedctypes.SynchronizedBase
+_MEMORY: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap, SharedMemory, _SHARED, *_CTYPES)
+_LOCK: tuple[type, ...] = (type(threading.Lock()),)
+_PROCESS_EVENT, _PROCESS_SEMAPHORE = multiprocessing.synchronize.Event, multiprocessing.synchronize.Semaphore
+
+State = Callable[[Any], Any]
+_TOLD: list[tuple[tuple[type, ...], State, Callable[[Any, Any], None]]] = [
+    (
+        (threading.Event, _PROCESS_EVENT),
+        lambda event: event.is_set(),
+        lambda event, was_set: event.set() if was_set else event.clear(),
+    ),
+    (_LOCK, lambda lock: lock.locked(), lambda lock, held: lock.acquire(False) if held else lock.release()),
+    ((threading.Semaphore,), lambda semaphore: semaphore._value, lambda s, value: setattr(s, "_value", value)),
+    ((_PROCESS_SEMAPHORE,), lambda semaphore: semaphore.get_value(), lambda semaphore, value: None),
+    ((threading.Barrier,), lambda barrier: (barrier.n_waiting, barrier.broken), lambda barrier, value: None),
+]
+
+
+def is_memory(value: Any) -> bool:
+    """Whether a value is memory that Python code can read and write element by element."""
+    return isinstance(value, _MEMORY)
+
+
+def tells_state(value: Any) -> bool:
+    """Whether a value is a lock, an event or the like."""
+    return any(isinstance(value, kinds) for kinds, _, _ in _TOLD)
+
+
+def bytes_of(value: Any) -> bytes:
+    """What memory holds."""
+    if isinstance(value, _SHARED):
+        return bytes_of(value.get_obj())
+    if isinstance(value, SharedMemory):
+        return bytes(value.buf or b"")
+    if isinstance(value, mmap.mmap):
+        return value[:]
+    if isinstance(value, memoryview):
+        return value.tobytes()
+    return bytes(value)
+
+
+def write_bytes(value: Any, data: bytes) -> None:
+    """Put back what memory held."""
+    if isinstance(value, array.array):
+        value[:] = array.array(value.typecode, data)
+    elif isinstance(value, _SHARED):
+        write_bytes(value.get_obj(), data)
+    elif isinstance(value, SharedMemory):
+        if value.buf is not None:
+            value.buf[:] = data
+    elif isinstance(value, _CTYPES):
+        data_of: Any = value
+        ctypes.memmove(ctypes.addressof(data_of), data, len(data))
+    elif isinstance(value, memoryview):
+        if not value.readonly:
+            memoryview(value).cast("B")[:] = data
+    else:
+        value[:] = data
+
+
+def told_state(value: Any) -> Any:
+    """What a lock, an event or the like tells."""
+    return next(read(value) for kinds, read, _ in _TOLD if isinstance(value, kinds))
+
+
+def set_state(value: Any, before: Any) -> None:
+    """Put back what a lock, an event or the like told."""
+    if told_state(value) != before:
+        next(write(value, before) for kinds, _, write in _TOLD if isinstance(value, kinds))
