@@ -7,6 +7,7 @@ what `seen()` gives must be equal after each call.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,11 @@ CALLS = 5
 
 def nothing(i: int) -> None:
     """Between two calls."""
+
+
+def at_address(address: int) -> Any:
+    """An object to which nothing leads from the step's arguments and variables."""
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def batch(i: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import math
 import os
 import random
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from capture.odd_places import at_address
 from capture.refused import World, assert_unchanged_and_trainable, plain_step
 from harness import assert_frames_equal, frame
 from wholestep.capture.trace import Capture, is_tracing
@@ -152,40 +152,42 @@ def test_the_next_capture_works_and_eager_continues(stop_at: Any, kind: type[Bas
 
 
 def test_an_interrupt_while_a_step_is_traced_waits_for_the_next_operator() -> None:
-    events = io.StringIO()  # a list would be put back
+    events: list[str] = []
+    place = id(events)  # one that the step names would be put back
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         y = model(x)
         os.kill(os.getpid(), signal.SIGINT)
-        events.write("after the signal")
+        at_address(place).append("after the signal")
         y = y * 2
-        events.write(", after the operator")
+        at_address(place).append(", after the operator")
         return y
 
     world = World(fresh=False)
     before, process = world.look(), process_state()
     with pytest.raises(KeyboardInterrupt):
         ws.compile(step)(world.model, world.optimizer, world.batch())
-    assert events.getvalue() == "after the signal"
+    assert "".join(events) == "after the signal"
     assert_same_process(process)
     assert_unchanged_and_trainable(world, before, fresh=False)
 
 
 def test_a_second_interrupt_is_raised_at_once() -> None:
-    events = io.StringIO()  # a list would be put back
+    events: list[str] = []
+    place = id(events)  # one that the step names would be put back
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGINT)
-        events.write("after the first")
+        at_address(place).append("after the first")
         os.kill(os.getpid(), signal.SIGINT)
-        events.write(", after the second")
+        at_address(place).append(", after the second")
         return x
 
     world = World(fresh=False)
     before, process = world.look(), process_state()
     with pytest.raises(KeyboardInterrupt):
         ws.compile(step)(world.model, world.optimizer, world.batch())
-    assert events.getvalue() == "after the first"
+    assert "".join(events) == "after the first"
     assert_same_process(process)
     assert_unchanged_and_trainable(world, before, fresh=False)
 
@@ -267,17 +269,18 @@ def test_a_handler_that_the_step_sets_stays() -> None:
 
 def test_a_capture_on_another_thread_leaves_signals_alone() -> None:
     expected = signal.getsignal(signal.SIGINT)
-    events = io.StringIO()
+    events: list[str] = []
+    place = id(events)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        events.write(str(signal.getsignal(signal.SIGINT) is expected))
+        at_address(place).append(str(signal.getsignal(signal.SIGINT) is expected))
         return plain_step(model, optimizer, x)
 
     world = World(fresh=False)
     thread = threading.Thread(target=lambda: ws.compile(step)(world.model, world.optimizer, world.batch()))
     thread.start()
     thread.join()
-    assert events.getvalue() == "True"
+    assert "".join(events) == "True"
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])

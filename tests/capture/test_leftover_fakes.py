@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from capture.odd_places import at_address
 from capture.refused import Use, World, assert_points_at, assert_unchanged_and_trainable, step_with
 from cases.parts import adamw, mlp, plain_run
 from harness import Run, Story, assert_frames_equal, assert_same_story
@@ -148,6 +149,16 @@ LOCAL = threading.local()
 VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE", default=None)
 
 
+ADDRESSES = {
+    name: id(globals()[name]) for name in ("MODULE_CACHE", "NESTED", "RING", "ORDERED", "GROUPS", "LOCAL", "VARIABLE")
+}
+ADDRESSES["hidden_package"] = id(HIDDEN)
+
+
+def hidden(name: str) -> Any:
+    return at_address(ADDRESSES[name])
+
+
 def class_attribute(h: torch.Tensor) -> torch.Tensor:
     if Config.cache is None:
         Config.cache = torch.ones(4)  # <- here
@@ -171,8 +182,7 @@ def class_set(h: torch.Tensor) -> torch.Tensor:
 
 
 def remember(key: Any, make: Callable[[], Any]) -> Any:
-    """A helper in another module would look like this: its globals are not the step's."""
-    cache = globals()["MODULE_CACHE"]
+    cache = hidden("MODULE_CACHE")
     if key not in cache:
         cache[key] = make()
     return cache[key]
@@ -189,27 +199,27 @@ def module_dict_keyed_by_a_tensor(h: torch.Tensor) -> torch.Tensor:
 
 
 def nested_containers(h: torch.Tensor) -> torch.Tensor:
-    globals()["NESTED"]["a"]["b"].append({"x": (h * 2,)})  # <- here
+    hidden("NESTED")["a"]["b"].append({"x": (h * 2,)})  # <- here
     return h
 
 
 def ring(h: torch.Tensor) -> torch.Tensor:
-    globals()["RING"].append(h.mean())  # <- here
+    hidden("RING").append(h.mean())  # <- here
     return h
 
 
 def ordered(h: torch.Tensor) -> torch.Tensor:
-    globals()["ORDERED"]["last"] = h.mean()  # <- here
+    hidden("ORDERED")["last"] = h.mean()  # <- here
     return h
 
 
 def grouped(h: torch.Tensor) -> torch.Tensor:
-    globals()["GROUPS"]["norms"].append(h.norm())  # <- here
+    hidden("GROUPS")["norms"].append(h.norm())  # <- here
     return h
 
 
 def in_a_package(h: torch.Tensor) -> torch.Tensor:
-    sys.modules["hidden_package"].store["x"] = (torch.ones(4),)  # type: ignore[attr-defined]  # <- here
+    hidden("hidden_package").store["x"] = (torch.ones(4),)  # <- here
     return h
 
 
@@ -229,18 +239,18 @@ def _with_default(store: dict[str, Any] = {}) -> torch.Tensor:  # noqa: B006
 
 
 def thread_local(h: torch.Tensor) -> torch.Tensor:
-    globals()["LOCAL"].mask = torch.ones(4)  # <- here
-    return h * globals()["LOCAL"].mask
+    hidden("LOCAL").mask = torch.ones(4)  # <- here
+    return h * hidden("LOCAL").mask
 
 
 def context_variable(h: torch.Tensor) -> torch.Tensor:
-    globals()["VARIABLE"].set(h.mean())  # <- here
+    hidden("VARIABLE").set(h.mean())  # <- here
     return h
 
 
 def kept_by_a_closure(h: torch.Tensor) -> torch.Tensor:
     twice = h * 2  # <- here
-    globals()["MODULE_CACHE"]["callback"] = lambda: twice
+    hidden("MODULE_CACHE")["callback"] = lambda: twice
     return h
 
 

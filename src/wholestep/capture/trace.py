@@ -364,10 +364,8 @@ class Capture:
         self._track_reads(holder, path)
 
     def dicts_of_attributes(self) -> set[int]:
-        """Dicts that are the attributes of a plain object, by identity: their entries are compared and set one by one.
-
-        Also where a class has one dict for all of its objects (`self.__dict__ = self._shared_state`).
-        """
+        """Dicts that are the attributes of plain objects (`self.__dict__ = self._shared_state`), by identity: their
+        entries are compared and set one by one."""
         return {id(snapshot.now) for snapshot in self.snapshots}
 
     def _track_reads(self, holder: Any, path: str) -> None:
@@ -450,8 +448,7 @@ class Capture:
         return error.at(where)
 
     def _line_of(self, error: WholestepError) -> Location | None:
-        """The line for an error found after the trace: that of the optimizer's step if the error names one, or the
-        beginning of the step."""
+        """The line for an error found after the trace: of the optimizer's step that it names, or of the function."""
         for optimizer, path in self.world.optimizers.items():
             if path in error.what and optimizer in self.step_lines:
                 return self.step_lines[optimizer]

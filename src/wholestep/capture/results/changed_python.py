@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from wholestep.ir.captured_step import Change, WrittenContainer
 from wholestep.ir.signature import ChangeKind, InputKind
 from wholestep.ir.user_objects.plain_contents import kind_of, own_dict, same_contents, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, Slot
+from wholestep.torch_private.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
     from wholestep.capture.objects.discover import World
@@ -176,7 +178,9 @@ class ChangedPython:
         for container, path, contents in self._capture.copies:
             if id(container) in attributes or id(container) in self._table.filled_in_place:
                 continue
-            if not same_contents(contents, container) and not self._only_swapped(contents, container):
+            if same_contents(contents, container) or self._only_swapped(contents, container):
+                continue
+            if not self._is_let_go(contents, container):
                 self._changed(container, _not_repeated(path).seen_by(contents_effect(container)))
 
     def _changed(self, container: Any, error: ParameterDataError | SideEffectError) -> None:
@@ -236,6 +240,23 @@ class ChangedPython:
             now = {self._table.real_of(key): value for key, value in now.items()}
         pairs = [(before[k], now.get(k)) for k in before] if isinstance(before, dict) else zip(before, now, strict=True)
         return all(same_plain(b, a) or self._stands_for(b, a) for a, b in pairs)
+
+    def _is_let_go(self, before: Any, now: Any) -> bool:
+        """Whether a weak container only has new entries for tensors that nothing keeps: they go with the call."""
+        if not isinstance(now, dict | set) or any(item not in now for item in before):
+            return False
+        new = [item for item in now if item not in before]
+        if isinstance(now, dict) and any(now[key] is not value for key, value in before.items()):
+            return False
+        entries = [(key, now[key]) for key in new] if isinstance(now, dict) else [(item,) for item in new]
+        return bool(entries) and all(any(map(self._dies, entry)) for entry in entries)
+
+    def _dies(self, reference: Any) -> bool:
+        tensor = reference() if isinstance(reference, weakref.ref) else None
+        if not isinstance(tensor, FakeTensor) or id(tensor) in self._table.by_fake:
+            return False
+        node = self._capture.recorder.node_of(tensor)
+        return all(output is not node for _, _, output in self._bindings.outputs)
 
     def _stands_for(self, fake: Any, real: Any) -> bool:
         tracked = self._table.by_fake.get(id(fake))
