@@ -198,7 +198,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
 def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
     """What tensors and generators tell that user code asks by name (`_version`, `initial_seed`)."""
     world = capture.world
-    named = {name for _, code in world.codes.values() for name in code.co_names}
+    named = {name for _, code in world.codes.values() for name in (*code.co_names, *code.co_consts)}
     if "_version" in named:
         for tensor, slot in world.tensors.values():
             if id(tensor) not in capture.table.tracked:
@@ -206,7 +206,8 @@ def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
     if "initial_seed" in named:
         for generator, path in world.generators.values():
             yield Answer(f"{path}.initial_seed()", generator.initial_seed, generator.initial_seed())
-    for logger, path in world.sources.loggers.values():
+    asks_loggers = bool({"level", "disabled"} & named)
+    for logger, path in world.sources.loggers.values() if asks_loggers else ():
         ask = attrgetter("level", "disabled")
         yield Answer(f"({path}.level, {path}.disabled)", partial(ask, logger), ask(logger))
     if id(numpy) in world.sources.libraries:
