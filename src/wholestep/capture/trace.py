@@ -140,15 +140,15 @@ def trace_step(
                 captured = context.run(capture.run)
                 break
             except TraceAgain as again:
-                leftovers.clean_up(capture.fake_mode)
+                leftovers.clean_up(capture)
                 forget.append(again.teach(earlier))
                 refusal = again.refusal or refusal
             except BaseException as error:
-                leftovers.clean_up(capture.fake_mode)
+                leftovers.clean_up(capture)
                 if isinstance(error, WholestepError) and error.effect is not None:
                     capture = new()
                     error = with_line_of_effect(error, capture).with_traceback(error.__traceback__)
-                    leftovers.clean_up(capture.fake_mode)
+                    leftovers.clean_up(capture)
                 for each in forget:
                     each()
                 if refusal is not None and isinstance(error, Exception) and not isinstance(error, WholestepError):

@@ -35,6 +35,7 @@ from wholestep.guards.modules_and_optimizers import (
 from wholestep.guards.python_state import (
     SameAnswers,
     SameArrays,
+    SameCaches,
     SameChains,
     SameClasses,
     SameClassReads,
@@ -110,6 +111,7 @@ class Guards:
             SameContainers(specs),
             SameWritten(specs),
             SameArrays(specs),
+            SameCaches(specs),
             SameTensors(specs),
             SameNestedState(specs),
             SameScalers(specs),

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import abc
 import builtins
+import gc
 from collections.abc import Iterator
 from operator import attrgetter, is_
+from types import ModuleType
 from typing import Any
 
 from wholestep.guards.guard import Call, Guard
-from wholestep.ir.captured_step import GuardSpecs
+from wholestep.ir.captured_step import GuardSpecs, NamesReplaced
 from wholestep.ir.user_objects.plain_contents import registered, same_plain
 from wholestep.ir.user_objects.slots import ABSENT
 from wholestep.torch_private.guard_checks import DictWatch
@@ -77,7 +79,7 @@ class SameBuiltins(Guard):
         return bool(self._names)
 
     def holds(self, call: Call) -> bool:
-        if self._watch is None or not self._watch.unchanged():
+        if not NamesReplaced.now and (self._watch is None or not self._watch.unchanged()):
             if any(vars(builtins).get(name, ABSENT) is not value for name, value in self._before.items()):
                 return False
             self._watch = DictWatch([vars(builtins)])
@@ -92,18 +94,26 @@ class SameBuiltins(Guard):
                 yield f"{name} is a global now"
 
 
+def _dict_of(owner: ModuleType | type) -> dict[str, Any]:
+    """The dict of a module, or the one behind the read-only proxy that `vars(cls)` returns."""
+    if isinstance(owner, ModuleType):
+        return vars(owner)
+    return next(found for found in gc.get_referents(vars(owner)) if type(found) is dict)
+
+
 class SameLibraries(Guard):
-    """What user code names of Python's and other libraries' modules is the same: `F.gelu` was not replaced."""
+    """What user code names of Python's and other libraries' modules, and the methods of their classes, are the same:
+    `F.gelu` and `nn.Linear.forward` were not replaced."""
 
     def __init__(self, specs: GuardSpecs) -> None:
-        self._modules = [(vars(module), module.__name__, dict(named)) for module, named in specs.libraries]
+        self._modules = [(_dict_of(owner), owner.__name__, dict(named)) for owner, named in specs.libraries]
         self._watch: DictWatch | None = None
 
     def is_needed(self) -> bool:
         return bool(self._modules)
 
     def holds(self, call: Call) -> bool:
-        if self._watch is not None and self._watch.unchanged():
+        if NamesReplaced.now or (self._watch is not None and self._watch.unchanged()):
             return True
         if next(self.reasons(call), None) is not None:
             return False

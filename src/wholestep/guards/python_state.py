@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
@@ -17,6 +17,7 @@ from wholestep.ir.user_objects.plain_contents import (
     ArrayCopy,
     Contents,
     class_code,
+    entries_of,
     is_large,
     kind_of,
     own_dict,
@@ -158,6 +159,28 @@ class SameArrays(PerItemGuard):
         return (f"the contents of {copy.path} changed" for copy in self._arrays if not copy.is_same())
 
 
+class SameCaches(PerItemGuard):
+    """Functions with `functools.lru_cache` that the step called would return the same results."""
+
+    def __init__(self, specs: GuardSpecs) -> None:
+        self._caches = [(entries_of(cache), dict(entries_of(cache)), path) for cache, path in specs.lru_caches]
+        self._watch: DictWatch | None = None
+        super().__init__(self._caches)
+
+    def holds(self, call: Call) -> bool:
+        if self._watch is not None and self._watch.unchanged():
+            return True
+        if not super().holds(call):
+            return False
+        self._watch = DictWatch([entries for entries, _, _ in self._caches])
+        return True
+
+    def reasons(self, call: Call) -> Iterator[str]:
+        for entries, before, path in self._caches:
+            if any(entries.get(key, ABSENT) is not entry for key, entry in before.items()):
+                yield f"the cache of {path} was emptied or has other results"
+
+
 class SameChains(PerItemGuard):
     """Objects that the step calls are still reached by the same attributes from its arguments and variables."""
 
@@ -195,11 +218,15 @@ class SameClasses(Guard):
         """Dicts that a replay does not write: comparing their versions is enough."""
         self._always = [c for c, d in dicts if d is None or id(c.cls) in set_by_step]
         self._watch: DictWatch | None = None
+        self._types = [c.cls for c in self._classes]
+        self._bases = [cls.__bases__ for cls in self._types]
 
     def is_needed(self) -> bool:
         return bool(self._classes)
 
     def holds(self, call: Call) -> bool:
+        if not all(map(is_, map(_bases_of, self._types), self._bases)):
+            return False
         if self._watch is not None and self._watch.unchanged():
             return all(c.is_same() for c in self._always)
         if not all(c.is_same() for c in self._classes):
@@ -208,8 +235,13 @@ class SameClasses(Guard):
         return True
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for each in self._classes:
+        for each, bases in zip(self._classes, self._bases, strict=True):
+            if each.cls.__bases__ is not bases:
+                yield f"{each.path} has other bases"
             yield from each.differences()
+
+
+_bases_of = attrgetter("__bases__")
 
 
 class _Class:
@@ -217,7 +249,7 @@ class _Class:
 
     def __init__(self, cls: type, path: str) -> None:
         self.cls = cls
-        self._path = path
+        self.path = path
         self._names = _names(cls)
         code = dict(class_code(cls))
         self._keys, self._code = list(code), list(code.values())
@@ -230,9 +262,9 @@ class _Class:
         members = vars(self.cls)
         for key, before in zip(self._keys, self._code, strict=True):
             if members.get(key) is not before:
-                yield f"{self._path}.{key} is another function"
+                yield f"{self.path}.{key} is another function"
         for name in sorted(_names(self.cls) ^ self._names):
-            yield f"{self._path}.{name} is {'new' if name in members else 'gone'}"
+            yield f"{self.path}.{name} is {'new' if name in members else 'gone'}"
 
 
 def _names(cls: type) -> set[str]:

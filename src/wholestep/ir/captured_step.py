@@ -283,6 +283,12 @@ class FileRead(Protocol):
         """Whether it still is."""
 
 
+class NamesReplaced:
+    """Whether a capture, in whatever thread, has put functions of its own in the place of those of Python and torch."""
+
+    now = False
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a function told that reads the state of the process: the directory, a seed, the level of a logger."""
@@ -334,6 +340,8 @@ class GuardSpecs:
     """Lists and dicts that the step writes."""
     arrays: Sequence[tuple[Any, str]] = ()
     """NumPy arrays and the like that the step may have read."""
+    lru_caches: Sequence[tuple[Any, str]] = ()
+    """Functions with `functools.lru_cache` that the step called."""
     links: Sequence[ObjectLink] = ()
     classes: Mapping[type, str] = field(default_factory=dict)
     classes_set_by_step: frozenset[type] = frozenset()
@@ -345,7 +353,7 @@ class GuardSpecs:
     """Functions of the user's with their code: `f.__code__` can be set."""
     weak: Sequence[tuple[Any, str]] = ()
     """Weak references to objects that were there."""
-    libraries: Sequence[tuple[ModuleType, Mapping[str, Any]]] = ()
+    libraries: Sequence[tuple[ModuleType | type, Mapping[str, Any]]] = ()
     """Modules of Python and of libraries, with what user code names of them: it can be replaced."""
     whole_reads: Sequence[tuple[Any, str, Set[str]]] = ()
     """Plain objects that the step read as a whole (`vars(h)`), and the names of their attributes."""

@@ -44,7 +44,7 @@ from wholestep.errors import UnsupportedError, WrappedError
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import flatten, name_leaves
-from wholestep.ir.user_objects.plain_contents import CONTAINERS, own_dict
+from wholestep.ir.user_objects.plain_contents import CONTAINERS, has_attributes, own_dict
 from wholestep.ir.user_objects.plain_contents import PLAIN as _PLAIN
 from wholestep.ir.user_objects.slots import CellSlot, DefaultsSlot, FixedSlot, MappingSlot, SequenceSlot, Slot
 from wholestep.options import Options
@@ -165,6 +165,7 @@ def discover(
     world = walk.world
     if hooks:
         walk.hooks()
+    walk.library_classes()
     behind = search(list(world.frontier.values()), TARGETS, world.knows)
     for chain in behind:
         if called(chain.target):
@@ -184,6 +185,7 @@ class _Walk:
     def __init__(self) -> None:
         self.world = World()
         self._seen: set[int] = set()
+        self._walked_classes: set[int] = set()
         self._keep: list[Any] = []
         self._within: list[Any] = []
         """The objects whose contents are being visited."""
@@ -196,7 +198,7 @@ class _Walk:
         if value.__class__ is not type(value):
             self._proxy(value, path, depth)
             return
-        if isinstance(value, _PLAIN) or value is None:
+        if value is None or (isinstance(value, _PLAIN) and not has_attributes(value)):
             return
         if isinstance(value, Tensor) and slot is not None:
             self.world.tensors.setdefault(id(value), (value, slot))  # an argument may lie in an attribute, too
@@ -248,7 +250,7 @@ class _Walk:
 
     def _visit(self, value: Any, path: str, depth: int, slot: Slot | None) -> None:
         world = self.world
-        if isinstance(value, CONTAINERS) and not is_foreign(type(value)):
+        if isinstance(value, (*CONTAINERS, tuple, frozenset)) and not is_foreign(type(value)):
             self._plain_object(value, path, depth)  # a dict with attributes
         if isinstance(value, nn.Module):
             self._module(value, path, depth)
@@ -290,6 +292,8 @@ class _Walk:
                 self.visit(value.__self__, path, depth, None)
         elif is_random_object(value):
             world.random_objects.append((value, path))
+        elif isinstance(value, Enum):
+            self._sources.class_(type(value), depth)
         elif self._sources.look_at(value, path, depth):
             world.frontier[id(value)] = (value, path)
         elif _is_plain_object(value):
@@ -337,6 +341,10 @@ class _Walk:
             for name, default in zip(names, fn.__defaults__, strict=False):
                 self.visit(default, name, depth + 1, FixedSlot(InputKind.CAPTURED, name, None, default))
 
+    def library_classes(self) -> None:
+        world = self.world
+        self._sources.library_classes([*world.modules, *world.optimizers, *world.schedulers, *world.scalers])
+
     def hooks(self) -> None:
         """The code of hooks, which run in the step, and what they are bound to."""
         for hook in global_module_hooks():
@@ -359,19 +367,18 @@ class _Walk:
 
     def _methods(self, cls: type, depth: int) -> None:
         """Visit what the code of a user class's methods reads: closures, globals, default arguments."""
-        if id(cls) in self._seen or depth > _MAX_DEPTH:
+        if id(cls) in self._walked_classes or depth > _MAX_DEPTH:
             return
-        self._seen.add(id(cls))
+        self._walked_classes.add(id(cls))
         for base in cls.__mro__:
             if not is_foreign(base):
                 self.world.frontier[id(base)] = (base, base.__name__)
             for member in list(vars(base).values()) if not is_foreign(base) else ():
-                found = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-                found = found.fget if isinstance(found, property) else found
-                if isinstance(found, FunctionType) and id(found) not in self._seen:
-                    self._seen.add(id(found))
-                    self._variables(found, max(depth, _MAX_DEPTH - 2))
-                    self._attributes_and_defaults(found, found.__qualname__, max(depth, _MAX_DEPTH - 2))
+                for found in self._sources.functions_in(member, base.__name__, max(depth, _MAX_DEPTH - 2)):
+                    if id(found) not in self._seen:
+                        self._seen.add(id(found))
+                        self._variables(found, max(depth, _MAX_DEPTH - 2))
+                        self._attributes_and_defaults(found, found.__qualname__, max(depth, _MAX_DEPTH - 2))
 
     def _variables(self, fn: FunctionType, depth: int) -> None:
         cells = fn.__closure__ or ()
@@ -383,13 +390,14 @@ class _Walk:
         self.world.reads_param_groups |= "param_groups" in fn.__code__.co_names
         slots: list[tuple[str, Slot]] = []
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
-            slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
+            if name != "dispatch_cache" or fn.__code__.co_filename != functools.__file__:  # of singledispatch
+                slots.append((name, CellSlot(InputKind.CAPTURED, name, None, cell)))
         named = _global_names(fn.__code__)
         if "type" in named and "type" not in fn.__globals__:
             self.world.asks_for_types[id(fn.__globals__)] = fn.__globals__
         if "id" in named and "id" not in fn.__globals__:
             self.world.asks_for_ids[id(fn.__globals__)] = fn.__globals__
-        if _LOOKS_UP & named or "__globals__" in fn.__code__.co_names:
+        if _LOOKS_UP & {*named, *fn.__code__.co_names}:
             named = named | _spelled(fn.__code__, fn.__globals__)
         absent = self.world.builtin_names.setdefault(id(fn.__globals__), (fn.__globals__, set()))[1]
         for name in sorted(named):
@@ -406,7 +414,7 @@ class _Walk:
                 value = slot.get()
             except ValueError:  # an empty cell
                 continue
-            self._sources.named_class(value)
+            self._sources.named_value(value)
             if isinstance(value, ModuleType | type):
                 self.world.frontier[id(value)] = (value, name)
             if isinstance(value, ModuleType | type) and is_foreign(value):
@@ -490,12 +498,17 @@ _OPEN_LIBRARIES = ("transformers", "torch.distributions")
 """Libraries whose objects hold values that a step reads."""
 
 
+_OPEN_STANDARD = frozenset({"collections", "configparser", "contextlib", "functools", "statistics", "string"})
+"""Modules of Python whose objects are written in Python and hold values."""
+
+
 def _is_plain_object(value: Any) -> bool:
     if isinstance(value, type | ModuleType | BuiltinFunctionType | Enum):
         return False
     if isinstance(value, SimpleNamespace | Namespace):
         return True
-    return not is_foreign(type(value)) or str(type(value).__module__).startswith(_OPEN_LIBRARIES)
+    place = str(type(value).__module__)
+    return not is_foreign(type(value)) or place.startswith(_OPEN_LIBRARIES) or place.split(".")[0] in _OPEN_STANDARD
 
 
 def is_random_object(value: Any) -> bool:
@@ -506,8 +519,8 @@ def is_random_object(value: Any) -> bool:
 
 
 _ASKS_FOR_DICTS = frozenset({"vars", "__dict__", "getmembers", "getmembers_static", "getattr_static"})
-_LOOKS_UP = frozenset({"globals", "eval", "exec"})
-"""Builtins by which code reads and sets globals whose names it spells."""
+_LOOKS_UP = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})
+"""Names by which code reads and sets globals whose names it spells."""
 
 
 def _spelled(code: CodeType, namespace: dict[str, Any]) -> frozenset[str]:

@@ -11,25 +11,30 @@ Part of `discover`: the walk passes on whatever is not a module, optimizer, tens
 
 from __future__ import annotations
 
+import decimal
 import dis
+import functools
 import gc
 import io
 import logging
 import sys
+import sysconfig
 import threading
 import weakref
 from abc import ABCMeta
 from collections import ChainMap, UserList, deque
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -39,7 +44,7 @@ from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
 from wholestep.capture.python_reads.stand_ins import IMMUTABLE, StandIn, is_consumed, with_parts
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_contents import is_array, is_large
+from wholestep.ir.user_objects.plain_contents import LRU_CACHE, class_code, entries_of, is_array, is_large
 from wholestep.ir.user_objects.slots import (
     ABSENT,
     ClassSlot,
@@ -84,13 +89,18 @@ class OtherSources:
     """Functions of the user's, and the names of their attributes."""
     arrays: list[tuple[Any, str]] = field(default_factory=list)
     """NumPy arrays and the like."""
-    libraries: dict[int, tuple[ModuleType, dict[str, Any]]] = field(default_factory=dict)
-    """Modules that are not the user's, by identity, with what user code names of them."""
+    libraries: dict[int, tuple[ModuleType | type, dict[str, Any]]] = field(default_factory=dict)
+    """Modules that are not the user's, by identity, with what user code names of them; classes of libraries whose
+    objects the step may call, with their methods."""
     loggers: dict[int, tuple[logging.Logger, str]] = field(default_factory=dict)
     weak: dict[int, tuple[Any, str]] = field(default_factory=dict)
     """Weak references, by identity."""
     abstract_classes: dict[int, type] = field(default_factory=dict)
     """Abstract base classes that user code names, by identity."""
+    lru_caches: dict[int, tuple[Any, str, Any]] = field(default_factory=dict)
+    """Functions with `functools.lru_cache` by identity, with their paths and what `cache_info()` told."""
+    counts_in_decimal: bool = False
+    """Whether the step may compute with `decimal`, whose precision is state of the thread."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
     """The same, where no slot holds them."""
 
@@ -131,9 +141,13 @@ class SourceWalk:
             self._visit(value.data, path, depth, None)
         elif isinstance(value, ChainMap):
             self._visit(value.maps, path, depth, None)
-        elif isinstance(value, MappingProxyType):
+        elif isinstance(value, MappingProxyType | KeysView | ValuesView | ItemsView):
             for behind in gc.get_referents(value):
                 self._visit(behind, path, depth, None)
+        elif type(value) is LRU_CACHE:
+            self._lru_cache(value, path, depth)
+        elif isinstance(value, Decimal):
+            self._sources.counts_in_decimal = True
         elif isinstance(value, weakref.ref):
             self._sources.weak.setdefault(id(value), (value, path))
             self._visit(value(), f"{path}()", depth, None)
@@ -157,6 +171,34 @@ class SourceWalk:
         else:
             return False
         return True
+
+    def _lru_cache(self, cache: Any, path: str, depth: int) -> None:
+        """The function behind a cache, and what it returned before."""
+        self._sources.lru_caches[id(cache)] = cache, path, cache.cache_info()
+        self._visit(cache.__wrapped__, path, depth, None)
+        own = (vars(cache), cache.__wrapped__, entries_of(cache))
+        for held in gc.get_referents(cache):  # keys and results
+            if not isinstance(held, type) and not any(held is each for each in own):
+                self._visit(held, f"{path}(..)", depth + 1, None)
+
+    def functions_in(self, member: Any, owner: str, depth: int) -> Iterator[FunctionType]:
+        """The functions that a member of a class runs: a method, a property, a cache or partial of one."""
+        if isinstance(member, FunctionType):
+            yield member
+        elif isinstance(member, classmethod | staticmethod):
+            yield from self.functions_in(member.__func__, owner, depth)
+        elif isinstance(member, property):
+            for each in (member.fget, member.fset):
+                yield from self.functions_in(each, owner, depth)
+        elif isinstance(member, functools.cached_property):
+            yield from self.functions_in(member.func, owner, depth)
+        elif isinstance(member, functools.partialmethod):
+            yield from self.functions_in(member.func, owner, depth)
+            self._visit([*member.args, *member.keywords.values()], f"an argument of {owner}", depth, None)
+        elif isinstance(member, functools.singledispatchmethod):
+            yield from self.functions_in(member.dispatcher, owner, depth)
+        elif type(member) is LRU_CACHE:
+            self._visit(member, f"{owner}.{member.__name__}", depth, None)
 
     def _logger(self, logger: logging.Logger, path: str, depth: int) -> None:
         """The level of a logger; and its handlers, which may keep what they are given."""
@@ -184,7 +226,7 @@ class SourceWalk:
         """Visit the attributes and default arguments of a function."""
         self._sources.functions.append((fn, path, frozenset(vars(fn))))
         for name in vars(fn):
-            if name != "__wrapped__":
+            if name not in ("__wrapped__", "_clear_cache"):  # (of singledispatch)
                 self._place(MappingSlot(InputKind.CAPTURED, f"{path}.{name}", None, vars(fn), name), depth)
         defaults = fn.__kwdefaults__ or {}
         for name in list(defaults):
@@ -204,7 +246,12 @@ class SourceWalk:
 
     def class_(self, cls: type, depth: int) -> None:
         """Visit values in the dicts of a class, of its bases and of its metaclass; and the code of its methods."""
-        if issubclass(cls, Enum) or cls in self._sources.classes:
+        if issubclass(cls, Enum):
+            for name, member in {} if is_foreign(cls) else cls.__members__.items():
+                self._visit(member._value_, f"{cls.__qualname__}.{name}.value", depth + 1, None)
+            self._walk_methods(cls, depth)
+            return
+        if cls in self._sources.classes:
             return
         for base in (*cls.__mro__, *type(cls).__mro__):
             if is_foreign(base) or base in self._sources.classes:
@@ -228,10 +275,22 @@ class SourceWalk:
             path, number = f"{name}#{number}", number + 1
         return path
 
-    def named_class(self, value: Any) -> None:
-        """User code names a class: `isinstance` may ask an abstract one which classes were registered with it."""
+    def named_value(self, value: Any) -> None:
+        """User code names a class or module: `isinstance` may ask an abstract one which classes were registered."""
         if isinstance(value, ABCMeta):
             self._sources.abstract_classes[id(value)] = value
+        elif value is Decimal or value is decimal:
+            self._sources.counts_in_decimal = True
+
+    def library_classes(self, objects: Iterable[Any]) -> None:
+        """Methods of torch and other libraries that the step may run: they can be replaced."""
+        kinds = {base for kind in {type(each) for each in objects} for base in kind.__mro__[:-1]}
+        for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+            if is_foreign(kind):
+                self._sources.libraries.setdefault(id(kind), (kind, dict(class_code(kind))))
+        self._sources.libraries.setdefault(id(Tensor), (Tensor, dict(class_code(Tensor))))
+        functions = {name: value for name, value in vars(functional).items() if callable(value)}
+        self._sources.libraries[id(functional)] = functional, functions
 
     def _library(self, module: ModuleType, code: CodeType, depth: int, nested: int) -> None:
         """What code names of a module that is not the user's (`F.gelu`, `sys.argv`), also in modules in it."""
@@ -258,14 +317,14 @@ class SourceWalk:
                 self._library(module, code, depth, 0)
         imported = imported_modules(fn.__globals__, code)
         for value in named.values():
-            self.named_class(value)
+            self.named_value(value)
             if isinstance(value, ModuleType) and value.__name__ not in _LARGE_MODULES:
                 for attribute in code.co_names:
                     inner = vars(value).get(attribute)
-                    self.named_class(inner)
+                    self.named_value(inner)
                     if isinstance(inner, ModuleType):  # collections.abc.Sequence
                         for each in code.co_names:
-                            self.named_class(vars(inner).get(each))
+                            self.named_value(vars(inner).get(each))
         for name, module in {**named, **imported}.items():
             if isinstance(module, ModuleType) and not is_foreign(module):
                 if name in imported:
@@ -292,7 +351,20 @@ def imported_modules(namespace: dict[str, Any], code: CodeType) -> dict[str, Mod
         module = sys.modules.get(name)
         if isinstance(module, ModuleType):
             found[name] = module
+    if _LOOKS_UP_MODULES & set(code.co_names) and not any(not is_foreign(module) for module in found.values()):
+        found |= {name: module for name, module in list(sys.modules.items()) if _is_the_users(module)}
     return found
+
+
+_LOOKS_UP_MODULES = frozenset({"modules", "import_module", "__import__"})
+_PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+
+
+def _is_the_users(module: Any) -> bool:
+    """Whether a module is neither of Python nor of an installed package."""
+    if type(module) is not ModuleType or is_foreign(module):
+        return False
+    return not str(vars(module).get("__file__") or "").startswith(_PACKAGES)
 
 
 @lru_cache(maxsize=8192)
@@ -306,7 +378,7 @@ def _imports(code: CodeType) -> frozenset[tuple[int, str]]:
             name = str(instruction.argval)
             found |= {(level, name), *((level, f"{name}.{each}".lstrip(".")) for each in listed)}
         before.append(instruction.argval)
-    if {"modules", "import_module", "__import__"} & set(code.co_names):
+    if _LOOKS_UP_MODULES & set(code.co_names):
         found |= {(0, const) for const in code.co_consts if isinstance(const, str)}
     for const in code.co_consts:
         if isinstance(const, CodeType):

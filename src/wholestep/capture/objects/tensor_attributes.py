@@ -67,7 +67,9 @@ class TensorAttributes:
             if key in on_fake:
                 continue
             slot = MappingSlot(InputKind.CAPTURED, f"{tracked.slot.path}.{key}", None, real, key)
-            if isinstance(value, Tensor):
+            if isinstance(tracked.slot, BatchSlot):
+                pass  # the next call has another tensor here: a number is a guard, and reading a tensor is refused
+            elif isinstance(value, Tensor):
                 self._world.tensors.setdefault(id(value), (value, slot))
             elif type(value) in (int, float) and self._lifts(slot.path):
                 value = self._lift_number(MappingSlot(InputKind.HYPER_PARAMETER, slot.path, None, real, key), value)

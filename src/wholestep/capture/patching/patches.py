@@ -54,6 +54,7 @@ from wholestep.errors import (
     SideEffectError,
     UnsupportedError,
 )
+from wholestep.ir.captured_step import NamesReplaced
 from wholestep.ir.graph_functions import get_rng_state, manual_seed, number_tensor, set_rng_state
 from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.meta import is_users_code, user_location
@@ -97,6 +98,8 @@ def patched(host: PatchHost) -> Iterator[None]:
     """All replacements, for the current thread, until the block ends."""
     thread = threading.get_ident()
     with ExitStack() as stack:
+        stack.callback(setattr, NamesReplaced, "now", False)
+        NamesReplaced.now = True
 
         def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
             missing = object()

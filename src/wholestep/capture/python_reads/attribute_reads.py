@@ -90,6 +90,7 @@ class AttributeReads:
         cls = type(obj)
         if cls not in self._objects and not self._hook(cls):
             tracker.sees_reads = False
+            tracker.read_whole = True
             self.note_all(tracker)
             return tracker
         self._objects[cls][id(obj)] = tracker

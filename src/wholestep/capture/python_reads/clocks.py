@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import math
 import os
 import resource
+import sys
 import time
 import timeit
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +35,8 @@ from datetime import date as RealDate
 from datetime import datetime as RealDatetime
 from datetime import timedelta as RealDelta
 from typing import Any, NoReturn
+
+import torch
 
 from wholestep.capture.objects.callers import called_by_user, caller_location
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
@@ -267,10 +272,18 @@ def _through(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_OF_THE_PROCESS = (os.times, resource.getrusage)
-"""Readings of the time that this process has used, and of its memory."""
+_OF_THE_PROCESS: tuple[tuple[Any, str], ...] = (
+    (os, "times"),
+    (resource, "getrusage"),
+    (gc, "get_count"),
+    (sys, "getrefcount"),
+    (tracemalloc, "get_traced_memory"),
+    *((torch.cuda, f"{peak}memory_{what}") for peak in ("", "max_") for what in ("allocated", "reserved")),
+)
+"""Readings of the time that this process has used, and of its memory: they differ by themselves like a clock."""
+_READS_OF_THE_PROCESS = [getattr(owner, name) for owner, name in _OF_THE_PROCESS]
 CLOCKS = frozenset(
-    {id(getattr(time, name)) for name in _PATCHED} | {id(RealDatetime), id(RealDate)} | set(map(id, _OF_THE_PROCESS))
+    map(id, [*(getattr(time, name) for name in _PATCHED), RealDatetime, RealDate, *_READS_OF_THE_PROCESS])
 )
 """Clocks that user code may hold by a name of its own (`from time import time`), by identity."""
 
@@ -286,7 +299,7 @@ class Clocks:
             for name in _PATCHED
         }
         """The stand-in of each clock while tracing, by identity of the clock."""
-        self.readers |= {id(read): self._reading(read) for read in _OF_THE_PROCESS}
+        self.readers |= {id(read): self._reading(read) for read in _READS_OF_THE_PROCESS}
         self.readers[id(RealDatetime)] = self._datetime()
         self.readers[id(RealDate)] = self._date()
 
@@ -361,8 +374,8 @@ class Clocks:
         """Replace the clocks in their modules."""
         before: list[tuple[Any, str, Any]] = [(time, name, getattr(time, name)) for name in _PATCHED]
         before += [(datetime, "datetime", RealDatetime), (datetime, "date", RealDate)]
-        before += [(timeit, "default_timer", timeit.default_timer), (os, "times", os.times)]
-        before += [(resource, "getrusage", resource.getrusage)]
+        before += [(timeit, "default_timer", timeit.default_timer)]
+        before += [(*place, read) for place, read in zip(_OF_THE_PROCESS, _READS_OF_THE_PROCESS, strict=True)]
         functions = [(math, name, getattr(math, name)) for name in _MATH]
         try:
             for owner, name, real in before:

@@ -1,7 +1,8 @@
 """What user code reads from outside of the process while a step is traced: environment variables and files.
 
-Reading them again has no effects, so they are guarded: the value of a variable, the size and time of a file. What
-cannot be read twice (random bytes of the system, other processes, the keyboard) and what is written is refused.
+Reading them again has no effects, so they are guarded: the value of a variable, the size and time of a file, the
+answer of `os.getcwd()` or of an event. What cannot be read twice (random bytes of the system, other processes, the
+keyboard) and what is written is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import io
 import locale
 import logging
+import multiprocessing.synchronize
 import os
 import random
 import stat
@@ -25,12 +27,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import Any, NoReturn
 
 import numpy
 import torch
 
-from wholestep.capture.objects.callers import called_by_user, caller_location
+from wholestep.capture.objects.callers import called_by_user, caller_location, is_user_code
 from wholestep.errors import RandomStateError, SideEffectError
 from wholestep.ir.captured_step import Answer
 
@@ -44,6 +47,12 @@ _ASKED: tuple[tuple[Any, str], ...] = (
     (sys, "getrecursionlimit"),
     (gc, "isenabled"),
     (locale, "getlocale"),
+    (torch, "get_num_threads"),
+    (torch, "get_num_interop_threads"),
+    (torch, "is_warn_always_enabled"),
+    (threading, "active_count"),
+    (gc, "get_threshold"),
+    (os, "cpu_count"),
 )
 """Functions that read the state of the process: asking again is free of effects."""
 _SMALL = 1 << 20
@@ -56,7 +65,25 @@ UNREPEATABLE = frozenset(
     {id(os.urandom), id(_GET_RANDOM), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open), id(builtins.print)}
 )
 UNREPEATABLE |= {id(getattr(owner, name)) for owner, name in _ASKED}
+_CHANGES_FILES: dict[str, str] = {
+    "mkdir": "creates the directory",
+    "rmdir": "removes the directory",
+    "unlink": "deletes",
+    "remove": "deletes",
+    "rename": "renames",
+    "replace": "renames",
+    "link": "links to",
+    "symlink": "links to",
+    "chmod": "sets the mode of",
+    "utime": "sets the times of",
+    "truncate": "truncates",
+    "write": "writes to the file descriptor",
+    "pwrite": "writes to the file descriptor",
+    "chdir": "goes to the directory",
+}
+UNREPEATABLE |= {id(getattr(os, name)) for name in _CHANGES_FILES if hasattr(os, name)}
 """Functions that user code may hold by a name of its own, by identity."""
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FileState:
@@ -99,6 +126,13 @@ def _contents(path: str, found: tuple[int, int, int, int] | None) -> bytes | Non
 
 
 _REAL_STAT, _REAL_OPEN = os.stat, builtins.open
+_REAL_IS_SET: dict[type, Callable[[Any], bool]] = {
+    kind: kind.is_set for kind in (threading.Event, multiprocessing.synchronize.Event)
+}
+
+
+def _is_set(event: Any) -> bool:
+    return next(_REAL_IS_SET[base] for base in type(event).__mro__ if base in _REAL_IS_SET)(event)
 
 
 class OutsideReads:
@@ -121,6 +155,8 @@ class OutsideReads:
         for owner, name in _ASKED:
             real = getattr(owner, name)
             self.replacements[id(real)] = functools.partial(self._ask, f"{owner.__name__}.{name}()", real)
+        for name in _CHANGES_FILES.keys() & vars(os).keys():
+            self.replacements[id(getattr(os, name))] = functools.partial(self._change, name, getattr(os, name))
         """Stand-ins for such functions, by their identity."""
 
     @contextmanager
@@ -159,6 +195,18 @@ class OutsideReads:
                 )
             for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
                 patch(logging.Logger, name, functools.partial(self._ask_logger, name))
+            for name in _CHANGES_FILES.keys() & vars(os).keys():
+                patch(os, name, functools.partial(self._change, name))
+            patch(os, "open", self._open_descriptor)
+            patch(threading, "current_thread", self._current_thread)
+            for kind in (threading.Event, multiprocessing.synchronize.Event):
+                patch(kind, "is_set", self._ask_event)
+                patch(kind, "wait", self._ask_event)
+                patch(kind, "set", functools.partial(self._set_event, True))
+                patch(kind, "clear", functools.partial(self._set_event, False))
+            patch(SynchronizedArray, "__getitem__", self._read_shared)
+            patch(SynchronizedArray, "__setitem__", lambda real, *a: _refuse("writes to a multiprocessing.Array"))
+            stack.enter_context(self._shared_values())
             patch(os, "urandom", lambda real, *a: self._random(real, "os.urandom", *a))
             patch(random, "_urandom", lambda real, *a: self._random(real, "the system's random bytes", *a))
             for name in ("uuid1", "uuid4"):
@@ -192,6 +240,74 @@ class OutsideReads:
     def _ask_logger(self, name: str, real: Any, logger: Any, *args: Any) -> Any:
         asked = ", ".join(map(repr, args))
         return self._ask(f"logging.getLogger({logger.name!r}).{name}({asked})", real, logger, *args)
+
+    def _ask_event(self, real: Any, event: Any, *args: Any) -> Any:
+        """Ask an event whether it is set."""
+        asked = functools.partial(_is_set, event)
+        self.answers.setdefault(f"an Event at {id(event):x}", Answer("Event.is_set()", asked, asked()))
+        return real(event, *args)
+
+    def _set_event(self, value: bool, real: Any, event: Any) -> Any:
+        if _is_set(event) is not value:
+            _refuse(f"{'sets' if value else 'clears'} an Event")
+        return self._ask_event(real, event)
+
+    def _current_thread(self, real: Any) -> Any:
+        if is_user_code(sys._getframe(2).f_code):
+            self.answers.setdefault("thread", Answer("the name of the thread", lambda: real().name, real().name))
+        return real()
+
+    def _read_shared(self, real: Any, array: Any, index: Any) -> Any:
+        told = real(array, index)
+        name = f"multiprocessing.Array(..)[{index!r}]"
+        asked = functools.partial(real, array, index)
+        self.answers.setdefault(f"{name} at {id(array):x}", Answer(name, asked, copy.copy(told)))
+        return told
+
+    @contextmanager
+    def _shared_values(self) -> Iterator[None]:
+        """Record reads of `multiprocessing.Value`, and refuse writes."""
+        real: Any = vars(Synchronized)["value"]
+
+        def is_here() -> bool:
+            return threading.get_ident() == self._thread and called_by_user()
+
+        def read(shared: Any) -> Any:
+            told = real.fget(shared)
+            if is_here():
+                asked = functools.partial(real.fget, shared)
+                name = "multiprocessing.Value(..).value"
+                self.answers.setdefault(f"{name} at {id(shared):x}", Answer(name, asked, told))
+            return told
+
+        def write(shared: Any, value: Any) -> None:
+            if is_here():
+                _refuse("writes to a multiprocessing.Value")
+            real.fset(shared, value)
+
+        kind: Any = Synchronized
+        kind.value = property(read, write)
+        try:
+            yield
+        finally:
+            kind.value = real
+
+    def _change(self, name: str, real: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function of `os` that changes files: allowed where it fails, as `os.makedirs(path, exist_ok=True)` may."""
+        if not called_by_user():
+            return real(path, *args, **kwargs)
+        named = isinstance(path, str | bytes | os.PathLike)
+        fails = named and os.path.lexists(path) == (name == "mkdir")
+        if not fails:
+            _refuse(f"{_CHANGES_FILES[name]} {path}")
+        self._note(path)
+        return real(path, *args, **kwargs)
+
+    def _open_descriptor(self, real: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if flags & _WRITE_FLAGS:
+            _refuse(f"opens {path} for writing")
+        self._note(path)
+        return real(path, flags, *args, **kwargs)
 
     def _variables(self, real: Any, environ: Any) -> Any:
         self.whole_environment = dict(zip(os.environ._data, os.environ._data.values(), strict=True))  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ import operator
 import os
 import queue
 import sys
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from types import BuiltinFunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
@@ -31,6 +32,7 @@ import numpy
 from wholestep.capture.objects.callers import is_foreign, user_code_location
 from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import CapturedTensorError, SideEffectError
+from wholestep.ir.user_objects.opaque_state import is_memory, size_of
 from wholestep.ir.user_objects.plain_contents import is_large
 from wholestep.ir.user_objects.slots import Slot
 
@@ -50,11 +52,21 @@ _WRITES_FILE = frozenset({"write", "writelines", "getvalue", "getbuffer", "write
 _HEAP_TYPE = 1 << 9
 
 
+_EXTERNAL = frozenset(
+    {"socket.socket", "_socket.socket", "sqlite3.Connection", "subprocess.Popen", "http.client.HTTPConnection"}
+)
+"""Classes of connections to something outside of the process."""
+
+
+def _is_connection(kind: type) -> bool:
+    return is_foreign(kind) and any(f"{base.__module__}.{base.__qualname__}" in _EXTERNAL for base in kind.__mro__)
+
+
 def is_consumed(value: Any) -> bool:
     """Whether reading a value consumes something. An iterator written as a class of the user's is followed instead: its
     position is in its attributes."""
     kind = type(value)
-    if issubclass(kind, (*_QUEUES, *_WRITERS)) or issubclass(kind, AsyncGenerator):
+    if issubclass(kind, (*_QUEUES, *_WRITERS)) or issubclass(kind, AsyncGenerator) or _is_connection(kind):
         return True
     if issubclass(kind, io.IOBase):
         return is_foreign(kind) and _is_open(value) and not _is_of_the_process(value)
@@ -113,6 +125,7 @@ class StandIn:
     def __init__(self, real: Any, path: str) -> None:
         self._wholestep_real = real
         self._wholestep_path = path
+        self._wholestep_thread = threading.get_ident()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse_call("")
@@ -122,7 +135,13 @@ class StandIn:
         kind = type(real).__name__
         if name in _WRITES_FILE:
             what = f"the step writes to {path} or asks what was written, a {kind}, and a replay would not write."
-        elif isinstance(real, _QUEUES):
+        elif is_memory(real):
+            raise CapturedTensorError(
+                f"the step reads {path}, a {kind} of {size_of(real) >> 20} MB, too large to be compared at each call.",
+                fix="make a tensor of the part that the step needs, outside of the step.",
+                location=user_code_location(),
+            )
+        elif isinstance(real, _QUEUES) or _is_connection(type(real)):
             what = f"the step uses {path}, a {kind}, and a replay would not."
         else:
             what = f"the step takes an element of {path}, a {kind}, and a replay would not take the next one."
@@ -134,7 +153,7 @@ class StandIn:
             location=user_code_location(),
         )
 
-    __next__ = __length_hint__ = __contains__ = _refuse
+    __next__ = __length_hint__ = __contains__ = __getitem__ = __setitem__ = _refuse
 
     def __iter__(self) -> StandIn:
         if isinstance(self._wholestep_real, io.IOBase):
@@ -152,6 +171,8 @@ class StandIn:
         real = self._wholestep_real
         if name.startswith("__"):
             raise AttributeError(name)
+        if threading.get_ident() != self._wholestep_thread:
+            return getattr(real, name)  # a thread of the user's goes on with it
         if isinstance(real, io.IOBase) and name not in _READS_FILE | _WRITES_FILE:
             return getattr(real, name)
         if isinstance(real, GeneratorType) and name.startswith("gi_"):
@@ -213,9 +234,9 @@ class StandIns:
         container = self._recorders.stand_in(real, path)
         if container is not None:
             return container
-        if is_large(real):
+        if is_large(real) and isinstance(real, numpy.ndarray):
             return large_array(real, path)
-        if not is_consumed(real):
+        if not is_consumed(real) and not is_large(real):
             return real
         return self._made.setdefault(id(real), StandIn(real, path))
 

@@ -23,6 +23,7 @@ from wholestep.capture.python_reads.stand_ins import StandIns
 from wholestep.capture.results.effect_line import array_effect
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.opaque_state import ASKS_LOCKS, tells_state
 from wholestep.ir.user_objects.plain_contents import ArrayCopy, copy_of, is_large, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, ClassSlot, MappingSlot, Slot, ThreadLocalSlot
 
@@ -88,8 +89,14 @@ class ValueSources:
 
     def _copy_arrays(self) -> None:
         for array, path in self._world.sources.arrays:
-            if id(array) not in self._arrays and not is_large(array):
+            if id(array) not in self._arrays and not is_large(array) and self.counts(array):
                 self._arrays[id(array)] = ArrayCopy(array, path)
+
+    def counts(self, array: Any) -> bool:
+        """Whether the step may depend on memory or a lock: on a lock only where its code asks for the state."""
+        if not tells_state(array):
+            return True
+        return any(ASKS_LOCKS & set(code.co_names) for _, code in self._world.codes.values())
 
     def _put_stand_ins(self) -> None:
         places = self._world.sources.stand_ins

@@ -6,10 +6,13 @@ terms what every input, output and change is.
 
 from __future__ import annotations
 
+import copy
+import decimal
+import gc
 from collections.abc import ItemsView, Iterator, KeysView, Set, ValuesView
 from functools import partial
 from operator import attrgetter
-from types import GeneratorType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -56,7 +59,16 @@ from wholestep.ir.signature import (
 )
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import Flat, flatten
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ClassSlot, LocalSlot, ModuleSlot, Slot, in_users_objects
+from wholestep.ir.user_objects.slots import (
+    ABSENT,
+    BatchSlot,
+    CellSlot,
+    ClassSlot,
+    LocalSlot,
+    ModuleSlot,
+    Slot,
+    in_users_objects,
+)
 from wholestep.torch_private.distributed import describe_placement, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import FakeTensor, version_of
 from wholestep.torch_private.fx_graphs import lazy_graph_module
@@ -164,7 +176,8 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         containers=tuple(containers),
         optimizer_containers=tuple(table.swapped_containers),
         written=tuple(python.written),
-        arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path)),
+        arrays=tuple((a, path) for a, path in sources.arrays if _may_read(capture, path) and capture.sources.counts(a)),
+        lru_caches=tuple((c, path) for c, path, info in sources.lru_caches.values() if c.cache_info() != info),
         links=tuple(world.links_to(capture.called)),
         classes=dict(sources.classes),
         classes_set_by_step=frozenset(c.slot.owner for c in bindings.changes if isinstance(c.slot, ClassSlot)),
@@ -206,12 +219,25 @@ def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
     if "initial_seed" in named:
         for generator, path in world.generators.values():
             yield Answer(f"{path}.initial_seed()", generator.initial_seed, generator.initial_seed())
+    if world.sources.counts_in_decimal:
+        yield Answer("decimal.getcontext()", _decimal_context, _decimal_context())
     asks_loggers = bool({"level", "disabled"} & named)
     for logger, path in world.sources.loggers.values() if asks_loggers else ():
-        ask = attrgetter("level", "disabled")
-        yield Answer(f"({path}.level, {path}.disabled)", partial(ask, logger), ask(logger))
-    if id(numpy) in world.sources.libraries:
+        level = attrgetter("level", "disabled")
+        yield Answer(f"({path}.level, {path}.disabled)", partial(level, logger), level(logger))
+    for name in {"__doc__", "__annotations__", "__subclasses__"} & named:
+        owners: list[Any] = [*world.sources.classes, *(fn for fn, _ in world.codes.values())]
+        for owner in owners:
+            if hasattr(owner, name):
+                ask = partial(type.__subclasses__, owner) if name == "__subclasses__" else partial(getattr, owner, name)
+                yield Answer(f"{owner.__qualname__}.{name}", ask, copy.copy(ask()))
+    if id(numpy) in world.sources.libraries or any(type(array) is numpy.ndarray for array, _ in world.sources.arrays):
         yield Answer("numpy.geterr()", numpy.geterr, numpy.geterr())
+        yield Answer("numpy.get_printoptions()", numpy.get_printoptions, numpy.get_printoptions())
+
+
+def _decimal_context() -> str:
+    return repr(decimal.getcontext())
 
 
 def _arguments(capture: Capture) -> ArgumentSpec:
@@ -381,7 +407,7 @@ def leaf_of(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple
         return bindings.output(OutputKind.RESULT, path, node)
 
     refuse_clocks(leaf, path)
-    leaf = real_of(leaf)
+    leaf = capture.table.whole_of(real_of(leaf))
     if is_dtensor(leaf):
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))
     if isinstance(leaf, Tensor):
@@ -404,10 +430,11 @@ def leaf_of(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple
     if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         node = capture.shape_arg(leaf)
         return ("output", output(node)) if isinstance(node, fx.Node) else ("value", node)
-    if isinstance(leaf, GeneratorType) or _hides_tensor(leaf):
+    if isinstance(leaf, GeneratorType) or _hides_tensor(leaf) or _binds_tensor(capture, leaf):
         raise UnsupportedError(
             f"{path} is a {type(leaf).__name__} with tensors inside, which the graph cannot rebuild.",
-            fix="return a dict, tuple or list; or register the class with torch.utils._pytree.register_dataclass.",
+            fix="return the tensors in a dict, tuple or list; or register the class with "
+            "torch.utils._pytree.register_dataclass.",
         )
     return "value", leaf
 
@@ -430,6 +457,27 @@ def _hides_tensor(value: Any) -> bool:
     if isinstance(value, KeysView | ValuesView | ItemsView):
         return holds_tensor(list(value))
     return any(holds_tensor(v) for v in getattr(value, "__dict__", {}).values())
+
+
+def _binds_tensor(capture: Capture, value: Any, depth: int = 0) -> bool:
+    """Whether a function, `partial`, bound method or iterator that the step made holds tensors of the trace."""
+    if depth > 5 or isinstance(value, torch.nn.Module | Optimizer | ModuleType | type):
+        return False
+    if depth > 0 and holds_tensor(value):
+        return True
+    if isinstance(value, FunctionType):
+        users = {id(slot.cell) for _, slot, _ in capture.world.variables if isinstance(slot, CellSlot)}
+        cells = [cell for cell in value.__closure__ or () if id(cell) not in users]
+        parts = [contents for cell in cells for contents in gc.get_referents(cell)]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType | BuiltinFunctionType | MethodWrapperType):
+        parts = [value.__self__]
+    else:
+        iterates = hasattr(type(value), "__next__") or isinstance(value, tuple | list)
+        parts = gc.get_referents(value) if iterates else []
+    return any(_binds_tensor(capture, part, depth + 1) for part in parts)
 
 
 class _Found:

@@ -63,11 +63,12 @@ class Leftovers:
         self.cleared: list[Any] = []
         """The `lru_cache`s that were emptied."""
 
-    def clean_up(self, mode: FakeTensorMode) -> None:
+    def clean_up(self, capture: Capture) -> None:
         """After a trace that failed: remove what it left, without an error beside the one that is raised."""
-        traced = _Traced(mode)
+        traced = _Traced(capture.fake_mode)
         self._globals.put_back(traced.identities)
         self._clear_users_caches(traced)
+        self._clear_called_caches(traced, capture)
         if self._collections != _collections() or _held_by_older_objects(traced):
             self._clear_caches(traced)
             for holder, child in self._edges(traced):
@@ -79,6 +80,7 @@ class Leftovers:
         lines = {id(fake()): node_meta(node).location for fake, node in fakes}
         found = self._globals.put_back(traced.identities, context)
         _release_weakly_held(capture, step_graph, fakes)
+        found += self._clear_called_caches(traced, capture)
         records = _records(capture, step_graph)
 
         def some_survive() -> bool:
@@ -97,6 +99,16 @@ class Leftovers:
     def _clear_users_caches(self, traced: _Traced) -> None:
         for cache in self._globals.caches:
             self._clear(cache, traced)
+
+    def _clear_called_caches(self, traced: _Traced, capture: Capture) -> list[Leftover]:
+        """A number in a cache came from one that changes: eager would use it again where a replay computes another."""
+        found = []
+        for cache, path, before in capture.world.sources.lru_caches.values():
+            if cache.cache_info() != before:
+                if any(isinstance(held, _SYMBOLS) for held in gc.get_referents(cache)):
+                    found.append(Leftover(f"the cache of {path}", ()))
+                self._clear(cache, traced)
+        return found
 
     def _clear(self, cache: Any, traced: _Traced) -> None:
         if _cache_holds(cache, traced):

@@ -1,11 +1,10 @@
-"""The state of objects that Python reads by calls or by index: memory, locks and events, values shared with processes.
+"""The state of objects that Python reads by calls or by index: memory, locks.
 
     buffer = memoryview(b); ctypes.c_int(3)          bytes
-    threading.Event(), Lock(), Semaphore()           one value that the object tells
-    multiprocessing.Value("d", 1.0)                  the bytes of the value
+    threading.Lock(), Semaphore()                    one value that the object tells
 
 Reading it again is free of effects. So it is compared at each call like the contents of an array, and a step that
-changes it is refused.
+changes it is refused. Locks count only where the code of the step asks for their state: other threads hold them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
-import multiprocessing.sharedctypes
-import multiprocessing.synchronize
 import threading
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -26,23 +23,16 @@ _CTYPES: tuple[type, ...] = (
     ctypes.Structure,
     ctypes.Union,
 )
-_SHARED = multiprocessing.sharedctypes.SynchronizedBase
-_MEMORY: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap, SharedMemory, _SHARED, *_CTYPES)
+_MEMORY: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap, SharedMemory, *_CTYPES)
 _LOCK: tuple[type, ...] = (type(threading.Lock()),)
-_PROCESS_EVENT, _PROCESS_SEMAPHORE = multiprocessing.synchronize.Event, multiprocessing.synchronize.Semaphore
 
 State = Callable[[Any], Any]
 _TOLD: list[tuple[tuple[type, ...], State, Callable[[Any, Any], None]]] = [
-    (
-        (threading.Event, _PROCESS_EVENT),
-        lambda event: event.is_set(),
-        lambda event, was_set: event.set() if was_set else event.clear(),
-    ),
     (_LOCK, lambda lock: lock.locked(), lambda lock, held: lock.acquire(False) if held else lock.release()),
     ((threading.Semaphore,), lambda semaphore: semaphore._value, lambda s, value: setattr(s, "_value", value)),
-    ((_PROCESS_SEMAPHORE,), lambda semaphore: semaphore.get_value(), lambda semaphore, value: None),
-    ((threading.Barrier,), lambda barrier: (barrier.n_waiting, barrier.broken), lambda barrier, value: None),
 ]
+ASKS_LOCKS = frozenset({"locked", "acquire", "release", "_value"})
+"""Names in code that asks for the state of locks or leaves it changed; `with lock:` leaves it as it was."""
 
 
 def is_memory(value: Any) -> bool:
@@ -51,14 +41,23 @@ def is_memory(value: Any) -> bool:
 
 
 def tells_state(value: Any) -> bool:
-    """Whether a value is a lock, an event or the like."""
+    """Whether a value is a lock or the like."""
     return any(isinstance(value, kinds) for kinds, _, _ in _TOLD)
+
+
+def size_of(value: Any) -> int:
+    """How many bytes memory has."""
+    if isinstance(value, _CTYPES):
+        return ctypes.sizeof(value)  # type: ignore[arg-type]
+    if isinstance(value, memoryview):
+        return value.nbytes
+    if isinstance(value, SharedMemory):
+        return value.size
+    return len(value) * (value.itemsize if isinstance(value, array.array) else 1)
 
 
 def bytes_of(value: Any) -> bytes:
     """What memory holds."""
-    if isinstance(value, _SHARED):
-        return bytes_of(value.get_obj())
     if isinstance(value, SharedMemory):
         return bytes(value.buf or b"")
     if isinstance(value, mmap.mmap):
@@ -72,8 +71,6 @@ def write_bytes(value: Any, data: bytes) -> None:
     """Put back what memory held."""
     if isinstance(value, array.array):
         value[:] = array.array(value.typecode, data)
-    elif isinstance(value, _SHARED):
-        write_bytes(value.get_obj(), data)
     elif isinstance(value, SharedMemory):
         if value.buf is not None:
             value.buf[:] = data
@@ -88,11 +85,11 @@ def write_bytes(value: Any, data: bytes) -> None:
 
 
 def told_state(value: Any) -> Any:
-    """What a lock, an event or the like tells."""
+    """What a lock tells."""
     return next(read(value) for kinds, read, _ in _TOLD if isinstance(value, kinds))
 
 
 def set_state(value: Any, before: Any) -> None:
-    """Put back what a lock, an event or the like told."""
+    """Put back what a lock told."""
     if told_state(value) != before:
         next(write(value, before) for kinds, _, write in _TOLD if isinstance(value, kinds))

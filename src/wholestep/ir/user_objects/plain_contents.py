@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
+import gc
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from enum import Enum
 from operator import is_
 from typing import Any
 
@@ -38,6 +41,7 @@ from wholestep.ir.user_objects.opaque_state import (
     bytes_of,
     is_memory,
     set_state,
+    size_of,
     tells_state,
     told_state,
     write_bytes,
@@ -64,11 +68,22 @@ _GRAPH_NUMBERS = (torch.SymInt, torch.SymFloat)
 """Symbolic scalars report int or float; comparing two of them would be a branch of the step."""
 
 
+_WITHOUT_ATTRIBUTES = frozenset(PLAIN)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a number or text is of a class that gives it attributes: `class Scale(float)`."""
+    kind = type(value)
+    return kind not in _WITHOUT_ATTRIBUTES and not issubclass(kind, Enum) and kind.__dictoffset__ != 0
+
+
 def same_plain(now: Any, before: Any) -> bool:
     """Whether two values are the same plain value. Anything that is not plain is only the same as itself."""
     if now is before:
         return True
     if type(now) is not type(before) or not isinstance(before, PLAIN) or isinstance(before, _GRAPH_NUMBERS):
+        return False
+    if has_attributes(before) and (vars(before) or vars(now)):
         return False
     if isinstance(before, float):
         both_nan = now != now and before != before
@@ -144,6 +159,15 @@ def class_code(cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(cls).items()):
         if hasattr(type(value), "__get__") and name not in ("__getattribute__", "__dict__", "__weakref__"):
             yield name, value
+
+
+LRU_CACHE = type(functools.lru_cache(len))
+
+
+def entries_of(cache: Any) -> dict[Any, Any]:
+    """The entries of a `functools.lru_cache`: its dict, which holds results, or links to them in the order of use."""
+    own = vars(cache)
+    return next((found for found in gc.get_referents(cache) if type(found) is dict and found is not own), {})
 
 
 _MOST_BYTES = 64 << 20
@@ -265,7 +289,9 @@ def is_array(value: Any) -> bool:
 
 def is_large(value: Any) -> bool:
     """Whether an array is too large to be compared at each call."""
-    return isinstance(value, numpy.ndarray) and value.nbytes > _MOST_BYTES
+    return (isinstance(value, numpy.ndarray) and value.nbytes > _MOST_BYTES) or (
+        is_memory(value) and size_of(value) > _MOST_BYTES
+    )
 
 
 class ArrayCopy:
