@@ -21,7 +21,23 @@ import wholestep as ws
 from wholestep.artefact import disk_cache
 
 NAME = "cached_by_a_user"
-HELPER = "import torch\n\ndef scaled(x):\n    return x * 2.0\n\nLIMIT = 1.0\n"
+HELPER = """
+import enum
+
+class Mode(enum.Enum):
+    FACTOR = 2.0
+
+def deeper(x):
+    return x + 0.25
+
+def activation(x):
+    return deeper(x).tanh()
+
+def scaled(x, by=Mode.FACTOR, offset=0.125):
+    return x * by.value + offset
+
+LIMIT = 1.0
+"""
 STEP = f"""
 import torch
 from torch import nn
@@ -39,9 +55,10 @@ class Net(nn.Module):
         self.fc = nn.Linear(4, 8)
         self.out = nn.Linear(8, 1)
         self.p = 0.5
+        self.act = helper.activation
 
     def forward(self, x):
-        return self.out(F.leaky_relu(scaled(self.fc(x)), self.slope)) * self.p * CONFIG["smooth"]
+        return self.out(F.leaky_relu(self.act(scaled(self.fc(x))), self.slope)) * self.p * CONFIG["smooth"]
 
 def train_step(model, optimizer, batch):
     loss = model(batch).square().mean()
@@ -112,7 +129,10 @@ def test_the_second_process_traces_nothing_and_has_the_bits_of_eager(project: Pr
 
 
 EDITS = {
-    "a helper in another file": ("x * 2.0", "x * 3.0", True),
+    "a helper in another file": ("x * by.value", "x / by.value", True),
+    "a default argument of it": ("offset=0.125", "offset=0.5", True),
+    "a value of an enumeration": ("FACTOR = 2.0", "FACTOR = 3.0", True),
+    "what a function in an attribute calls": ("x + 0.25", "x - 0.25", True),
     "a value of another file": ("LIMIT = 1.0", "LIMIT = 0.5", True),
     "a forward": ("self.out(F.", "1.5 * self.out(F.", False),
     "a value of a config": ('"smooth": 0.5', '"smooth": 0.25', False),

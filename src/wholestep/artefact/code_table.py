@@ -19,6 +19,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -45,6 +46,8 @@ _MODULES_OF_TORCH = (
     "torch.optim.optimizer",
 )
 """Where steps find functions of torch without naming them: in code of torch."""
+FUNCTIONS = (FunctionType, MethodType, partial, functools._lru_cache_wrapper)
+"""Types of what holds Python code and is called."""
 _DEEPEST = 3
 """How deep functions are searched in lists and dicts."""
 
@@ -157,6 +160,8 @@ class _CodeTable:
             items = value.values() if isinstance(value, dict) else value
             inside = [self._refer(item, depth + 1) for item in items if _holds_code(item)]
             return f"{type(value).__name__} {sorted(inside) if isinstance(value, set | frozenset) else inside}"
+        if isinstance(value, Enum):
+            return f"{class_name(value)}.{value.name} {value.value!r}"
         if not is_foreign(type(value)):
             self._later(type(value))
         return class_name(value)
@@ -180,7 +185,7 @@ class _CodeTable:
             except ValueError:  # empty
                 continue
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        names += [self._refer(value) for value in defaults if _holds_code(value)]
+        names += [self._refer(value) if _holds_code(value) else _constant(value) for value in defaults]
         self._note(f"{function.__module__}.{function.__qualname__}", digest(function_digest(function), *names))
 
     def _attributes(self, module: ModuleType, code: CodeType) -> Iterator[str]:
@@ -206,6 +211,8 @@ class _CodeTable:
             members = vars(base).items()
             if is_foreign(base):
                 self._note(f"{base.__module__}.{base.__qualname__}", _namespace(base))
+                if base.__module__ in sys.modules and base.__module__ not in self._digests:
+                    self._note(base.__module__, _namespace(sys.modules[base.__module__]))
                 continue
             found = [f"{name} {self._refer(value)}" for name, value in sorted(members) if _holds_code(value)]
             self._note(f"{base.__module__}.{base.__qualname__}", digest(*found))

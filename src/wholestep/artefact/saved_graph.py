@@ -15,7 +15,7 @@ from typing import Any
 
 from wholestep.artefact import code_table, snapshot
 from wholestep.artefact.addresses import Addresses, Given, Walk
-from wholestep.artefact.code_table import code_of
+from wholestep.artefact.code_table import FUNCTIONS, code_of
 from wholestep.artefact.places import rows, table, text, whole, wrong
 from wholestep.artefact.record_reader import read_step
 from wholestep.artefact.record_writer import write_step
@@ -53,9 +53,10 @@ class CaptureFacts:
 
 
 def code_of_walk(walk: Walk, *functions: Any) -> dict[str, str]:
-    """The code of functions and of the classes of all objects."""
+    """The code of functions, of those that objects hold (attributes, hooks), and of the classes of all objects."""
     classes = {type(value) for value in walk.objects}
-    return code_of([*functions, *sorted(classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}")])
+    held = [value for value in walk.objects if isinstance(value, FUNCTIONS)]
+    return code_of([*functions, *held, *sorted(classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}")])
 
 
 def code_of_objects(captured: CapturedStep) -> dict[str, str]:

@@ -53,6 +53,8 @@ def text_of(value: Any, *, numbers: bool = True, depth: int = 0) -> str:
         return "absent"
     if isinstance(value, Tensor):
         return tensor_text(value)
+    if isinstance(value, Enum):
+        return f"{class_name(value)}.{value.name} {value.value!r}"
     if type(value) in (int, float) and not numbers:
         return type(value).__name__
     if isinstance(value, float):
@@ -64,8 +66,6 @@ def text_of(value: Any, *, numbers: bool = True, depth: int = 0) -> str:
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, torch.layout | torch.memory_format | range | slice):
         return repr(value)
-    if isinstance(value, Enum):
-        return f"{class_name(value)}.{value.name}"
     if depth > _DEEPEST:
         return class_name(value)
     if isinstance(value, dict):
