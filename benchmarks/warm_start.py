@@ -2,8 +2,8 @@
 
     python benchmarks/warm_start.py [--shape tiny] [--layers 3] [--lower inductor] [--repeats 3] [--json FILE]
 
-Each number is taken in a process of its own, in turns, in one run; the clock starts after imports with the model and the
-optimizer built. Caches on disk (ours, Inductor's) are in one new folder per turn and variant.
+Each number is taken in a process of its own, in turns, in one run; the clock starts after imports with the model and
+the optimizer built. Caches on disk (ours, Inductor's) are in one new folder per turn and variant.
 
     wholestep     ws.compile(train_step, cache=folder): the whole step
     artefact      ws.load(file, train_step), made by the first process of `wholestep`; Inductor's cache as it left it
@@ -33,9 +33,9 @@ CALLS = 4
 def measure(variant: str, shape: str, layers: int, lower: str, folder: str, *, is_first: bool) -> dict[str, Any]:
     """Run in a process of its own: the seconds to the end of each call, and the last loss."""
     import torch
+    from models import GPT, SHAPES, train_step
 
     import wholestep as ws
-    from models import GPT, SHAPES, train_step
 
     ws.compile  # noqa: B018  (loads the stages)
     import torch._dynamo
