@@ -46,7 +46,7 @@ class LoadedStep(CompiledStep[Any, Any]):
         reasons: list[OtherObjectsError] = []
         for saved in self._saved:
             try:
-                return bound_graph(saved, call, self._given or call.fn, self._allow_ops)
+                return bound_graph(saved, call, self._given or call.fn, self._allow_ops, self.options.parallel)
             except OtherObjectsError as error:
                 reasons.append(error)
         raise min(reasons, key=lambda error: len(error.reasons))
@@ -94,8 +94,14 @@ def load_step(
 
 def _options(saved: SavedStep, lower: str | None, parallel: Any, trusted: bool) -> Options:
     found = dict(saved.options)
-    if set(found) != {"lower", "cuda_graph", "lower_options"}:
+    if set(found) != {"plan", "lower", "cuda_graph", "lower_options"}:
         raise ArtefactError(f"the options of the file are {sorted(found)[:5]}.", fix="save the step again.")
+    plan = getattr(parallel, "describe", str)() if parallel is not None else ""
+    if plan != found["plan"]:
+        raise ArtefactError(
+            f"the step was captured with parallel={found['plan'] or None!s:.200}, and is loaded with {plan or None}.",
+            fix="give ws.load a plan with the same axes and options.",
+        )
     settings = ArgumentReader({}, TargetReader()).read(found["lower_options"])
     unsafe = [] if trusted else _unsafe(settings)
     if unsafe:

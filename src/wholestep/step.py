@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, overload
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from wholestep.artefact.addresses import Given
 from wholestep.artefact.file import SavedStep
 from wholestep.artefact.saved_graph import CaptureFacts, SavedGraph
+from wholestep.artefact.shards import ThisRank
 from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.objects.discover import find_models, plan_of_models
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
@@ -67,6 +68,7 @@ from wholestep.runtime.executor import Executor, Gather
 from wholestep.runtime.python_program import program
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.step_timeline import step as simulate_step
+from wholestep.torch_private.distributed import default_group, is_dtensor, spec_of
 from wholestep.torch_private.inductor import saved_kernels
 from wholestep.torch_private.modes import mode_that_needs_eager
 
@@ -428,22 +430,46 @@ def saved_step(
         raise ArtefactError(
             f"{name} has no graph yet.", fix="call it first: usually twice, see docs/ship-a-prepared-step.md."
         )
-    graphs = [SavedGraph.of(entry.captured, fn, entry.facts, no_shards) for entry in entries if entry.facts is not None]
+    graphs = [SavedGraph.of(entry.captured, fn, entry.facts) for entry in entries if entry.facts is not None]
     found = resolve(options)
     settings = {each.name: getattr(found.lower_options, each.name) for each in fields(LowerOptions)}
-    written = {"lower": found.lower, "cuda_graph": found.cuda_graph, "lower_options": ArgumentWriter().write(settings)}
+    plan = "" if found.parallel is None else found.parallel.describe()
+    written = {
+        "plan": plan,
+        "lower": found.lower,
+        "cuda_graph": found.cuda_graph,
+        "lower_options": ArgumentWriter().write(settings),
+    }
     return SavedStep(name, written, graphs, saved_kernels() if kernels else b"")
 
 
 def bound_graph(
-    saved: SavedGraph, call: StepCall, fn: Callable[..., Any] | Given, allow_ops: Sequence[str]
+    saved: SavedGraph,
+    call: StepCall,
+    fn: Callable[..., Any] | Given,
+    allow_ops: Sequence[str] = (),
+    plan: Plan | None = None,
 ) -> BoundGraph:
     """A saved graph, bound to the objects of a call; ArtefactError says what differs."""
-    captured = saved.bind(fn, call.leaves, call.structure, shards=no_shards, allow_ops=allow_ops)
+    rank = _this_rank(call, plan)
+    captured = saved.bind(fn, call.leaves, call.structure, rank=rank, allow_ops=allow_ops)
     graph = BoundGraph.of(captured, call)
     graph.memory = captured.step_graph.memory
     verify(graph, 1)
     return graph
+
+
+def _this_rank(call: StepCall, plan: Plan | None) -> ThisRank:
+    """The meshes of the plan and of tensors that are sharded already, and the groups of this process."""
+    world = default_group()
+    everywhere = ("", 0) if world is None else (str(world.group_name), int(world.size()))
+    if plan is None:
+        return ThisRank(world=everywhere)
+    modules = [leaf for leaf in call.leaves if isinstance(leaf, nn.Module)]
+    placed = [spec_of(p).mesh for module in modules for p in module.parameters() if is_dtensor(p)]
+    meshes = [plan.mesh, *([] if plan.tensor_parallel is None else [plan.tensor_parallel[0]]), *placed]
+    groups = {axis.name: (axis.group, axis.size) for axis in plan.all_axes}
+    return ThisRank(meshes, groups, everywhere)
 
 
 def within_budget(graph: BoundGraph, options: ResolvedOptions) -> ResolvedOptions:
@@ -453,8 +479,3 @@ def within_budget(graph: BoundGraph, options: ResolvedOptions) -> ResolvedOption
     shed = graph.memory.shed
     lower_options = replace(options.lower_options, remat=shed is not None, shed=shed or 0)
     return replace(options, lower_options=lower_options, memory_budget=None)
-
-
-def no_shards(spec: Any) -> Any:
-    """Where there is no plan there are no shards."""
-    raise ArtefactError("the file has tensors that are sharded over ranks.", fix="give parallel= to ws.load.")

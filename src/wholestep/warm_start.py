@@ -33,7 +33,6 @@ from wholestep.step import (
     StepCall,
     bound_graph,
     compile_step,
-    no_shards,
     within_budget,
 )
 
@@ -71,7 +70,7 @@ class StoredGraphs:
         reasons: list[str] = []
         for saved in () if self.cache is None else self.cache.find(self.key):
             try:
-                graph = bound_graph(saved, call, call.fn, ())
+                graph = bound_graph(saved, call, call.fn)
                 state = graph.gather.read(call.leaves)
                 if state is None or not graph.guards.hold(call.leaves, call.structure, state):
                     reasons.append(graph.guards.why_not(call.leaves, call.structure, state))
@@ -93,7 +92,7 @@ class StoredGraphs:
         if self.cache is None or entry.facts is None:
             return
         try:
-            self.cache.store(self.key, name, SavedGraph.of(entry.captured, fn, entry.facts, no_shards))
+            self.cache.store(self.key, name, SavedGraph.of(entry.captured, fn, entry.facts))
         except ArtefactError as error:
             log.info("%s is not stored: %s", name, error.what)
 

@@ -93,7 +93,7 @@ def bind_all(raw: bytes) -> int:
     fitted = 0
     for graph in read_saved(raw, "a file").graphs:
         try:
-            bound_graph(graph, StepCall.of(step, call, {}), step, ())
+            bound_graph(graph, StepCall.of(step, call, {}), step)
             fitted += 1
         except WholestepError:
             continue
@@ -230,7 +230,7 @@ def test_a_file_cannot_name_a_function_to_call(target: list[str], raw: bytes) ->
     saved = read_saved(signed(parts), "a file")
     call = arguments()
     with pytest.raises(ArtefactError, match="a call that a file may make"):
-        bound_graph(saved.graphs[0], StepCall.of(step, call, {}), step, ())
+        bound_graph(saved.graphs[0], StepCall.of(step, call, {}), step)
 
 
 def test_a_file_leads_through_no_library(raw: bytes) -> None:
@@ -243,7 +243,7 @@ def test_a_file_leads_through_no_library(raw: bytes) -> None:
     parts["step"] = json.dumps(document).encode()
     call = arguments()
     with pytest.raises(ArtefactError, match="does not exist here"):
-        bound_graph(read_saved(signed(parts), "a file").graphs[0], StepCall.of(step, call, {}), step, ())
+        bound_graph(read_saved(signed(parts), "a file").graphs[0], StepCall.of(step, call, {}), step)
 
 
 def test_metadata_of_the_file_says_its_format(raw: bytes) -> None:

@@ -41,6 +41,7 @@ from wholestep.capture.objects.callers import is_foreign
 from wholestep.errors import ArtefactError
 from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
+from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD
 
 _MOST_OBJECTS = 1 << 20
 _PLAIN_KEYS = (str, int, bool, type(None))
@@ -179,7 +180,7 @@ def links_from(value: Any) -> Iterator[tuple[str, Any]]:
         if _are_hooks(value):
             yield from (("nth", i) for i in range(len(value)))
         elif isinstance(value, dict):
-            yield from (("item", key) for key in list(dict.keys(value)) if type(key) in _PLAIN_KEYS)
+            yield from (("item", key) for key in list(dict.keys(value)) if _is_key(key))
         if _is_entered(value):
             yield "vars", None
         if not is_foreign(type(value)):
@@ -188,6 +189,10 @@ def links_from(value: Any) -> Iterator[tuple[str, Any]]:
             if "__slots__" in vars(base) and not is_foreign(base):
                 names = [name for name, member in vars(base).items() if isinstance(member, MemberDescriptorType)]
                 yield from (("slot", name) for name in names)
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _PLAIN_KEYS and not (isinstance(key, str) and key.startswith(STATE_OF_FULLY_SHARD))
 
 
 def _are_hooks(value: Any) -> bool:

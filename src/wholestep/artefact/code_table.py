@@ -157,7 +157,7 @@ class _CodeTable:
         if isinstance(value, functools._lru_cache_wrapper):
             return f"cache of {self._refer(value.__wrapped__, depth)}"
         if isinstance(value, list | tuple | set | frozenset | dict) and depth < _DEEPEST:
-            items = value.values() if isinstance(value, dict) else value
+            items = dict.values(value) if isinstance(value, dict) else value
             inside = [self._refer(item, depth + 1) for item in items if _holds_code(item)]
             return f"{type(value).__name__} {sorted(inside) if isinstance(value, set | frozenset) else inside}"
         if isinstance(value, Enum):

@@ -44,6 +44,7 @@ from wholestep.ir.io.tensor_file import write_constant
 from wholestep.ir.iter.moves import marked_moves
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.slots import MappingSlot, Slot
+from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD
 from wholestep.torch_private.fx_graphs import pytree
 
 KINDS = {"int": int, "float": float, "bool": bool}
@@ -276,7 +277,9 @@ class _StepWriter:
             "kinds": [[at(mapping, path), key, path] for mapping, key, path, _ in specs.kinds],
             "reads": [[at(obj, path), path, sorted(values)] for obj, path, values in specs.reads],
             "class_reads": [[at(obj, path), path, sorted(values)] for obj, path, values in specs.class_reads if values],
-            "containers": [[at(container, path), path] for container, path in specs.containers],
+            "containers": [
+                [at(container, path), path] for container, path in specs.containers if STATE_OF_FULLY_SHARD not in path
+            ],
             "written": [
                 [at(w.container, w.path), w.path, [slot(s) for s in w.places], _form_of_keys(w.keys)]
                 for w in specs.written
@@ -315,7 +318,8 @@ class _LeafNumber:
 
 
 def _is_saved(specs: GuardSpecs, path: str) -> bool:
-    return path not in specs.rebound_variables and path not in specs.lifted
+    kept = path not in specs.rebound_variables and path not in specs.lifted
+    return kept and STATE_OF_FULLY_SHARD not in path
 
 
 def _form_of_keys(keys: Any) -> str:

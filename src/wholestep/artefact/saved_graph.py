@@ -19,6 +19,7 @@ from wholestep.artefact.code_table import FUNCTIONS, code_of
 from wholestep.artefact.places import rows, table, text, whole, wrong
 from wholestep.artefact.record_reader import read_step
 from wholestep.artefact.record_writer import write_step
+from wholestep.artefact.shards import ThisRank, write_shard
 from wholestep.artefact.snapshot import Snapshot, snapshot_of
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.captured_step import CapturedStep
@@ -93,15 +94,13 @@ class SavedGraph:
     """The report of a memory budget, as JSON."""
 
     @classmethod
-    def of(
-        cls, captured: CapturedStep, fn: Callable[..., Any], facts: CaptureFacts, shards: Callable[[Any], Any]
-    ) -> SavedGraph:
+    def of(cls, captured: CapturedStep, fn: Callable[..., Any], facts: CaptureFacts) -> SavedGraph:
         """A graph with all its passes, and the facts of its capture. ArtefactError names what cannot be saved."""
         if facts.refusal:
             raise ArtefactError(f"the step cannot be saved: its objects could not be read ({facts.refusal}).")
         walk = Walk(fn, captured.guards.arguments.constants)
         try:
-            document = write_step(captured, walk, shards)
+            document = write_step(captured, walk, write_shard)
         except GraphFormatError as error:
             raise ArtefactError(f"the graph cannot be saved: {error.what}", fix=error.fix, node=error.node) from error
         report = captured.step_graph.memory
@@ -147,7 +146,7 @@ class SavedGraph:
         leaves: Sequence[Any],
         structure: Any,
         *,
-        shards: Callable[[Any], Any],
+        rank: ThisRank,
         allow_ops: Sequence[str] = (),
     ) -> CapturedStep:
         """The step on the objects of a call; OtherObjectsError says what differs. Nothing of the user's is changed."""
@@ -161,7 +160,8 @@ class SavedGraph:
         refuse(snapshot.differences(*calls), "the call is not that of the capture")
         addresses = Addresses(self.document["addresses"], fn, arguments)
         graph = self.step_graph(allow_ops)
-        captured = read_step(self.document, addresses, leaves, structure, shards=shards, graph=graph)
+        rank.rebind(graph)
+        captured = read_step(self.document, addresses, leaves, structure, shards=rank.spec, graph=graph)
         different = [
             *code_table.differences(before.code_of_objects, code_of_objects(captured)),
             *snapshot.differences(before.snapshot, snapshot_of(captured, leaves, structure), isinstance(fn, Given)),

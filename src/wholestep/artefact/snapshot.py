@@ -31,7 +31,7 @@ from wholestep.ir.captured_step import CapturedStep, GuardSpecs
 from wholestep.ir.user_objects.plain_contents import NESTS, is_array, is_large, own_dict
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, Slot
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
-from wholestep.torch_private.distributed import describe_placement, is_dtensor, spec_of
+from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD, describe_placement, is_dtensor, local_of, spec_of
 from wholestep.torch_private.modes import MODES, read_modes, same_mode
 from wholestep.torch_private.modules_and_optimizers import (
     MODULE_INTERNALS,
@@ -70,7 +70,8 @@ def text_of(value: Any, *, numbers: bool = True, depth: int = 0) -> str:
         return class_name(value)
     if isinstance(value, dict):
         items = [
-            f"{text_of(k, depth=depth + 1)}: {text_of(v, numbers=numbers, depth=depth + 1)}" for k, v in value.items()
+            f"{text_of(k, depth=depth + 1)}: {text_of(v, numbers=numbers, depth=depth + 1)}"
+            for k, v in dict.items(value)
         ]
         return _short(f"{class_name(value)} {{{', '.join(items)}}}")
     if isinstance(value, NESTS):
@@ -108,7 +109,8 @@ def tensor_text(tensor: Tensor, dynamic: Sequence[int] = ()) -> str:
     """The metadata of a tensor: what a graph is made for."""
     if is_dtensor(tensor):
         placed = describe_placement(spec_of(tensor))
-        return f"DTensor {tensor.dtype} {placed}{', requires grad' if tensor.requires_grad else ''}"
+        local = list(local_of(tensor).shape)
+        return f"DTensor {tensor.dtype} {placed}, here {local}{', requires grad' if tensor.requires_grad else ''}"
     if tensor.layout is not torch.strided:
         form = f"{list(tensor.shape)} {tensor.layout}"
     elif dynamic:
@@ -149,6 +151,8 @@ def snapshot_of(captured: CapturedStep, leaves: Sequence[Any], structure: Any) -
         *call_lines(captured, leaves, structure),
         *_of_process(captured.guards),
     ):
+        if STATE_OF_FULLY_SHARD in path:
+            continue
         if found.setdefault(path, text) != text:
             found[path] = f"{found[path]}; {text}"
     return found

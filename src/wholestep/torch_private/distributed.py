@@ -328,6 +328,10 @@ PROPAGATE_SHAPES = "_propagate_tensor_meta_non_cached"
 """The method of that class that runs an operator. 2.13."""
 
 
+STATE_OF_FULLY_SHARD = "__composable_api_state_key"
+"""Attributes of modules in which `fully_shard` keeps its own state begin with this; the rest is random. 2.11, 2.13."""
+
+
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor, without importing torch.distributed."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -358,6 +362,41 @@ def respec(spec: Any, placements: Sequence[Any]) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def placement_form(placement: Any) -> tuple[Any, ...] | None:
+    """A placement (`Shard`, `Replicate`, `Partial`) as plain data; None for kinds without a form. 2.11, 2.13."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if type(placement) is Shard:
+        return "shard", placement.dim
+    if type(placement) is Replicate:
+        return ("replicate",)
+    return ("partial", placement.reduce_op) if type(placement) is Partial else None
+
+
+def shard_spec(
+    mesh: Any, forms: Sequence[tuple[Any, ...]], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """The spec of a DTensor from plain data; None if a form is none of `placement_form` (`DTensorSpec`). 2.11, 2.13."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    made: list[Any] = []
+    for form in forms:
+        match form:
+            case ("shard", int(dim)) if 0 <= dim < len(shape):
+                made.append(Shard(dim))
+            case ("replicate",):
+                made.append(Replicate())
+            case ("partial", "sum" | "avg" | "max" | "min" | "product" as op):
+                made.append(Partial(op))
+            case _:
+                return None
+    if len(made) != mesh.ndim or len(stride) != len(shape):
+        return None
+    meta: Any = TensorMeta
+    return DTensorSpec(mesh, tuple(made), tensor_meta=meta(torch.Size(shape), tuple(stride), dtype))
 
 
 def describe_placement(spec: Any) -> str:
