@@ -99,6 +99,10 @@ def test_the_profile_calibrates_a_machine_and_is_drawn_beside_the_prediction(tmp
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     drawn = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1}
     assert drawn == {row.name for row in measured.measured}
+    product = next(event for event in events if event["name"].startswith("addmm") and event["pid"] == 1)
+    assert product["args"]["module"] in ("self.model.0", "self.model.3")
+    assert product["args"]["operator"] == "addmm"
+    assert "test_profile.py" in product["args"]["line"]
     again = ws.simulate.StepProfile.from_json(measured.to_json())
     assert ws.simulate.calibrate(ws.simulate.CPU, again).correction == machine.correction
 

@@ -29,8 +29,8 @@ from torch import fx
 
 from wholestep.errors import OptionError
 from wholestep.ir.effects import main_device
-from wholestep.ir.meta import location_of_node, module_path
-from wholestep.ir.readable import html_in_notebooks
+from wholestep.ir.meta import location_of_node, module_path, phase
+from wholestep.ir.readable import describe_value, html_in_notebooks
 from wholestep.ir.step_graph import StepGraph, shown
 from wholestep.simulate.cost_model import node_costs, sent_bytes, spread_of
 from wholestep.simulate.exposed_collectives import ExposedCollective, explain_exposed, without
@@ -297,7 +297,18 @@ class StepTimeline:
         """Write a trace for https://ui.perfetto.dev and chrome://tracing. `measured`: what `step.profile` returned, or
         start and end in microseconds of nodes as a profiler saw them; they are drawn beside the prediction."""
         spans = measured.spans if isinstance(measured, MeasuredStep) else measured
-        write_step_trace(path, self.spans, self.memory, spans)
+        events = list(step_events(self.spans, self.memory, spans, self._event_details))
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def _event_details(self, name: str) -> dict[str, str]:
+        """What a viewer shows of an event that is clicked."""
+        i = self._by_name.get(name)
+        if i is None:
+            return {}
+        node = self.index.nodes[i]
+        value = describe_value(node.meta.get("val"))
+        found = {"operator": plain(node.target), "value": value, "phase": phase(node), "module": module_path(node)}
+        return {key: text for key, text in (found | {"line": _line(node)}).items() if text}
 
     def _number(self, name: str) -> int:
         found = self._by_name.get(name)
@@ -428,23 +439,13 @@ _FIRST_ROWS = ("compute", "host")
 TraceEvent = dict[str, Any]
 
 
-def write_step_trace(
-    path: str | Path,
-    spans: Sequence[NodeSpan],
-    memory: tuple[Floats, Integers],
-    measured: Mapping[str, tuple[float, float]] | None = None,
-) -> None:
-    """Write the trace as JSON."""
-    events = list(step_events(spans, memory, measured))
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
 def step_events(
     spans: Sequence[NodeSpan],
     memory: tuple[Floats, Integers],
     measured: Mapping[str, tuple[float, float]] | None = None,
+    details: Callable[[str], dict[str, str]] = lambda name: {},
 ) -> Iterator[TraceEvent]:
-    """The events of the trace."""
+    """The events of the trace. `details`: what a viewer shows of a node's event."""
     streams = dict.fromkeys((*_FIRST_ROWS, *(span.stream for span in spans)))
     rows = {stream: row for row, stream in enumerate(streams)}
     titles = ("predicted", "measured") if measured else ("predicted",)
@@ -453,10 +454,12 @@ def step_events(
         for stream, row in rows.items():
             yield naming_event("thread_name", process, row, stream if stream in _FIRST_ROWS else f"group {stream}")
     for span in spans:
-        yield _complete(span.name, _PREDICTED, rows[span.stream], span.start, span.end)
+        row = rows[span.stream]
+        yield _complete(span.name, _PREDICTED, row, span.start, span.end) | {"args": details(span.name)}
     stream_of = {span.name: span.stream for span in spans}
     for name, (start, end) in (measured or {}).items():
-        yield _complete(name, _MEASURED, rows[stream_of.get(name, "compute")], start, end)
+        row = rows[stream_of.get(name, "compute")]
+        yield _complete(name, _MEASURED, row, start, end) | {"args": details(name)}
     last = None
     for when, live in zip(memory[0].tolist(), memory[1].tolist(), strict=True):
         if live != last:
