@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 
 import wholestep as ws
+from cases import buffers_and_randomness, gradients, structure
+from harness import Case
 from simulate.sharded_steps import fully_sharded
 from steps_to_show import gpt_step
 from wholestep.errors import OptionError
@@ -180,6 +182,40 @@ def test_a_graph_module_without_a_signature_has_a_page(tmp_path: Path) -> None:
     model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     data = data_of(ws.inspect.report(model, tmp_path / "graph.html"))
     assert data["summary"]["nodes"] == len(model.graph.nodes)
+
+
+CASES = [case for module in (buffers_and_randomness, gradients, structure) for case in module.CASES]
+
+
+@pytest.mark.parametrize("case", CASES[::12], ids=lambda case: case.name)
+def test_steps_of_all_kinds_have_a_page(case: Case, tmp_path: Path) -> None:
+    run = case.make(torch.device("cpu"))
+    graph = ws.capture(run.step, *run.arguments(0), **run.keywords(0))
+    data = data_of(ws.inspect.report(graph, tmp_path / "step.html"))
+    assert data["summary"]["nodes"] == graph.num_nodes
+
+
+def test_a_memory_budget_and_dynamic_sizes_are_on_the_page(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    within = ws.compile(train_step, lower="eager", memory_budget=0.9)
+    within(torch.randn(64, 8))
+    budget = data_of(within.report(tmp_path / "budget.html"))["summary"]["budget"]
+    report = within.last.memory
+    assert (budget["budget"], budget["without"]) == (report.budget, report.peak_without)
+    dynamic = ws.compile(train_step, lower="eager", dynamic=True)
+    dynamic(torch.randn(4, 8))
+    data = data_of(dynamic.report(tmp_path / "dynamic.html"))
+    assert any("s" in value and "8]" in value for value in data["nodes"]["values"])
+    assert data["memory"]["peak"] > 0
 
 
 def test_ranks_stand_side_by_side_with_what_is_different(tmp_path: Path) -> None:

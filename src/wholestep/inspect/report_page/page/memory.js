@@ -17,7 +17,9 @@ function memoryView(step) {
   const [left, top, bottom] = [76, 10, 26];
   const surface = new Surface(310, paint, "Live bytes over the step. Arrow keys move the marked moment.");
   const canvas = surface.element, legend = make("div", {class: "legend"}), said = make("div", {});
-  const ends = step.placeTimes[places] || 1;
+  const ends = step.placeTimes[places] || 1, {budget} = step.data.summary;
+  const levels = budget ? [[budget.budget, "budget"], [budget.without, "without recomputation"]].filter(each => each[0] < 3 * memory.peak) : [];
+  const highest = Math.max(memory.peak, ...levels.map(each => each[0])) || 1;
 
   const x = k => left + (along === "time" ? step.placeTimes[k] / ends : k / places) * (surface.width - left - 8);
   const placeAt = px => {
@@ -41,7 +43,7 @@ function memoryView(step) {
   }
 
   function paint(context, width, height) {
-    const quiet = cssColor("--quiet"), most = memory.peak || 1, high = height - top - bottom;
+    const quiet = cssColor("--quiet"), most = highest, high = height - top - bottom;
     const y = bytes => top + high - bytes / (most * 1.04) * high;
     context.textAlign = "right";
     for (let n = 0; n <= 4; n++) {
@@ -67,6 +69,18 @@ function memoryView(step) {
     context.textAlign = "left";
     context.fillStyle = quiet;
     phaseMarks(context, y(0), height, quiet);
+    for (const [bytes, name] of levels) {
+      context.strokeStyle = context.fillStyle = cssColor("--warn");
+      context.setLineDash([6, 4]);
+      context.beginPath();
+      context.moveTo(left, y(bytes));
+      context.lineTo(width - 8, y(bytes));
+      context.stroke();
+      context.setLineDash([]);
+      context.textAlign = "right";
+      context.fillText(`${name} ${bytesText(bytes)}`, width - 12, y(bytes) + 9);
+      context.textAlign = "left";
+    }
     marker(context, memory.peak_place, `peak ${bytesText(memory.peak)}`, height, true);
     if (pinned !== memory.peak_place) marker(context, pinned, bytesText(live[pinned]), height, false);
   }
@@ -80,7 +94,7 @@ function memoryView(step) {
       const at = x(k);
       context.fillStyle = phaseColor(name);
       context.fillRect(at, y, Math.max(surface.width - 8 - at, 0), 4);
-      if (at - shown > 58) { context.fillStyle = quiet; context.fillText(name, at, height - 10); shown = at; }
+      if (at - shown > 58 && at + context.measureText(name).width < surface.width) { context.fillStyle = quiet; context.fillText(name, at, height - 10); shown = at; }
     }
   }
 
