@@ -23,6 +23,7 @@ from wholestep.inspect.report_page.collect import ReportSource, collect
 from wholestep.inspect.report_page.memory_columns import step_memory
 from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.signature import InputKind
+from wholestep.lower.report import Lowering, RegionReport
 from wholestep.passes.engine.record import pass_records
 from wholestep.simulate import pipeline
 
@@ -182,6 +183,20 @@ def test_a_graph_module_without_a_signature_has_a_page(tmp_path: Path) -> None:
     model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     data = data_of(ws.inspect.report(model, tmp_path / "graph.html"))
     assert data["summary"]["nodes"] == len(model.graph.nodes)
+
+
+def test_regions_have_their_nodes_and_the_others_a_reason(step: Any) -> None:
+    graph = step.last.gm.graph
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    names = [*map(str, graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)[:2]), *map(str, products)]
+    region = RegionReport(0, "subgraph_0", "", 2, 1, 1, 0, ("forward",), (*names[:2], "not_a_node"))
+    lowering = Lowering([region], [(name, "aten.mm", "reads a scalar") for name in names[2:]])
+    data = collect(ReportSource(step.last, "step", lowering=lowering, lower="inductor"))
+    (found,) = data["regions"]
+    assert [data["nodes"]["name"][i] for i in found["nodes"]] == names[:2]
+    assert [data["nodes"]["name"][i] for i in data["outside"]["node"]] == names[2:]
+    assert data["summary"]["outside"] == [{"reason": "reads a scalar", "count": len(products), "example": names[2]}]
+    assert "See what was not compiled" in {each["title"] for each in data["advice"]}
 
 
 CASES = [case for module in (buffers_and_randomness, gradients, structure) for case in module.CASES]

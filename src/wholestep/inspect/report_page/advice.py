@@ -40,8 +40,8 @@ class Facts:
     saved_example: str
     has_budget: bool
     recompiles: tuple[str, ...]
-    outside: tuple[tuple[str, int], ...]
-    """Reasons why nodes are in no compiled region, and how many nodes."""
+    outside: tuple[tuple[str, float], ...]
+    """Reasons why operators are in no compiled region, with their predicted time, most first."""
     optimizer_nodes: int
     measured: bool
 
@@ -98,11 +98,11 @@ def _lowering(facts: Facts) -> list[Advice]:
     if facts.lower == "eager":
         text = "The step runs operator by operator, to the bit as eager does. Compiled, it agrees within rounding."
         return [Advice("Compile it", text, 'ws.compile(train_step, lower="inductor")')]
-    found = [(reason, count) for reason, count in facts.outside if count > 1]
+    found = [(reason, us) for reason, us in facts.outside if us > _LARGE_SHARE * facts.step_us]
     if not found or facts.lower != "inductor":
         return []
-    reason, count = found[0]
-    text = f"{count} nodes are in no compiled region: {reason}."
+    reason, us = found[0]
+    text = f"{us / facts.step_us:.0%} of the predicted time are operators in no compiled region: {reason}."
     return [Advice("See what was not compiled", text, f"print({facts.name}.lowering)")]
 
 

@@ -162,6 +162,7 @@ def collect(
         "critical": [number[span.name] for span in timeline.critical_path],
         "memory": memory.columns(number),
         "measured": _measured_columns(source, number),
+        "regions": _regions(source.lowering, number),
         "outside": _outside(source.lowering, number),
         "passes": [asdict(record) for record in pass_records(module)],
     }
@@ -294,6 +295,13 @@ def _measured_columns(source: ReportSource, number: Mapping[str, int]) -> dict[s
     }
 
 
+def _regions(lowering: Any, number: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The compiled regions, each with the nodes that it computes."""
+    regions = () if lowering is None else lowering.regions
+    found = [(each, [number[name] for name in each.nodes if name in number]) for each in regions]
+    return [{"name": each.name, "operators": each.operators, "nodes": nodes} for each, nodes in found]
+
+
 def _outside(lowering: Any, number: Mapping[str, int]) -> dict[str, Any]:
     """Why nodes are in no compiled region: node to the number of the reason."""
     if lowering is None:
@@ -318,13 +326,21 @@ def _reasons(lowering: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _facts(source: ReportSource, timeline: StepTimeline, memory: StepMemory, passes: Sequence[str]) -> Facts:
+def _time_outside(lowering: Any, timeline: StepTimeline) -> tuple[tuple[str, float], ...]:
+    """The predicted time of what is in no region, by reason, most first."""
     index, replay = timeline.index, timeline.replay
+    number = {node.name: i for i, node in enumerate(index.nodes) if index.kind[i] == COMPUTE}
+    found: dict[str, float] = {}
+    for name, _, reason in () if lowering is None else lowering.outside:
+        if name in number:
+            i = number[name]
+            found[reason] = found.get(reason, 0.0) + replay.end[i] - replay.start[i]
+    return tuple(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def _facts(source: ReportSource, timeline: StepTimeline, memory: StepMemory, passes: Sequence[str]) -> Facts:
+    index = timeline.index
     at_peak = memory.by_kind_at(memory.peak_place)
-    by_op: Counter[str] = Counter()
-    for i, node in enumerate(index.nodes):
-        if index.kind[i] == COMPUTE:
-            by_op[plain(node.target)] += round(replay.end[i] - replay.start[i])
     worst = max(timeline.exposed(), key=lambda each: each.exposed_us, default=None)
     given = source.graph
     return Facts(
@@ -341,7 +357,7 @@ def _facts(source: ReportSource, timeline: StepTimeline, memory: StepMemory, pas
         saved_example=_largest_saved(memory),
         has_budget=isinstance(given, StepGraph) and given.memory is not None,
         recompiles=source.recompiles,
-        outside=tuple((each["reason"], each["count"]) for each in _reasons(source.lowering)),
+        outside=_time_outside(source.lowering, timeline),
         optimizer_nodes=_optimizer_nodes(timeline),
         measured=bool(source.measured),
     )

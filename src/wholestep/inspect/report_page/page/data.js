@@ -23,6 +23,7 @@ class Step {
     const {nodes: measured, region, start, end} = data.measured;
     this.spans = measured.map((members, k) => ({members, region: region[k], start: start[k] / 1000, end: end[k] / 1000}));
     this.measured = new Map(this.spans.flatMap(span => span.members.map(node => [node, span])));
+    this.regionOf = new Map(data.regions.flatMap(region => region.nodes.map(node => [node, region.name])));
     this.exposed = new Map(data.exposed.map(each => [each.node, each]));
     this.recomputed = new Set(nodes.recomputed);
     this.critical = new Set(data.critical);

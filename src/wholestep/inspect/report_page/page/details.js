@@ -63,6 +63,7 @@ function nodeDetails(step, i) {
     make("dl", {class: "facts"},
       fact("value", make("span", {class: "mono"}, step.value(i))),
       fact("module", step.module(i) && make("button", {class: "link mono", onclick: () => app.openModule(step.module(i))}, step.module(i))),
+      fact("region", step.regionOf.get(i)),
       fact("path", path && make("span", {class: "mono"}, path)),
       fact("group", step.nodes.group[i] >= 0 && `${step.data.groups[step.nodes.group[i]].name} (${plural(step.data.groups[step.nodes.group[i]].ranks, "rank")})`),
       fact("predicted", us > 0 && `${timeText(us)}, ${share(us, step.total)} of the step, at ${timeText(step.start[i])}`),

@@ -83,6 +83,6 @@ function collectivesCard(step) {
 
 function outsideCard(summary) {
   if (!summary.outside.length) return null;
-  return make("div", {class: "card"}, make("h2", {}, "Outside of compiled regions"),
+  return make("div", {class: "card"}, make("h2", {}, "Outside of compiled regions"), make("p", {class: "quiet", style: "margin:4px 0"}, `${summary.in_regions.toLocaleString("en")} operators are in ${plural(summary.regions, "region")}. These nodes are in none:`),
     make("table", {class: "small"}, summary.outside.map(each => make("tr", {}, make("td", {class: "num"}, each.count), make("td", {}, each.reason, make("div", {class: "quiet mono"}, each.example))))));
 }

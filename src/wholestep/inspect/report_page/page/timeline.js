@@ -222,6 +222,7 @@ function timelineLanes(step) {
   const rows = [
     {title: "phase", height: BAND, runs: runsOf(step, compute, i => step.phase(i)), color: run => phaseColor(run.title)},
     ...[1, 2, 3].map(depth => moduleRow(step, compute, depth)).filter(Boolean),
+    ...regionRow(step, compute),
     compute,
     ...(host.length ? [barsOf(step, "host", host)] : []),
     ...groups.map((bars, g) => barsOf(step, `group ${data.groups[g].name} · ${data.groups[g].ranks}`, bars)),
@@ -267,6 +268,13 @@ function runsOf(step, row, title) {
     else runs.push({title: text, start: row.start[k], end: row.end[k]});
   });
   return runs.filter(run => run.title);
+}
+
+// Compiled regions, where some are: what is not in one is a gap.
+function regionRow(step, compute) {
+  const names = step.data.regions.map(region => region.name);
+  if (!names.length) return [];
+  return [{title: "compiled region", height: BAND, faint: true, runs: runsOf(step, compute, i => step.regionOf.get(i) ?? ""), color: run => color(names.indexOf(run.title) % 2 ? "grey" : "dark")}];
 }
 
 function moduleRow(step, compute, depth) {
