@@ -21,6 +21,7 @@ from steps_to_show import gpt_step
 from wholestep.errors import OptionError
 from wholestep.inspect.report_page.collect import ReportSource, collect
 from wholestep.inspect.report_page.memory_columns import step_memory
+from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.reinplace import reinplaced
 from wholestep.ir.signature import InputKind
 from wholestep.lower.report import Lowering, RegionReport
@@ -171,6 +172,23 @@ def test_a_pass_that_moves_nodes_says_which() -> None:
     assert here[0] + away[0] == "><"
     assert here[2:] == away[2:]
     assert here.startswith(f"> {moved.name} = _c10d_functional.all_gather_into_tensor.default(")
+
+
+def test_a_pass_that_returns_another_graph_is_compared_by_names() -> None:
+    @ws.passes.graph_optimization_pass(numerics="changes")
+    def halve_instead_of_tenth(gm: fx.GraphModule) -> fx.GraphModule:
+        made = fx.GraphModule(gm, copy_graph(gm.graph))
+        for node in made.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            node.args = (node.args[0], 0.5)
+        return made
+
+    graph = fully_sharded(layers=2)
+    graph.gm.graph.eliminate_dead_code()
+    ws.passes.run_passes(graph, [halve_instead_of_tenth])
+    (record,) = pass_records(graph.gm)
+    products = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert [line.split()[:2] for line in record.diff] == [["~", node.name] for node in products]
+    assert all(line.endswith("0.5)") for line in record.diff)
 
 
 def test_a_pass_without_an_effect_is_recorded_as_such() -> None:

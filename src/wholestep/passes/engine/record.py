@@ -69,7 +69,7 @@ def note_changed(gm: fx.GraphModule, name: str, numerics: str, level: int, secon
     known = {id(each): each for each in (*map(_called, old), *map(_called, new))}
     was, now = (Counter(map(id, map(_called, nodes))) for nodes in (old, new))  # operators hash slowly
     operators = tuple(sorted((_title(known[key]), was[key], now[key]) for key in known if was[key] != now[key]))
-    lines, displaced = _diff(old, new, {node.name for node in before.changed()})
+    lines, displaced = _diff(old, new, before)
     record = PassRecord(
         name,
         numerics,
@@ -95,7 +95,7 @@ def _title(key: Any) -> str:
     return str(key) if isinstance(key, str | OpOverload) else str(getattr(key, "__name__", key))
 
 
-def _diff(old: Sequence[NodeParts], new: Sequence[fx.Node], rewired: set[str]) -> tuple[list[str], int]:
+def _diff(old: Sequence[NodeParts], new: Sequence[fx.Node], before_it: NodeTable) -> tuple[list[str], int]:
     """The lines, and how many nodes moved. A node is the same if name and target are."""
     place = {parts.name: i for i, parts in enumerate(old)}
     found = [place.get(node.name, -1) for node in new]
@@ -103,6 +103,7 @@ def _diff(old: Sequence[NodeParts], new: Sequence[fx.Node], rewired: set[str]) -
     anchors = _longest_increasing(found)
     fixed = {found[i] for i in anchors}
     stays = set(found)
+    rewired = before_it.changed()
     lines: list[str] = []
     before, after = 0, 0
     for anchor in (*anchors, len(new)):
@@ -114,8 +115,11 @@ def _diff(old: Sequence[NodeParts], new: Sequence[fx.Node], rewired: set[str]) -
             hunk.append(_line("+" if found[i] < 0 else ">", new[i]))
         if hunk:
             lines += [f"@ after {new[after - 1].name}" if after else "@ at the beginning", *hunk]
-        if anchor < len(new) and new[anchor].name in rewired:
-            lines.append(_line("~", new[anchor]))
+        if anchor < len(new):
+            node = new[anchor]
+            is_copy = before_it.nodes[end] is not node  # the pass returned another graph
+            if node in rewired or (is_copy and _line("~", node) != _line("~", old[end])):
+                lines.append(_line("~", node))
         before, after = end + 1, anchor + 1
     displaced = sum(place >= 0 and place not in fixed for place in found)
     return lines, displaced
