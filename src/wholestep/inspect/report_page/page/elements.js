@@ -192,7 +192,8 @@ const tip = {
 function copyable(code) {
   const button = make("button", {class: "plain", onclick: () => {
     const done = () => { button.textContent = "copied"; setTimeout(() => { button.textContent = "copy"; }, 1200); };
-    navigator.clipboard?.writeText(code).then(done, () => getSelection().selectAllChildren(text));
+    const select = () => getSelection().selectAllChildren(text);
+    navigator.clipboard ? navigator.clipboard.writeText(code).then(done, select) : select();
   }}, "copy");
   const text = make("span", {}, code);
   return make("pre", {class: "code"}, text, button);
