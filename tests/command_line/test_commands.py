@@ -97,6 +97,15 @@ def test_a_script_runs_unchanged_and_its_steps_are_summed_up(wholestep: Any, fil
     assert "input: batch" in again.out or "[2, 4]" in again.out
 
 
+def test_a_module_runs_as_python_m_runs_it(wholestep: Any, files: Path) -> None:
+    (files / "trained").mkdir()
+    (files / "trained" / "__main__.py").write_text(SCRIPT + "\nprint(__name__, __package__)")
+    said = wholestep("run", "--no-files", "-m", "trained", "--epochs", "3")
+    assert said.code == 0
+    assert said.out.startswith("arguments ['--epochs', '3']\n__main__ trained\n")
+    assert "train_step: 3 calls" in said.out
+
+
 def test_the_exit_code_and_the_errors_of_a_script_are_its_own(wholestep: Any) -> None:
     assert wholestep("run", "--no-files", "train.py", "--exit").code == 7
     said = wholestep("run", "--no-files", "train.py", "--fail")
