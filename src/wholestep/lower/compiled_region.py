@@ -29,6 +29,7 @@ from wholestep.lower.options import LowerOptions
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.retrace import Retraced, device_of
 from wholestep.lower.scalar_inputs import SizeConditions
+from wholestep.lower.shared_bodies import BodyCache, compile_shared
 from wholestep.lower.supported_nodes import EXACT_SETTINGS
 from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.autograd import is_profiling
@@ -277,7 +278,11 @@ CompileRegion = Callable[[Retraced, Mapping[str, Any]], Compiled]
 def compile_whole(retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
     """Compile a region as one call."""
     improved = improve_joint(retraced.gm, retraced.inputs, dict(config))
-    return compile_inductor(improved, retraced.inputs, dict(config))
+
+    def compile_body(gm: fx.GraphModule, inputs: list[Any], given_away: Sequence[int]) -> Compiled:
+        return compile_inductor(gm, inputs, dict(config))
+
+    return compile_shared(improved, retraced.inputs, compile_body, retraced.bodies, how=settings_key(config))
 
 
 @dataclass
@@ -290,11 +295,18 @@ class RegionCache:
     conditions_before: dict[Any, int] = field(default_factory=dict)
     """By shape environment: how many guards on sizes there were before the first region was compiled."""
     progress: Progress = SILENT
+    bodies: dict[str, BodyCache] = field(default_factory=dict)
+    """By `LowerOptions.repeat`."""
+
+    def bodies_for(self, repeat: str) -> BodyCache | None:
+        """The bodies that regions share under an option."""
+        if repeat == "inline":
+            return None
+        return self.bodies.setdefault(repeat, BodyCache(share=repeat == "share"))
 
     def compile(self, retraced: Retraced, config: Mapping[str, Any], how: CompileRegion) -> Compiled:
         """The compiled form of a region, or of an equal one that was compiled the same way."""
-        settings = tuple(sorted((name, repr(value)) for name, value in config.items()))
-        key = (how, *region_key(retraced), settings)
+        key = (how, id(retraced.bodies), *region_key(retraced), settings_key(config))
         found = self._known.get(key)
         if found is not None:
             self.hits += 1
@@ -303,6 +315,11 @@ class RegionCache:
         compiled = how(retraced, config)
         self._known[key] = (compiled, constants)
         return compiled
+
+
+def settings_key(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Equal for equal settings."""
+    return tuple(sorted((name, repr(value)) for name, value in config.items()))
 
 
 def region_key(retraced: Retraced) -> tuple[Any, ...]:

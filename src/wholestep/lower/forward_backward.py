@@ -21,9 +21,10 @@ from wholestep.ir.effects import draws, shared_inputs
 from wholestep.ir.graph_walks import reachable
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.meta import node_meta
-from wholestep.lower.compiled_region import Compiled
+from wholestep.lower.compiled_region import Compiled, settings_key
 from wholestep.lower.regions import Region, is_ordered
 from wholestep.lower.retrace import Retraced
+from wholestep.lower.shared_bodies import BodyCache, SharedBodies, compile_shared
 from wholestep.remat.pointwise_recompute import RegionCut, owning, shed, sheddable
 from wholestep.torch_private.inductor import compile_inductor, improve_joint, min_cut
 
@@ -67,7 +68,7 @@ class CompileInTwo:
     """Bytes to save fewer than torch's cut does, by recomputing pointwise values."""
 
     def __call__(self, retraced: Retraced, config: Mapping[str, Any]) -> Compiled:
-        return _Cut(retraced).compile(config, self.shed)
+        return _Cut(retraced).compile(config, self.shed, retraced.bodies)
 
 
 class _Cut:
@@ -80,7 +81,7 @@ class _Cut:
         self._copies = self._take_copies()
         self._backward = self._depending_on(self._positions[-1])
 
-    def compile(self, config: Mapping[str, Any], less: int) -> Compiled:
+    def compile(self, config: Mapping[str, Any], less: int, bodies: BodyCache | None) -> Compiled:
         output = self._graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         first = [i for i, value in enumerate(results) if value not in self._backward]
@@ -106,8 +107,16 @@ class _Cut:
         given_away = [i for i, (kind, position) in enumerate(sources) if kind == "saved" and own[position]]
         sources += _write_at_end(backward, [position for position, _ in late], self._inputs, len(second))
         writes = _write_early(forward, backward, [position for position, _ in early], self._inputs, len(first))
-        run_forward = compile_inductor(forward, self._inputs[:-1], dict(config), "forward")
-        run_backward = compile_inductor(backward, _examples(backward), dict(config), "backward", given_away)
+
+        def compile_part(part: str, gm: fx.GraphModule, examples: list[Any], away: Sequence[int]) -> Compiled:
+            def compile_body(gm: fx.GraphModule, inputs: list[Any], away: Sequence[int]) -> Compiled:
+                return compile_inductor(gm, inputs, dict(config), part, away)
+
+            how = (part, settings_key(config))
+            return compile_shared(gm, examples, compile_body, bodies, how=how, given_away=away)
+
+        run_forward = compile_part("forward", forward, self._inputs[:-1], ())
+        run_backward = compile_part("backward", backward, _examples(backward), given_away)
         return ForwardBackward(run_forward, run_backward, sources, first, second, writes, cut)
 
     def _rename(self) -> None:
@@ -233,6 +242,7 @@ class ForwardBackward:
         cut: RegionCut,
     ) -> None:
         self.cut = cut
+        self.shared = SharedBodies.of(forward, backward)
         self._forward = forward
         self._backward = backward
         self._sources = sources

@@ -27,6 +27,9 @@ class LowerOptions:
     """Settings for single regions, by number."""
     exact: bool = False
     """Bitwise equal to eager: regions have only operators that Inductor computes so."""
+    repeat: str = "auto"
+    """Compile what is repeated in a region (layers, their backward, their updates) once: "auto" where the compile time
+    saved is worth the fusion lost, "share" wherever there is something, "inline" never."""
     shed: int = 0
     """Bytes to save fewer for the backward than `remat` does, by recomputing pointwise values as well. Not together
     with a memory budget, which chooses this itself."""
@@ -51,6 +54,8 @@ class LowerOptions:
             raise invalid_value("min_aten_ops", self.min_aten_ops, "use an integer, 0 or more.")
         if type(self.shed) is not int or self.shed < 0:
             raise invalid_value("shed", self.shed, "use a number of bytes, 0 or more.")
+        if self.repeat not in ("auto", "share", "inline"):
+            raise invalid_value("repeat", self.repeat, 'use "auto", "share" or "inline".')
         for name in ("strict", "remat", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise invalid_value(name, getattr(self, name), "use True or False.")

@@ -30,6 +30,7 @@ from wholestep.lower.regions import Region, RegionPlan, is_free, order_of, plan_
 from wholestep.lower.report import Lowering, RegionReport, found_lowering, note_lowering, target_text
 from wholestep.lower.retrace import Retraced, retrace
 from wholestep.lower.scalar_inputs import SizeConditions, WatchedSizes, pack_scalars, set_symbolic_sizes, symbols_of
+from wholestep.lower.shared_bodies import SharedBodies
 from wholestep.lower.supported_nodes import (
     NodePredicate,
     SubgraphPredicate,
@@ -209,7 +210,8 @@ class _RegionRewriter:
         try:
             seed = find_seed(region) if self._options.remat else None
             config = region_settings(self._options, region)
-            retraced = retrace(region, config, seed=seed)
+            bodies = self._cache.bodies_for(self._options.repeat)
+            retraced = replace(retrace(region, config, seed=seed), bodies=bodies)
             how = compile_whole if seed is None else CompileInTwo(self._options.shed)
             compiled = self._cache.compile(retraced, config, how)
         except Exception as error:
@@ -333,6 +335,7 @@ class _RegionRewriter:
                 len(written_roots(order_of(region), region.inputs)),
                 tuple(dict.fromkeys(phases)),
                 tuple(node.name for node in region.nodes),
+                getattr(module.compiled, "shared", SharedBodies()),
             )
         )
 

@@ -344,9 +344,8 @@ class NodeGroup:
 
 def form_groups(graph: fx.Graph, reasons: dict[fx.Node, str], write_backs: set[fx.Node]) -> list[NodeGroup]:
     """All nodes except inputs, output and write-backs, in the order of execution."""
-    body = [
-        n for n in _elements_after_their_tuple(graph) if n.op not in ("placeholder", "output") and n not in write_backs
-    ]
+    order = elements_after_their_tuple(graph.nodes)
+    body = [n for n in order if n.op not in ("placeholder", "output") and n not in write_backs]
     if any(n.op != "call_function" and n.op != "get_attr" for n in body) or any(writes(n) for n in body):
         return _runs(body, reasons)
     groups: list[NodeGroup] = []
@@ -370,11 +369,11 @@ def _parts(body: list[fx.Node]) -> list[int]:
     return list(itertools.accumulate(int(node_meta(node).begins) for node in body))
 
 
-def _elements_after_their_tuple(graph: fx.Graph) -> list[fx.Node]:
+def elements_after_their_tuple(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes in order, with the elements of a tuple right after it."""
     parts: dict[fx.Node, list[fx.Node]] = {}
     order: list[fx.Node] = []
-    for node in graph.nodes:
+    for node in nodes:
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and source.op == "call_function" and not isinstance(node.args[1], fx.Node):
             parts.setdefault(source, []).append(node)

@@ -11,6 +11,7 @@ from torch import fx
 
 from wholestep.errors import LowerError
 from wholestep.ir.readable import html_in_notebooks
+from wholestep.lower.shared_bodies import SharedBodies
 from wholestep.torch_private.operators import OpOverload
 
 _KEY = "wholestep.lowering"
@@ -31,6 +32,8 @@ class RegionReport:
     phases: tuple[str, ...]
     nodes: tuple[str, ...] = ()
     """Names of the nodes that it computes."""
+    shared: SharedBodies = field(default_factory=SharedBodies)
+    """How often which body is called, if repeated parts of it are compiled once."""
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Lowering:
             row = (r.name, str(r.operators), str(r.inputs), str(r.outputs), str(r.writes), ", ".join(r.phases))
             rows.append(row)
         lines += _table(rows)
+        lines += [f"{r.name}: {r.shared}" for r in self.regions if r.shared.calls]
         reasons = Counter(reason for _, _, reason in self.outside)
         if reasons:
             rows2 = [("nodes", "why outside", "for example")]

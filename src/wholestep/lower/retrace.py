@@ -33,6 +33,7 @@ from wholestep.lower.decompositions import (
 )
 from wholestep.lower.regions import Region, is_view, order_of
 from wholestep.lower.scalar_inputs import ScalarInput, call
+from wholestep.lower.shared_bodies import BodyCache
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.inductor import decomposed
 from wholestep.torch_private.operators import OpOverload, may_copy
@@ -53,6 +54,8 @@ class Retraced:
     device: torch.device
     seed: fx.Node | None = None
     """The node that the last input replaces."""
+    bodies: BodyCache | None = None
+    """Where repeated parts of it are compiled once; None: all is compiled as it is."""
 
 
 def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None = None) -> Retraced:
