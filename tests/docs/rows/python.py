@@ -419,7 +419,7 @@ def iterators() -> None:
     assert (next(count), next(floats)) == (1, 0.5)
 
 
-@row("a file opened for writing, an environment variable that is set")
+@row("a file opened for writing, created, renamed or deleted")
 def effects_outside() -> None:
     with tempfile.TemporaryDirectory() as folder:
 
@@ -435,12 +435,16 @@ def effects_outside() -> None:
             threading.Thread(target=x.sum).start()
             return train(model, optimizer, x)
 
-        for body in (writes, sets, starts):
+        def removes(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+            pathlib.Path(folder).rmdir()
+            return train(model, optimizer, x)
+
+        for body in (writes, sets, starts, removes):
             refused("WS-SIDE-EFFECT", body)
         assert "WS_ROW_SET" not in os.environ
 
 
-@row("a clock (`time.time()`, `datetime.now()`, `timeit.default_timer`, `os.times()`) that is printed")
+@row("a clock (`time.time()`, `datetime.now()`, `timeit.default_timer`, `os.times()`) or a measure of memory")
 def clocks_in_logs() -> None:
     def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         started = time.time()
