@@ -484,6 +484,7 @@ class Capture:
         self.fake_leaves, self.given, self.snapshots, self.readers, self.session = [], None, [], [], None
         self.account, self._bound_steps, self.at_calls = Account(self), BoundSteps(self), StateAtCalls()
         self.effects.release()
+        self.recorded.release()
         self.recorder.reshaped.clear()
         self.inputs.release()
         self.shapes.release()

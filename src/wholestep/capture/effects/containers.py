@@ -246,6 +246,10 @@ class Recorders:
             self._made[id(real)] = recorder, stand_in_of(recorder)
         return self._made[id(real)][1]
 
+    def release(self) -> None:
+        """Let go of what the step wrote, and of the copies: both hold fakes."""
+        self._made.clear()
+
     def made(self) -> list[ContainerRecorder]:
         """All that were in use."""
         return [recorder for recorder, _ in self._made.values()]

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.effects.texts import has_mark
 from wholestep.capture.graph.functional_forms import add_write_backs
+from wholestep.capture.objects.callers import is_user_code
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of
@@ -211,7 +212,8 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
 def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
     """What tensors and generators tell that user code asks by name (`_version`, `initial_seed`)."""
     world = capture.world
-    named = {name for _, code in world.codes.values() for name in (*code.co_names, *code.co_consts)}
+    codes = [code for _, code in world.codes.values() if is_user_code(code)]
+    named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
     if "_version" in named:
         for tensor, slot in world.tensors.values():
             if id(tensor) not in capture.table.tracked:
