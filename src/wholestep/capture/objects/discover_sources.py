@@ -184,7 +184,8 @@ class SourceWalk:
     def functions_in(self, member: Any, owner: str, depth: int) -> Iterator[FunctionType]:
         """The functions that a member of a class runs: a method, a property, a cache or partial of one."""
         if isinstance(member, FunctionType):
-            yield member
+            if not is_foreign(member):  # an enumeration holds functions of Python's `enum`
+                yield member
         elif isinstance(member, classmethod | staticmethod):
             yield from self.functions_in(member.__func__, owner, depth)
         elif isinstance(member, property):
