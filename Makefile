@@ -8,17 +8,19 @@ TORCH ?= 2.15.0
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.docs-stamp
 
 LONG := every_lowered_case or every_optimizer or long
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz optimizers corpus lint format unit test-torch bench clean
+.PHONY: help env demo test test-all docs fuzz optimizers corpus lint format unit test-torch bench clean
 
 help:
 	@echo "make demo    train a small GPT, eager and wholestep side by side, in one process and on two ranks"
 	@echo "make test    lint, type-check and test everything"
 	@echo "make fuzz    random training steps against eager (SEED=, COUNT=; SECONDS=3600: new seeds for an hour)"
 	@echo "make test-all    make test, fuzz and optimizers, and the whole capture suite under Inductor (two hours or more)"
+	@echo "make docs    the documentation as a site, into build/docs; a warning or a link that leads nowhere is an error"
 	@echo "make lint    ruff and mypy only          make format   rewrite files the way ruff wants them"
 	@echo "make unit    pytest only (ARGS='-k name' selects)"
 	@echo "make test-torch TORCH=2.15.0    the tests on another torch, in an environment of its own (CONTRIBUTING.md says what that takes)"
@@ -36,6 +38,15 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps timm
 	@touch $@
+
+# What builds the site and what runs notebooks: not needed by `make test`.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[docs,notebooks]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "build/docs/index.html opens from disk; GitHub Pages serves build/docs as it is"
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -77,7 +88,7 @@ corpus: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SHOW),--show $(SHOW)) $(ARGS)
 
-test-all: test fuzz optimizers corpus
+test-all: test docs fuzz optimizers corpus
 	$(PYTEST) -m long $(ARGS)
 	$(PYTEST) -m every_lowered_case $(ARGS)
 

@@ -7,7 +7,7 @@ import doctest
 import io
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,20 @@ def assert_shown(expected: str, printed: str, where: str) -> None:
         raise AssertionError(f"{where} prints\n{printed}\nand the page shows\n{expected}")
 
 
-def run_page(page: str, compare: Callable[[str, str, str], None] = assert_shown) -> None:
-    """All blocks in order, in one namespace; `compare` gets what the page shows, what was printed, and where."""
+def run_page(
+    page: str,
+    compare: Callable[[str, str, str], None] = assert_shown,
+    given: Mapping[str, Any] | None = None,
+) -> None:
+    """All blocks in order, in one namespace; `compare` gets what the page shows, what was printed, and where.
+
+    `given`: what the page speaks of and does not make, such as the model of a README.
+    """
     text = (DOCS / page).read_text(encoding="utf-8")
     file = page.replace(".md", ".py")
     # The lines of the user's code in messages come from here.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"__name__": file.removesuffix(".py")}
+    namespace: dict[str, Any] = {"__name__": file.removesuffix(".py"), **(given or {})}
     blocks = list(blocks_of(text))
     assert len(blocks) == text.count("```python\n")
     for block in blocks:
