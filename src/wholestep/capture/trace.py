@@ -59,14 +59,7 @@ from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.capture.scalars.traced_numbers import TracedScalars
-from wholestep.errors import (
-    ItemError,
-    Location,
-    ParameterDataError,
-    SideEffectError,
-    UnsupportedError,
-    WholestepError,
-)
+from wholestep.errors import ItemError, Location, ParameterDataError, SideEffectError, UnsupportedError, WholestepError
 from wholestep.ir.captured_step import CapturedStep, HostCall
 from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.graph_walks import collector_paused
