@@ -15,11 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from ir.collectives import comm
-from wholestep.errors import PassError, VerifyError
-from wholestep.passes import GraphPass, graph_optimization_pass, merge_common_subexpressions
-from wholestep.passes.engine.contract import Numerics
+from wholestep.errors import OptionError, PassError, VerifyError
+from wholestep.passes import GraphPass, approximates, graph_optimization_pass, merge_common_subexpressions
+from wholestep.passes.engine.contract import Numerics, weakest
+from wholestep.passes.engine.float64_reference import InFloat64
 from wholestep.passes.engine.manager import apply_pass
-from wholestep.passes.engine.replay import Replay, collective
+from wholestep.passes.engine.pretend_ranks import collective
+from wholestep.passes.engine.replay import Replay
 
 aten = torch.ops.aten
 
@@ -101,7 +103,7 @@ def test_whole_numbers_of_other_ranks_are_others() -> None:
 def test_another_root_is_seen() -> None:
     gm = traced(lambda x: comm.wait_tensor(comm.broadcast(x * 2, 0, "0")) + 0, torch.ones(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wholestep.passes.engine.replay.group_size", lambda node: 2)
+        patch.setattr("wholestep.passes.engine.pretend_ranks.group_size", lambda node: 2)
         before = Replay(gm)
         gm.graph.find_nodes(op="call_function", target=comm.broadcast.default)[0].update_arg(1, 1)
         with pytest.raises(VerifyError, match="output 0 has other values"):
@@ -234,3 +236,84 @@ def test_replaying_leaves_the_modules_of_a_graph_alone() -> None:
     apply_pass(adds_a_copy, gm, (), {}, level=3)
     assert model[0].num_batches_tracked == 0
     assert torch.equal(model[0].running_mean, torch.zeros(3))  # type: ignore[arg-type]
+
+
+def mean_of_squares(x: Tensor) -> Tensor:
+    return x.square().sum() / x.numel()
+
+
+def of_squares(numerics: Numerics, build: Callable[[fx.Graph, fx.Node], fx.Node]) -> GraphPass:
+    """A pass that computes the result of `mean_of_squares` from its input in another way."""
+
+    @graph_optimization_pass(numerics=numerics)
+    def edits(gm: fx.GraphModule) -> None:
+        output = gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            output.args = (build(gm.graph, gm.graph.find_nodes(op="placeholder")[0]),)
+
+    return edits
+
+
+def in_bf16(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """A worse way: squares are rounded to bf16."""
+    rounded = graph.call_function(aten._to_copy.default, (graph.call_function(aten.square.default, (x,)),))
+    rounded.kwargs = {"dtype": torch.bfloat16}
+    total = graph.call_function(aten.sum.default, (rounded,), {"dtype": torch.float32})
+    return graph.call_function(aten.div.Tensor, (total, 1000))
+
+
+def in_double(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """A better way."""
+    wide = graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64})
+    total = graph.call_function(aten.sum.default, (graph.call_function(aten.square.default, (wide,)),))
+    narrow = graph.call_function(aten.div.Tensor, (total, 1000))
+    return graph.call_function(aten._to_copy.default, (narrow,), {"dtype": x.meta["val"].dtype})
+
+
+def test_a_result_nearer_to_float64_is_within_approximates_and_one_further_away_is_not() -> None:
+    apply_pass(of_squares(approximates(1), in_double), traced(mean_of_squares, torch.ones(1000)), (), {}, level=3)
+    refuses(of_squares(approximates(2), in_bf16), traced(mean_of_squares, torch.ones(1000)), r"approximates\(2\)")
+
+
+def test_a_graph_in_half_precision_may_be_replaced_by_a_better_one() -> None:
+    """As sums in another order they would be too far apart: rounding each product to bf16 loses three digits."""
+
+    def rounded_often(x: Tensor) -> Tensor:
+        total = x[0]
+        for i in range(1, 40):
+            total = total + x[i] * x[i]
+        return total
+
+    @graph_optimization_pass(numerics=approximates(1))
+    def in_float(gm: fx.GraphModule) -> None:
+        x, output = gm.graph.find_nodes(op="placeholder")[0], gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            wide = gm.graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float32})
+            first = gm.graph.call_function(aten.select.int, (wide, 0, 0))
+            rest = gm.graph.call_function(aten.slice.Tensor, (wide, 0, 1, 40))
+            squares = gm.graph.call_function(aten.square.default, (rest,))
+            total = gm.graph.call_function(
+                aten.add.Tensor, (gm.graph.call_function(aten.sum.default, (squares,)), first)
+            )
+            output.args = (gm.graph.call_function(aten._to_copy.default, (total,), {"dtype": torch.bfloat16}),)
+
+    apply_pass(in_float, traced(rounded_often, torch.ones(40, dtype=torch.bfloat16)), (), {}, level=3)
+
+
+def test_the_float64_run_draws_the_same_random_numbers() -> None:
+    gm = traced(lambda x: F.dropout(x * 2, 0.5) * 3, torch.ones(64))
+    apply_pass(of_squares(approximates(1), lambda graph, x: graph.output_node().args[0]), gm, (), {}, level=3)  # type: ignore[arg-type,return-value]
+    torch.manual_seed(7)
+    wide = InFloat64(gm).run(torch.ones(64, dtype=torch.float64))
+    torch.manual_seed(7)
+    assert torch.equal(wide, gm(torch.ones(64)).double())
+
+
+def test_what_several_passes_promise_together() -> None:
+    assert weakest(["exact", approximates(2), "reassociates", approximates(1.5)]) == approximates(3)
+    assert weakest([approximates(2), "changes"]) == "changes"
+    assert weakest([]) == "exact"
+    with pytest.raises(OptionError, match="a factor, 1 or more"):
+        approximates(0.5)
+    with pytest.raises(OptionError, match=r"approximates\(bound\)"):
+        graph_optimization_pass(numerics="roughly")  # type: ignore[call-overload]

@@ -34,8 +34,9 @@ from wholestep.ir.effects import is_communication
 from wholestep.ir.graph_walks import reachable
 from wholestep.ir.meta import location_of_node, node_meta
 from wholestep.ir.readable import describe_value, format_node, html_in_notebooks
-from wholestep.passes.engine.contract import Numerics
-from wholestep.passes.engine.replay import PretendRanks, nudged
+from wholestep.passes.engine.contract import NUMERICS, Numerics, is_numerics
+from wholestep.passes.engine.pretend_ranks import PretendRanks
+from wholestep.passes.engine.replay import nudged
 from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.guard_checks import cuda_is_initialized
 from wholestep.torch_private.operators import OpOverload, op_name
@@ -144,7 +145,6 @@ def _put_back(gm: fx.GraphModule) -> Iterator[None]:
 
 
 _SHOWN = 4
-_NUMERICS = ("exact", "reassociates", "changes")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Comparison:
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     numerics: Numerics
-    """The contract: exact, or reassociates."""
+    """The contract: exact, reassociates, or approximates(bound), which single nodes are held to like reassociates."""
     labels: tuple[str, str]
 
     _repr_html_ = html_in_notebooks
@@ -215,8 +215,8 @@ def compare(
     `numerics`: what is allowed; by default the contract of passes that only one of the two went through, and
     "reassociates" for compiled regions.
     """
-    if numerics is not None and numerics not in _NUMERICS:
-        raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}, or None.")
+    if numerics is not None and not is_numerics(numerics):
+        raise invalid_value("numerics", numerics, f"use {NUMERICS}, or None.")
     a, b = two_versions(step_a, step_b, tuple(args), kwargs or {})
     found = compare_versions(a, b, numerics or a.contract_with(b))
     if not quiet:

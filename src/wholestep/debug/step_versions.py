@@ -17,12 +17,10 @@ from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.options import Options
-from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts
+from wholestep.passes.engine.contract import BoundPass, Contract, Numerics, applied_contracts, weakest
 from wholestep.passes.engine.manager import run_passes
 from wholestep.step import BoundGraph, ResolvedOptions, Shared, capture_call, compile_step, resolve
 from wholestep.torch_private.fx_graphs import has_plain_codegen, pytree
-
-_WORST: tuple[Numerics, ...] = ("exact", "reassociates", "changes")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Version:
             return "reassociates"
         names = [{contract.name for contract in version.contracts} for version in (self, other)]
         apart = [c.numerics for c in (*self.contracts, *other.contracts) if c.name in names[0] ^ names[1]]
-        return max(apart, key=_WORST.index, default="exact")
+        return weakest(apart)
 
 
 @dataclass(frozen=True)

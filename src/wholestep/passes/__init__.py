@@ -8,7 +8,14 @@ from wholestep.passes.collective_matmul import collective_matmul
 from wholestep.passes.comm_blocks import CommBlock, get_all_comm_blocks, get_comm_block
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
-from wholestep.passes.engine.contract import BoundPass, Contract, GraphPass, applied_passes, graph_optimization_pass
+from wholestep.passes.engine.contract import (
+    BoundPass,
+    Contract,
+    GraphPass,
+    applied_passes,
+    approximates,
+    graph_optimization_pass,
+)
 from wholestep.passes.engine.dump import disable_graph_optimization_dump, enable_graph_optimization_dump
 from wholestep.passes.engine.manager import run_passes
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
@@ -60,6 +67,7 @@ __all__ = [
     "RewriteRule",
     "applied_passes",
     "apply_rules",
+    "approximates",
     "bucket_all_gather",
     "bucket_reduce_scatter",
     "clone_subgraph",

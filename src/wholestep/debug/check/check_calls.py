@@ -55,7 +55,7 @@ from wholestep.ir.tensor_copies import has_plain_memory
 from wholestep.ir.user_objects.reachable import Part, Reached, roots_of
 from wholestep.ir.user_objects.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.options import Options
-from wholestep.passes.engine.contract import Numerics
+from wholestep.passes.engine.contract import Numerics, weakest
 from wholestep.passes.engine.replay import nudged
 from wholestep.refused_steps import CannotCaptureError
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
@@ -195,10 +195,10 @@ def run_eager(call: CheckedCall) -> Any:
 
 def _numerics(options: Any) -> Numerics:
     """The contract of the step: the least strict one of its passes and lowering."""
-    promised = {bound.graph_pass.contract.numerics for bound in options.passes}
+    promised = [bound.graph_pass.contract.numerics for bound in options.passes]
     if options.lower == "inductor":
-        promised.add("reassociates")
-    return "changes" if "changes" in promised else "reassociates" if "reassociates" in promised else "exact"
+        promised.append("reassociates")
+    return weakest(promised)
 
 
 def _tolerance(

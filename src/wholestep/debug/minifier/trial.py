@@ -34,7 +34,7 @@ from wholestep.errors import GraphFormatError, MinifyError
 from wholestep.ir.effects import is_communication
 from wholestep.ir.io.tensor_file import can_write, read_tensors, write_tensors
 from wholestep.ir.tensor_copies import copy_tensor, copy_values
-from wholestep.passes.engine.replay import PretendRanks
+from wholestep.passes.engine.pretend_ranks import PretendRanks
 
 Predicate = Callable[[fx.GraphModule, list[Any]], bool]
 _NUMBERS = (bool, int, float)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +44,41 @@ from wholestep.torch_private.distributed import process_group_size
 from wholestep.torch_private.fx_graphs import NODE_SOURCES, NodeParts, NodeTable, call_targets
 from wholestep.torch_private.operators import OpOverload, argument_names, op_name
 
-Numerics = Literal["exact", "reassociates", "changes"]
-_NUMERICS = ("exact", "reassociates", "changes")
+
+@dataclass(frozen=True)
+class Approximates:
+    """`approximates(2)`: every result is at most twice as far from float64 as it was before the pass."""
+
+    bound: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bound < math.inf:
+            raise invalid_value("approximates", self.bound, "give a factor, 1 or more.")
+
+    def __str__(self) -> str:
+        return f"approximates({self.bound:g})"
+
+    __repr__ = __str__
+
+
+approximates = Approximates
+Numerics = Literal["exact", "reassociates", "changes"] | Approximates
+NUMERICS = '"exact", "reassociates", approximates(bound) or "changes"'
 HISTORY = "wholestep_passes"
+
+
+def is_numerics(given: Any) -> bool:
+    """Whether a value is one of the contracts on numerics."""
+    return isinstance(given, Approximates) or (isinstance(given, str) and given in ("exact", "reassociates", "changes"))
+
+
+def weakest(promises: Iterable[Numerics]) -> Numerics:
+    """What several passes promise together: the least strict of their contracts."""
+    given = list(promises)
+    factors = [each.bound for each in given if isinstance(each, Approximates)]
+    if factors and "changes" not in given:
+        return Approximates(math.prod(factors))  # the second pass starts from what the first one left
+    return next((each for each in ("changes", "reassociates") if each in given), "exact")
 
 
 @dataclass(frozen=True)
@@ -58,7 +91,8 @@ class Contract:
     apply_after: tuple[str, ...] = ()
     """Passes that must have run before, if they are used at all."""
     numerics: Numerics = "exact"
-    """`exact`: the same bits; `reassociates`: the same sums in another order; `changes`: anything else."""
+    """`exact`: the same bits; `reassociates`: the same sums in another order; `approximates(bound)`: at most
+    `bound` times as far from float64 as before; `changes`: anything else."""
     allow_rerun: bool = False
     only_for: tuple[Any, ...] = ()
     """Operators that the pass works on: a graph without any of them is left alone."""
@@ -207,8 +241,8 @@ def graph_optimization_pass(
     `check` takes the options and raises if one of them is wrong, when they are bound. `exact_if` takes those that were
     given, and says whether with them the pass keeps every bit.
     """
-    if numerics not in _NUMERICS:
-        raise invalid_value("numerics", numerics, f"use one of {', '.join(_NUMERICS)}.")
+    if not is_numerics(numerics):
+        raise invalid_value("numerics", numerics, f"use {NUMERICS}.")
     if inspect.isfunction(prerequisites):
         return graph_optimization_pass()(prerequisites)  # written without ()
     before, after = _names(prerequisites), _names(apply_after)

@@ -142,7 +142,7 @@ class _Application:
             check_normal_form(self._pass.contract)
         if self._is_about_nothing():
             note_applied(gm, self._pass.contract)
-            note_unchanged(gm, name, numerics, self._level)
+            note_unchanged(gm, name, str(numerics), self._level)
             if self.still_true is not None:
                 self.still_true.follow_meta()
             return None
@@ -150,7 +150,7 @@ class _Application:
         saved = self.still_true or _Saved(gm, self._step_graph)
         replay = None
         if self._level >= 3 and numerics != "changes":
-            replay = Replay(self._whole(), name, noise=numerics == "reassociates")
+            replay = Replay(self._whole(), name, numerics=numerics)
         returned = False
         try:
             result = self._pass.function(self._given, *args, **options)
@@ -184,10 +184,10 @@ class _Application:
         seconds = time.perf_counter() - started
         note_applied(gm, self._pass.contract)
         if self.still_true is not None:
-            note_unchanged(gm, name, numerics, self._level, seconds)
+            note_unchanged(gm, name, str(numerics), self._level, seconds)
             self.still_true.follow_meta()
         else:
-            note_changed(gm, name, numerics, self._level, seconds, saved.table)
+            note_changed(gm, name, str(numerics), self._level, seconds, saved.table)
         log.info("%s: %d nodes, %.3f s", name, len(gm.graph.nodes), seconds)
         if self._dump is not None:
             self._dump.write(name, saved.graph_module(), gm, self._signature(), seconds)

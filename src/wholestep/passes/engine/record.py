@@ -36,7 +36,7 @@ class PassRecord:
 
     name: str
     numerics: str
-    """Its contract: `exact`, `reassociates` or `changes`."""
+    """Its contract: `exact`, `reassociates`, `approximates(2)` or `changes`."""
     level: int
     """How the graph was verified afterwards (0: not at all)."""
     seconds: float

@@ -3,25 +3,19 @@
     exact            the same bits, and no result that has become one of the inputs
     reassociates     as far apart as sums in another order may be: some rounding errors of the largest element, and what
                      rounding errors of the inputs change by themselves (`nudged`)
+    approximates     at most `bound` times as far from the float64 run of the graph before (`float64_reference`) as that
+                     graph was, on these inputs or on nudged ones; float64 results, and those of which that run is no
+                     reference, are held to `reassociates`
 
 Inputs are generated (`draws`) for a graph of which only shapes and dtypes are known, in several kinds from the
 likeliest to the safest. If an operator refuses one (an index out of range, a matrix that is not positive definite),
 or the result has NaNs (the logarithm of a negative number), the next kind is tried. A graph that runs on none of them
 is not replayed; the log says so.
-
-`PretendRanks` runs a graph with collectives in one process: what the other ranks would send is computed from what this
-rank has.
-
-Rank k has (1 + k/8) times the floats of this rank and (1 + k) times its integers: linear, so that concatenating,
-splitting and adding agree with it, and different for each rank, so that shards in a wrong order, another root and
-another reduce op are detected. Booleans are the same everywhere. This rank is rank 0.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +24,12 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import VerifyError
-from wholestep.ir.effects import is_collective, is_wait, written_positions
-from wholestep.ir.groups import group_of, group_size
 from wholestep.ir.meta import node_meta
-from wholestep.passes.engine.contract import Numerics
-from wholestep.passes.plain_collectives import arguments_by_position, known_or_noted
+from wholestep.passes.engine.contract import Approximates, Numerics
+from wholestep.passes.engine.float64_reference import InFloat64, widened_tensor
+from wholestep.passes.engine.pretend_ranks import PretendRanks
+from wholestep.passes.plain_collectives import known_or_noted
 from wholestep.torch_private.fx_graphs import pytree
-from wholestep.torch_private.operators import OpOverload, op_name
 
 log = logging.getLogger("wholestep.passes")
 
@@ -138,100 +131,10 @@ def _size(size: Any) -> int:
     return int(size) if isinstance(size, int) else int(size.node.hint)
 
 
-_STEP = 1 / 8
-_BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
-
-class PretendRanks(fx.Interpreter):
-    """Runs a graph module as rank 0 of its groups, on the CPU."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and (is_wait(n.target) or (is_collective(n.target) and group_of(n) is not None)):
-            assert isinstance(n.target, OpOverload)
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            given = arguments_by_position(n.target, args, kwargs)
-            if is_wait(n.target):
-                return given[0]
-            result = collective(op_name(n.target), given, group_size(n))
-            return self._written(n.target, given, kwargs, result)
-        if n.op == "call_function" and "device" in n.kwargs:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return self.call_function(n.target, args, {**kwargs, "device": "cpu"})
-        return super().run_node(n)
-
-    @staticmethod
-    def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """The result of a collective that writes in place or to `out`: what it wrote."""
-        if not written_positions(op):
-            return result
-        into = kwargs.get("out", args[0])
-        for one, new in zip(into, result, strict=True) if isinstance(into, list | tuple) else [(into, result)]:
-            one.copy_(new)
-        return into
-
-
-def collective(name: str, args: tuple[Any, ...], size: int) -> Any:
-    """The result of a collective on rank 0."""
-    operand = args[0]
-    if isinstance(operand, list | tuple):
-        return [collective(name, (one, *args[1:]), size) for one in operand]
-    if "all_gather" in name:
-        return torch.cat([_of_rank(operand, k) for k in range(size)])
-    if "broadcast" in name:
-        return _of_rank(operand, int(args[1]) % size)
-    if "all_to_all" in name:
-        return _exchanged(operand, args, size)
-    if "reduce" not in name:
-        return operand.clone()
-    whole = _reduced(operand, str(args[1]), size)
-    return whole.chunk(size)[0].clone() if "reduce_scatter" in name else whole
-
-
-def _of_rank(tensor: Tensor, rank: int) -> Tensor:
-    if tensor.dtype is torch.bool:
-        return tensor.clone()
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor * (1 + rank * _STEP)
-    return tensor * (1 + rank)
-
-
-def _reduced(operand: Tensor, op: str, size: int) -> Tensor:
-    """The reduction over ranks that are multiples of each other. The end ranks have the least and the most."""
-    if op in _BITWISE:
-        return functools.reduce(_BITWISE[op], (_of_rank(operand, k) for k in range(size)))
-    if operand.dtype is torch.bool:
-        return operand.clone()
-    whole = not (operand.is_floating_point() or operand.is_complex())
-    factors = [1 + k * (1 if whole else _STEP) for k in range(size)]
-    if op in ("max", "min"):
-        pick = torch.maximum if op == "max" else torch.minimum
-        return pick(_of_rank(operand, 0), _of_rank(operand, size - 1))
-    if op == "product":
-        return operand**size * (math.prod(map(int, factors)) if whole else math.prod(factors))
-    total = operand * (int(sum(factors)) if whole else sum(factors))
-    if op == "avg":
-        return total // size if whole else operand * (sum(factors) / size)
-    return total  # sum, and scaled sums with an unknown scale
-
-
-def _exchanged(operand: Tensor, args: tuple[Any, ...], size: int) -> Tensor:
-    """Rank k sends us its first rows: as many as we expect from it."""
-    rows = operand.shape[0]
-    expected = list(args[1]) if len(args) > 1 and args[1] else [rows // size] * size
-    pieces = []
-    for k, count in enumerate(expected):
-        which = torch.arange(count) % max(rows, 1)
-        given = _of_rank(operand, k)
-        pieces.append(given[which] if rows else given.new_zeros(count, *operand.shape[1:]))
-    return torch.cat(pieces)
-
-
 _ROUNDINGS = 32
 """How many rounding errors of the largest element sums in another order may be apart; half types: a fraction of it."""
+_ROUNDINGS_OF_RESULT = 4
+"""The same where a float64 run says how far off the graph was: only roundings of the result itself; half types: one."""
 _NOISE = 64
 """How many times the effect of one rounding error of each input they may differ by."""
 _AT_MOST = 1e-4
@@ -254,13 +157,15 @@ class _Trial:
     inputs: list[Any]
     before: _Results
     nudged: _Results | None = None
+    reference: _Results | None = None
+    """The same in float64."""
 
 
 class Replay:
     """What a graph computes from generated inputs."""
 
-    def __init__(self, gm: fx.GraphModule, name: str = "the pass", *, noise: bool = True) -> None:
-        """`noise`: also measure the effect of rounding errors, which only `reassociates` needs."""
+    def __init__(self, gm: fx.GraphModule, name: str = "the pass", *, numerics: Numerics = "reassociates") -> None:
+        """`numerics`: what it will be compared for; a weaker contract needs more runs."""
         self._trials: list[_Trial] = []
         error: Exception | None = None
         for called, inputs in draws(gm.graph):
@@ -275,11 +180,13 @@ class Replay:
             self._trials.append(trial)
         if not self._trials:
             self._give_up(gm, name, error)
-        for trial in self._trials if noise else ():
+        for trial in self._trials if numerics != "exact" else ():
             try:
                 trial.nudged = _run(gm, nudged(trial.inputs))
             except Exception:  # nudged inputs are invalid: nothing is known about noise
                 log.debug("inputs %s with rounding errors do not run", trial.name, exc_info=True)
+            if isinstance(numerics, Approximates):
+                trial.reference = _in_float64(gm, trial.inputs, name)
 
     @staticmethod
     def _give_up(gm: fx.GraphModule, name: str, error: Exception | None) -> None:
@@ -302,12 +209,13 @@ class Replay:
 
 def _compare(gm: fx.GraphModule, numerics: Numerics, trial: _Trial, after: _Results) -> None:
     outputs, inputs = _names(gm)
-    noise = trial.nudged or _Results([None] * len(outputs), [None] * len(inputs), [])
-    for (what, node), old, new, noisy in (
-        *zip(outputs, trial.before.outputs, after.outputs, noise.outputs, strict=True),
-        *zip(inputs, trial.before.inputs, after.inputs, noise.inputs, strict=True),
+    nothing = _Results([None] * len(outputs), [None] * len(inputs), [])
+    noise, wide = trial.nudged or nothing, trial.reference or nothing
+    for (what, node), old, new, noisy, reference in (
+        *zip(outputs, trial.before.outputs, after.outputs, noise.outputs, wide.outputs, strict=True),
+        *zip(inputs, trial.before.inputs, after.inputs, noise.inputs, wide.inputs, strict=True),
     ):
-        if not _same(old, new, noisy, numerics):
+        if not _same(old, new, noisy, numerics, reference):
             _fail(
                 f"{what} has other values than before the pass, which promises numerics={numerics!r}: "
                 f"{_difference(old, new)}.",
@@ -323,7 +231,17 @@ def _fail(what: str, node: fx.Node | None) -> None:
     raise VerifyError(what, node=node.name if node is not None else "", location=location)
 
 
-def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
+def _in_float64(gm: fx.GraphModule, inputs: list[Any], name: str) -> _Results | None:
+    """The results of a graph in float64; None if it does not run so."""
+    wide = [widened_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
+    try:
+        return _run(gm, wide, InFloat64)
+    except Exception as error:  # bits are read as another dtype, a custom operator wants its own: any error
+        log.warning("%s is compared without a float64 run, which raised %s", name, type(error).__name__)
+        return None
+
+
+def _run(gm: fx.GraphModule, inputs: list[Any], interpreter: type[PretendRanks] = PretendRanks) -> _Results:
     own = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     kept = [(tensor, tensor.detach().clone()) for tensor in (*gm.parameters(), *gm.buffers()) if not _is_fake(tensor)]
     state = torch.random.get_rng_state()
@@ -331,7 +249,7 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
         torch.manual_seed(SEED)
         # Some operators keep what their backward needs only if gradients are on (mkldnn's RNN).
         with torch.set_grad_enabled(not any(p.requires_grad for p in gm.parameters())):
-            result = PretendRanks(gm).run(*own, enable_io_processing=False)
+            result = interpreter(gm).run(*own, enable_io_processing=False)
     finally:
         torch.random.set_rng_state(state)
         with torch.no_grad():
@@ -339,14 +257,14 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> _Results:
                 if not torch.equal(tensor, content):
                     tensor.copy_(content)
     outputs = leaves_of_output(result)
-    return _Results([_apart(value) for value in outputs], own, [_inside(value, own) for value in outputs])
+    return _Results([_copied(value) for value in outputs], own, [_inside(value, own) for value in outputs])
 
 
 def _is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _apart(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """A copy of a result: the original may be written through another one."""
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -384,7 +302,7 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _same(before: Any, after: Any, noisy: Any, numerics: Numerics) -> bool:
+def _same(before: Any, after: Any, noisy: Any, numerics: Numerics, reference: Any = None) -> bool:
     if isinstance(before, float) and isinstance(after, float):
         noise = torch.tensor(noisy, dtype=torch.float64) if isinstance(noisy, float) else None
         one, other = (torch.tensor(value, dtype=torch.float64) for value in (before, after))
@@ -397,8 +315,11 @@ def _same(before: Any, after: Any, noisy: Any, numerics: Numerics) -> bool:
         # Where a rounding error changes an integer (the index of a maximum), another order of a sum may too.
         unstable = numerics != "exact" and isinstance(noisy, Tensor) and not torch.equal(before, noisy)
         return unstable or torch.equal(before, after)
-    noise = noisy if isinstance(noisy, Tensor) and noisy.shape == before.shape else None
-    return _close(widened(before), widened(after), None if noise is None else widened(noise), numerics, before.dtype)
+    noise, wide = (
+        widened(value) if isinstance(value, Tensor) and value.shape == before.shape else None
+        for value in (noisy, reference)
+    )
+    return _close(widened(before), widened(after), noise, numerics, before.dtype, wide)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -406,7 +327,14 @@ def widened(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
 
-def _close(before: Tensor, after: Tensor, noisy: Tensor | None, numerics: Numerics, dtype: torch.dtype) -> bool:
+def _close(
+    before: Tensor,
+    after: Tensor,
+    noisy: Tensor | None,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    reference: Tensor | None = None,
+) -> bool:
     differ = ~((before == after) | (before.isnan() & after.isnan()))
     if numerics == "exact" or not bool(differ.any()):
         return not bool(differ.any())
@@ -414,9 +342,19 @@ def _close(before: Tensor, after: Tensor, noisy: Tensor | None, numerics: Numeri
     largest = float(before[before.isfinite()].abs().max()) if bool(before.isfinite().any()) else 0.0
     eps = torch.finfo(dtype).eps
     roundings = _ROUNDINGS * eps if eps < 1e-4 else 4 * eps
-    noise = float((before - noisy).abs().nan_to_num(0, 0, 0).max()) if noisy is not None else 0.0
-    allowed = roundings * largest + min(_NOISE * noise, max(_AT_MOST, roundings) * max(1.0, largest))
+    limit = max(_AT_MOST, roundings) * max(1.0, largest)
+    if isinstance(numerics, Approximates) and reference is not None and eps > torch.finfo(torch.float64).eps:
+        was = max(_apart(before, reference), 0.0 if noisy is None else _apart(noisy, reference))
+        if was <= limit:
+            allowed = numerics.bound * was + (_ROUNDINGS_OF_RESULT * eps if eps < 1e-4 else eps) * largest
+            return bool(((after - reference).abs()[differ] <= allowed).all())
+    noise = _apart(before, noisy) if noisy is not None else 0.0
+    allowed = roundings * largest + min(_NOISE * noise, limit)
     return bool((gap <= allowed).all())  # a NaN gap is not allowed
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().nan_to_num(0, 0, 0).max())
 
 
 def _difference(before: Any, after: Any) -> str:

@@ -1,6 +1,7 @@
 // What each pass did: counts before and after, and a readable difference; step through them.
 
 const NUMERICS = {exact: "exact: the same bits", reassociates: "reassociates: the same sums in another order", changes: "changes: results may differ"};
+const numericsText = (numerics) => NUMERICS[numerics] ?? `${numerics}: at most ${numerics.slice(13, -1)} times as far from float64 as before`;
 
 function passesView(step) {
   const passes = step.data.passes;
@@ -20,7 +21,7 @@ function passesView(step) {
     const each = passes[i];
     shown.replaceChildren(
       make("div", {class: "tools"}, make("h2", {class: "mono"}, each.name), make("span", {class: "grow"}), make("button", {class: "plain", disabled: i === 0, onclick: () => list.pick(i - 1)}, "← before"), make("button", {class: "plain", disabled: i === passes.length - 1, onclick: () => list.pick(i + 1)}, "next →")),
-      make("div", {class: "chips"}, make("span", {class: "chip"}, NUMERICS[each.numerics] ?? each.numerics), make("span", {class: "chip"}, each.level ? `verified at level ${each.level}` : "not verified"), make("span", {class: "chip"}, timeText(each.seconds * 1e6)), each.displaced > 0 && make("span", {class: "chip"}, `${plural(each.displaced, "node")} moved`)),
+      make("div", {class: "chips"}, make("span", {class: "chip"}, numericsText(each.numerics)), make("span", {class: "chip"}, each.level ? `verified at level ${each.level}` : "not verified"), make("span", {class: "chip"}, timeText(each.seconds * 1e6)), each.displaced > 0 && make("span", {class: "chip"}, `${plural(each.displaced, "node")} moved`)),
       each.changed ? make("div", {style: "max-height:34%;overflow:auto;flex:none"}, make("table", {class: "small"}, make("tr", {}, make("th", {}, "operator"), make("th", {class: "num"}, "before"), make("th", {class: "num"}, "after"), make("th", {class: "num"}, "difference")),
         [["all nodes", ...each.nodes], ...each.operators].map(([name, before, after]) => make("tr", {}, make("td", {class: "mono"}, name), make("td", {class: "num"}, before), make("td", {class: "num"}, after), make("td", {class: "num"}, after > before ? `+${after - before}` : after - before))))) : make("p", {class: "quiet"}, "The graph is what it was before this pass."),
       each.changed && make("h3", {style: "margin:10px 0 4px"}, "Difference", make("span", {class: "quiet"}, each.left_out ? `  the first ${each.diff.length} lines; ${each.left_out} more` : "")),
