@@ -567,8 +567,7 @@ class Capture:
         return self.items.item(tensor, node)
 
     def tolist(self, tensor: Tensor) -> Any:
-        local = local_of(tensor)
-        return self.items.tolist(local, self.recorder.node_of(local))
+        return self.items.tolist(local := local_of(tensor), self.recorder.node_of(local))
 
     def shape_arg(self, value: Any) -> Any:
         return self.shapes.node(value, self.scalars.emit_scalar, self.recorder.node_of)
