@@ -193,7 +193,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> CheckReport:
-    """Run a step in eager and compiled side by side, and report what agrees. Nothing of the user's changes.
+    """Run a step in eager and compiled side by side, and report what agrees. No state of the user changes.
 
     `fn`: a function, or what `ws.compile` returned (its options are used). `args`: those of one call. `batches`: one
     for each call, given behind `args`. `between`: what happens between two calls (`scheduler.step`). Keywords that are
@@ -207,7 +207,7 @@ def check(
     function, given = _function_and_options(fn)
     if given is not None and chosen:
         raise OptionError(
-            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="give its function instead."
+            f"{', '.join(sorted(chosen))} for a step that is compiled already.", fix="pass its function instead."
         )
     unclear = sorted(key for key in chosen if has_parameter(function, key))
     if unclear:
@@ -220,7 +220,7 @@ def check(
     found = replace(found, check_first=0, on_refusal="raise", lower_options=exact)
     if with_plan_of_models(function, args, named, found).parallel is not None:
         raise OptionError(
-            "ws.check with parallel=: the function in eager does not communicate, and is no reference.",
+            "ws.check with parallel=: eager does not communicate, so it cannot serve as the reference.",
             fix="check the step without the plan; ws.debug.compare(train_step, step, args) compares on all ranks.",
         )
     pending_updates.flush_all()

@@ -217,7 +217,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
         elif self._weights_written:
             raise UnsupportedError(
                 "the call is in the same torch.autocast block as an earlier call, which changed the weights. Eager "
-                "would go on with the weights as they were cast before that change.",
+                "would use the weights as they were cast before that change.",
                 fix="put torch.autocast into the step, or around each call; or pass cache_enabled=False to it.",
                 location=user_location(),
             )
@@ -292,7 +292,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
         return found
 
     def _compile_on_ranks(self, ranks: Ranks, call: StepCall) -> tuple[Executable, list[Any]] | Refusal:
-        """Place the models of a call and compile it. A refusal is no error of this rank: the others need not stop."""
+        """Place the models of a call and compile it. A refusal is not an error: the other ranks need not stop."""
         with ranks.compiling(self._calls):
             placing = find_models(call.fn, call.args, call.kwargs, self.options)
         ranks.agree_on_models(self._calls, placing.lines())
@@ -460,7 +460,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
 
     def _with_symbolic_sizes(self, call: StepCall, graph: BoundGraph) -> Executable | None:
         """An executable for all sizes of the dimensions that were found to vary; None if there are none, or if it would
-        do something else than `graph`, which is for the sizes of this call."""
+        compute something else than `graph`, which is for the sizes of this call."""
         if self.options.dynamic is not None or self.options.memory_budget is not None or graph.captured.runs_once:
             return None
         why: object = ""
@@ -555,7 +555,7 @@ class BoundStep:
 
 
 def _speaks(step: weakref.ref[CompiledStep[Any, Any]]) -> bool:
-    """Whether this process is the one that says how far a compilation is."""
+    """Whether this process reports the progress of compilations."""
     found = step()
     if found is None or found._ranks is None:
         group = default_group()

@@ -46,7 +46,7 @@ class WholestepError(ValueError):
         self.location = location
         self.around = tuple(around)
         self.effect: object = None
-        """How capture can see what is refused here happen, to find its line (`capture/results/effect_line.py`)."""
+        """How a second trace detects the refused effect, to find its line (`capture/results/effect_line.py`)."""
         super().__init__(self._render())
 
     def at(self, location: Location | None) -> Self:
@@ -56,7 +56,7 @@ class WholestepError(ValueError):
         return made
 
     def seen_by(self, effect: object) -> Self:
-        """The same error, which tells how to see what it refuses."""
+        """The same error, with a way to detect the effect that it refuses."""
         self.effect = effect
         return self
 
@@ -81,7 +81,7 @@ MADE_WHILE_TRACING: ContextVar[list[CaptureError] | None] = ContextVar("refusals
 
 
 class CaptureError(WholestepError):
-    """The step could not be turned into a graph that replays like eager. Nothing of the user's was changed."""
+    """The step could not be turned into a graph that replays like eager. No state of the user was changed."""
 
     code = "WS-CAPTURE"
 
@@ -264,7 +264,7 @@ class DesyncError(WholestepError, RuntimeError):
 
 
 class PeerFailedError(WholestepError, RuntimeError):
-    """Another rank raised, died or left, so that this rank cannot go on. `rank`, `step` and `call` say where."""
+    """Another rank raised, died or left, so that this rank cannot continue. `rank`, `step` and `call` say where."""
 
     code = "WS-PEER-FAILED"
 
@@ -365,7 +365,7 @@ class LowerError(WholestepError, RuntimeError):
 
 
 class MemoryBudgetError(WholestepError, RuntimeError):
-    """No plan of what to compute again brings the peak of a step down to its memory budget."""
+    """No choice of what to recompute brings the peak of a step down to its memory budget."""
 
     code = "WS-MEMORY"
 

@@ -1,7 +1,7 @@
 """`LoadedStep`: a step from a file. Its graphs are bound to the objects of a call, and nothing is ever traced.
 
-A graph is bound when a call comes for which no bound one holds: the graph that creates optimizer state at the first
-call, that of a trained step at the second.
+A graph is bound at a call for which the guards of no bound one hold: the graph that creates optimizer state at the
+first call, that of a trained step at the second.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _options(saved: SavedStep, lower: str | None, parallel: Any, trusted: bool) 
 
 
 def _unsafe(settings: Any) -> list[str]:
-    """Settings of Inductor that are no switch or number."""
+    """Settings of Inductor that are neither a bool nor a number."""
     each = [settings.get("config", {}), *settings.get("region_config", {}).values()]
     plain = (bool, int, type(None))
     return sorted({str(name) for config in each for name, value in config.items() if type(value) not in plain})

@@ -1,4 +1,4 @@
-"""What a step says on stderr while it is captured and compiled: from one second on, what it does and how far it is.
+"""Progress of a capture and compilation on stderr: after one second, the current stage and how far it is.
 
     wholestep: compiling train_step, call 2: region 1 of 1, 1,241 operators, 12 s  [#####---------------]
 

@@ -27,7 +27,7 @@ from wholestep.errors import (
 from wholestep.ir.meta import location_of_exception, warn_user
 
 ATTEMPTS = 3
-"""So many captures of one step may be refused; then no other is tried."""
+"""How many captures of one step may be refused before no other is tried."""
 
 REFUSALS = (CaptureError, WrappedError, ShardedOptimizerError)
 """The errors that say that a step cannot be captured. Others are about options, or about what was asked for."""

@@ -302,7 +302,7 @@ def _iteration_graphs(graph: BoundGraph) -> IterationGraphs | None:
         log.info("updates stay in their own iteration: a guard reads the contents of state")
         return None
     if any(node.target in CHECKS for node in graph.gm.graph.nodes):
-        log.info("updates stay in their own iteration: the graph checks what it takes for granted before it writes")
+        log.info("updates stay in their own iteration: the graph checks its assumptions before it writes")
         return None
     return iteration_graphs(graph)
 

@@ -4,7 +4,7 @@
     stored.find(call, options, shared)           one that fits: bound, checked by facts and guards, lowered
     stored.add(name, fn, entry)                  after a capture
 
-A hit traces nothing. Whatever is unsure is a miss, and its reason is in the log `wholestep.cache`.
+A hit traces nothing. Anything uncertain is a miss; the reason is in the log `wholestep.cache`.
 """
 
 from __future__ import annotations

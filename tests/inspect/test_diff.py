@@ -130,7 +130,7 @@ def test_a_fused_operator_in_parts_is_named(base: StepGraph) -> None:
 
 def test_one_more_recomputation_is_named(base: StepGraph) -> None:
     found = ws.inspect.diff(base, captured(first_block(again=True)))
-    assert_named(found, ChangeCause.RECOMPUTE, "computed again in the backward", "gelu", "model.0.mlp")
+    assert_named(found, ChangeCause.RECOMPUTE, "recomputed in the backward", "gelu", "model.0.mlp")
     assert found.cost_b.step_us > found.cost_a.step_us
 
 

@@ -196,7 +196,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _are_hooks(value: Any) -> bool:
-    """Whether keys are numbers that torch gives in each process anew."""
+    """Whether keys are ids that torch assigns in each process."""
     return type(value) is OrderedDict and bool(value) and all(type(key) is int for key in value)
 
 
@@ -222,7 +222,7 @@ class Walk:
     """The addresses of all objects that are reachable from the roots, the shortest first."""
 
     def __init__(self, fn: Callable[..., Any] | None, arguments: Mapping[int, Any]) -> None:
-        """`arguments`: leaves of the arguments of a call that are no data, by number."""
+        """`arguments`: non-data leaves of the arguments of a call, by index."""
         self.links: list[Link] = []
         self.objects: list[Any] = []
         """What lies at each address; held, so that identities stay unique."""
@@ -368,7 +368,7 @@ class Addresses:
             raise ArtefactError(f"{self.text(number)} does not exist here.") from error
 
     def reader(self, number: int) -> Callable[[], Any]:
-        """Follows the links to an object anew at each call, from the object that it was reached from."""
+        """Follows the links to an object at each call, from the object that it was reached from."""
         self.find(number)
         links: list[tuple[str, Any]] = []
         while self._table[number][1] >= 0:

@@ -7,7 +7,7 @@
     torch.nn.functional        the same for the modules that all steps use: `F.relu = mine` is seen
 
 What is reached by name is followed, in the code of the user's; library code counts by its own hash. Values (numbers,
-lists, configuration) are no code: they are under guards, and `snapshot.py` compares them.
+lists, configuration) are not code: guards cover them, and `snapshot.py` compares them.
 """
 
 from __future__ import annotations

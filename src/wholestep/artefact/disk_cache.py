@@ -5,7 +5,7 @@
 The key has the code that the step reaches, the form of its arguments, options and versions. What a key does not have
 (values that the step read, shapes of state, hooks, modes) is compared when a graph is bound (`SavedGraph.bind`): one
 that does not fit is a miss. Entries are written whole or not at all, so that processes need no lock; the least recently
-used are deleted where the folder is larger than its limit. Whatever goes wrong with a file is a miss.
+used are deleted where the folder is larger than its limit. A file that cannot be read is a miss.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DiskCache:
                 _delete(entry.path)
                 continue
             yield from saved.graphs
-            _touch(entry.path)  # the caller took it or goes on to the next
+            _touch(entry.path)  # the caller used it or continues with the next
 
     def store(self, key: str, name: str, graph: SavedGraph) -> None:
         """Write a graph, and delete the least recently used ones above the limit."""

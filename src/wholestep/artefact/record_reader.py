@@ -311,7 +311,7 @@ class _StepReader:
         raise wrong(kind, "a leaf of an expression")
 
     def _node(self, name: Any) -> fx.Node:
-        """A node that a leaf is read from. One that is no more in the graph stands for itself only."""
+        """A node that a leaf is read from. One that was removed from the graph gets a placeholder of its own."""
         found = self._nodes.get(text(name))
         if found is None:
             check_identifier(name, "the name of a node")

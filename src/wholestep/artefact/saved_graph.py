@@ -78,7 +78,7 @@ class OtherObjectsError(ArtefactError):
         more = f"\n    and {len(reasons) - 8} more" if len(reasons) > 8 else ""
         made = cls(
             f"{what}:\n    {shown}{more}",
-            fix="give objects of the same structure, or capture the step anew with ws.compile and save it again.",
+            fix="give objects of the same structure, or capture the step with ws.compile and save it again.",
         )
         made.reasons = reasons
         return made

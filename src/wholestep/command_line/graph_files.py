@@ -40,7 +40,7 @@ def read_graph(path: Path, allow_ops: list[str] | None = None) -> StepGraph:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise OptionError(f"{path} is no text file.", fix="give what StepGraph.to_json() wrote.") from error
+        raise OptionError(f"{path} is not a text file.", fix="give what StepGraph.to_json() wrote.") from error
     return StepGraph.from_json(text, allow_ops=allow_ops or ())
 
 

@@ -28,7 +28,7 @@ _code_of = attrgetter("__code__")
 
 
 class SameTypes(Guard):
-    """Objects of the user's are of the classes that they were of."""
+    """User objects have the class that they had at capture."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._types = [(obj, path, kind) for obj, path, kind in specs.types if kind.__flags__ & _HEAP_TYPE]

@@ -247,7 +247,7 @@ class SameOptimizer(Guard):
         for g, (group, types) in enumerate(zip(self._optimizer.param_groups, self._types, strict=False)):
             for key, now, before in zip(group, _types(group), types or (), strict=False):
                 if now is not before:
-                    yield f"{self._path}.param_groups[{g}].{key} is no longer of the type that it was of"
+                    yield f"{self._path}.param_groups[{g}].{key} has another type than at capture"
 
     def reasons(self, call: Call) -> Iterator[str]:
         count, state = len(self._optimizer.param_groups), self._optimizer.state

@@ -128,7 +128,7 @@ class SameContainers(PerItemGuard):
 
 
 class SameWritten(PerItemGuard):
-    """Lists and dicts that the step writes lie where they lay; of those whose contents it reads the keys are the same.
+    """Lists and dicts that the step writes are the same objects; those whose contents it reads have the same keys.
 
     Elements that it reads are guarded as variables."""
 
@@ -300,7 +300,7 @@ class SameFunctions(PerItemGuard):
 
 
 class SameReferents(PerItemGuard):
-    """Objects that weak references lead to are still there."""
+    """The referents of weak references are still alive."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._weak = specs.weak
@@ -313,7 +313,7 @@ class SameReferents(PerItemGuard):
 
 
 class SameAnswers(PerItemGuard):
-    """Functions that read the state of the process tell the same."""
+    """Functions that read process state return what they returned at capture."""
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._answers = specs.answers

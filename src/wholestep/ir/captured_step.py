@@ -43,7 +43,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class AutomaticDim(Dim):
-    """A dimension that was found to vary. A size that it excludes is no error: such a call has a graph of its own."""
+    """A dimension that was found to vary. A size outside of it is not an error: such a call gets its own graph."""
 
     min: int = 2
 
@@ -265,7 +265,7 @@ class TensorAttributesSpec:
 
 @dataclass(frozen=True, eq=False)
 class WrittenContainer:
-    """A list or dict that outlives the step and that the step writes: its contents are no guard, where it lies is."""
+    """A list or dict that outlives the step and that the step writes: its identity is guarded, not its contents."""
 
     container: Any
     path: str
@@ -323,7 +323,7 @@ class GuardSpecs:
     variables: Sequence[tuple[str, Slot, Any]] = ()
     """Closure variables, globals, class attributes: path, place, value."""
     rebound_variables: Mapping[str, tuple[Slot, Any]] = field(default_factory=dict)
-    """Variables that the step itself binds anew, and what kind of value they held."""
+    """Variables that the step itself rebinds, and what kind of value they held."""
     volatile: Mapping[int, set[str]] = field(default_factory=dict)
     """By identity of an object, the attributes that the step itself sets."""
     kinds: Sequence[tuple[Mapping[str, Any], str, str, Any]] = ()

@@ -1,4 +1,4 @@
-"""What follows a run of the graph: values that exist only then, and calls of the step's Python that are made again.
+"""What follows a run of the graph: values that exist only then, and calls of the step's Python that each run repeats.
 
 Values (`DeferredNumber`):
 

@@ -132,7 +132,7 @@ class _Graph:
             what,
             fix="what takes the place of a node needs its shape, strides, dtype and device: insert the view or cast "
             "that is missing. Where another shape or dtype is meant, delete `val` of the node and of what follows from "
-            "it, and they are computed anew.",
+            "it, and they are recomputed.",
         )
 
 

@@ -254,7 +254,7 @@ class Channel:
         return None
 
     def _find_out(self, position: Position, ranks: Sequence[int]) -> None:
-        """Find out why communication failed, and abort the groups of this rank if another rank is the cause."""
+        """Determine why communication failed; abort the groups of this rank if another rank is the cause."""
         search = _Search(self.watchdog, position, ranks)
         limit = _EVENT_SECONDS + 2 * _SILENT_BEATS * BEAT
         try:

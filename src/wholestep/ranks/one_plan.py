@@ -3,8 +3,8 @@
     rank 0    reads the key: nothing │ makes a plan │ writes it, if the key still has none
     rank 1    reads the key until it is there; if rank 0 will not write it, does as rank 0 would have done
 
-Whoever writes first decides: all ranks use what the key says afterwards. Keys stay: a graph that a rank captures later
-and that communicates as an earlier one must be ordered as that one.
+The first write wins: all ranks use the value of the key afterwards. Keys are not deleted: a graph that a rank captures
+later and that has the same collectives as an earlier one must have the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wholestep.ranks.peers import Position, RankState, StoreClient, StoreGoneErr
 from wholestep.ranks.watchdog import Job
 
 _LOOK = 0.25
-"""Seconds between two looks at what the first rank does."""
+"""Seconds between two polls of the first rank."""
 _NOT_SEEN = 1 / 3
 """The part of the deadline for which a rank waits for one that does not compile this call yet."""
 _NO_LIMIT = 10 * 365 * 86400.0
@@ -33,7 +33,7 @@ class PlanOfRanks:
         self._begun = self._next_look = time.monotonic()
 
     def found(self) -> str | None:
-        """The plan; None if nobody else will write it in time."""
+        """The plan; None if no other rank will write it in time."""
         self._perform(self._read)
         return self._plan
 

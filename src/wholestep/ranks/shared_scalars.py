@@ -253,7 +253,7 @@ def canonical(text: str) -> str:
 
 
 def differing(left: Named, right: Named) -> list[str]:
-    """Paths that both sides have, with different values."""
+    """Paths that both sides have and whose values differ."""
     return [path for path in left if path in right and canonical(left[path]) != canonical(right[path])]
 
 

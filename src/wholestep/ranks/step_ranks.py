@@ -167,7 +167,7 @@ class Ranks:
         return channel.running(self._step, call, agreed.digest, self._members)
 
     def speaks(self, call: int) -> bool:
-        """Whether this rank says how far its compilation is: rank 0, or one that rank 0 waits for in this call."""
+        """Whether this rank reports compilation progress: rank 0, or one that rank 0 waits for in this call."""
         channel = Channel.current()
         if channel is None:
             group = default_group()

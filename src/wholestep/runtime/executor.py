@@ -182,9 +182,9 @@ class Executor:
         changes = [c for c in captured.changes if c.kind is not ChangeKind.REMOVED or id(c) not in released]
         early = [c for c in changes if not c.is_late]
         self._changes = sorted(early, key=lambda c: c.deferred is not None)
-        """Before the calls that follow the graph; first those that take no numbers out of tensors."""
+        """Applied before the calls that follow the graph; first those that read no scalars from tensors."""
         self._late_changes = [c for c in changes if c.is_late]
-        """Changes that take scalars which are known only after the graph ran, and the calls that follow it."""
+        """Changes by scalars that are known only after the graph and the calls that follow it ran."""
         self._effects = captured.effects
 
     @contextmanager
@@ -259,7 +259,7 @@ class Executor:
 
 
 class StateBefore:
-    """What a run changes before the graph has checked what it takes for granted: random generators, and gradients that
+    """What a run changes before the graph has checked its assumptions: random generators, and gradients that
     are freed early."""
 
     def __init__(self, released: Sequence[Change], inputs: Sequence[Any], devices: Sequence[str]) -> None:
@@ -268,7 +268,7 @@ class StateBefore:
         self._generators = [(each, each.get_state()) for each in inputs if isinstance(each, torch.Generator)]
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore it."""
         for slot, value in self._gradients:
             if value is not ABSENT:
                 slot.set(value)
@@ -337,6 +337,6 @@ _refuse = error_in_backward(
 
 
 def attach(value: Tensor) -> Tensor:
-    """The same values as a tensor that requires grad and whose backward raises."""
+    """A tensor with the same values that requires grad and whose backward raises."""
     attached: Tensor = _refuse(value.detach().requires_grad_())
     return attached

@@ -276,7 +276,7 @@ class StepTimeline:
         """Why the collective of that name is exposed, or that it is not."""
         i = self._number(name)
         if self.index.kind[i] != ISSUE:
-            raise OptionError(f"{name} is no collective.", fix="give the node that starts the communication.")
+            raise OptionError(f"{name} is not a collective.", fix="give the node that starts the communication.")
         span = self.span(name)
         line = _line(self.index.nodes[i])
         head = f"{name} ({self._about(i)}{', ' + line if line else ''}) takes {span.us:.1f} us"

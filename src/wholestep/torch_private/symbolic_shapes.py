@@ -151,7 +151,7 @@ def largest_size(size: Any) -> int | None:
 
 
 def size_assertions(env: ShapeEnv) -> list[tuple[Any, str]]:
-    """What a trace takes for granted of sizes that data decides, each with its message
+    """What a trace assumes of data-dependent sizes, each with its message
     (`ShapeEnv.deferred_runtime_asserts`). 2.11, 2.13."""
     return [(each.expr, str(each.msg)) for found in env.deferred_runtime_asserts.values() for each in found]
 

@@ -1,1 +1,1 @@
-"""What the step's Python does beside tensors: print, log, write into lists and dicts. A replay does it again."""
+"""Python side effects of a step: print, log, write into lists and dicts. Each replay repeats them."""

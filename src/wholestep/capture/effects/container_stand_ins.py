@@ -1,7 +1,7 @@
-"""Stand-ins of recorded containers: types that look like list, dict, set and deque, and ask a recorder for everything.
+"""Stand-ins for recorded containers: proxies of list, dict, set and deque that pass each call to a recorder.
 
-Each is of the type of what it stands for, and keeps nothing in its own storage but one element that refuses every use,
-which C code finds that takes it apart past its methods.
+Each is a subclass of the real type. Its own storage has one element, which raises at every use: C code that reads the
+storage without calling a method finds only that.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Unread(Tensor):
-    """The only element that C code finds in a stand-in. A tensor, so that `torch.stack(values)` comes as far as the
-    mode that puts the contents in its place."""
+    """The only element in the storage of a stand-in. A tensor, so that `torch.stack(values)` reaches the mode that
+    replaces it by the contents."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise SideEffectError(
-            "C code reads a list or dict that the step also writes, past the methods of the list.",
+            "C code reads the storage of a list or dict that the step also writes, without calling its methods.",
             fix="give it a copy: list(values), dict(values).",
             location=user_location(),
         )
@@ -37,7 +37,7 @@ _UNREAD: Any = torch.empty(0).as_subclass(Unread)
 
 
 class StandInContainer:
-    """Common to all: where the recorder is."""
+    """The base class: holds the recorder."""
 
     wholestep_recorder: ContainerRecorder
 
@@ -111,7 +111,7 @@ class StandInContainer:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what a stand-in stands for; anything else as it is."""
+    """A copy of the container behind a stand-in; any other value unchanged."""
     if not isinstance(value, StandInContainer):
         return value
     recorder = value.wholestep_recorder
@@ -208,7 +208,7 @@ def _set_element(self: Any, index: Any, value: Any) -> None:
 
 
 def _fresh_values(self: Any, values: Any) -> None:
-    """`extend`: what an iterator gives now is what is added at each replay."""
+    """`extend`: the items that an iterator returns now are added at each replay."""
     self.wholestep_recorder.do("extend", list(values))
 
 

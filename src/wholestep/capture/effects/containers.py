@@ -1,15 +1,15 @@
 """Stand-ins for lists, dicts, sets and deques of the user's that a step writes: each write is recorded.
 
-A first trace notices that a container which outlives the call was changed, and ends. In the next one a stand-in lies in
-every place that holds the container:
+A first trace detects that a container which outlives the call was changed, and ends. In the next one a stand-in
+replaces the container in every place that holds it:
 
     losses.append(loss)        recorded, and done: the real container is put back after the trace
-    logs["loss"] = value       likewise
+    logs["loss"] = value       the same
     logs["n"] += 1             the value is read: an input, if it is a number or tensor; otherwise a guard
     len(losses), losses[-1]    the contents are read: a guard; refused where the step also makes them longer each time
 
-A container that the step has emptied before (`features.clear()`) may be read: all its contents are the step's own.
-C code that takes a list apart past these methods finds a single element that refuses every use.
+A container that the step has emptied before (`features.clear()`) may be read: the step made all its contents.
+C code that reads the storage of a list without its methods finds a single element, which raises at every use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ContainerRecorder:
         self.is_structured = False
         """The step adds or removes elements."""
         self.is_known = False
-        """All contents are the step's own."""
+        """The step made all contents."""
         self.read_at: Location | None = None
         """Where the contents as a whole were read first."""
         self.reads: dict[Any, Any] = {}
@@ -68,13 +68,13 @@ class ContainerRecorder:
         self.written: set[Any] = set()
         self._served: dict[Any, Any] = {}
         self._origins = _same_kind(real, range(len(real))) if isinstance(real, list | deque) else None
-        """Of each element of a sequence, as the step left it: where it was before the step; None for the step's own."""
+        """For each element of a sequence after the step: its index before the step; None if the step made it."""
         self._shadow = copy_of(self.before) if not isinstance(real, deque) else _same_kind(real, real)
 
     # Reading.
 
     def read_all(self) -> Any:
-        """The contents are read; gives the real container."""
+        """Note that the contents are read; returns the real container."""
         if not self.is_known and self.read_at is None:
             self.read_at = user_location() or Location("", 0)
         return self.real
@@ -147,7 +147,7 @@ class ContainerRecorder:
         return result
 
     def _follow(self, name: str, args: tuple[Any, ...], order: Sequence[int]) -> None:
-        """What a method does to the elements, it does to their origins."""
+        """Apply a method to the origins of the elements as it applies to the elements."""
         origins: Any = self._origins
         if name in ("append", "appendleft"):
             getattr(origins, name)(None)
@@ -182,7 +182,7 @@ class ContainerRecorder:
         return self.is_structured or bool(self.written)
 
     def check(self) -> None:
-        """Raise where the container was changed past the stand-in, or is read and grows."""
+        """Raise if the container was changed without the stand-in, or is read and grows."""
         if not same_contents(self._shadow, self.real):
             raise SideEffectError(
                 f"the step changes the contents of {self.path} in a way that a replay would not repeat.",
@@ -238,7 +238,7 @@ class Recorders:
         return id(container) in self._made
 
     def stand_in(self, real: Any, path: str) -> Any | None:
-        """What lies in the place of a container; None where nothing does."""
+        """The stand-in that replaces a container; None if it has none."""
         if id(real) not in self._wanted:
             return None
         if id(real) not in self._made:
@@ -247,11 +247,11 @@ class Recorders:
         return self._made[id(real)][1]
 
     def release(self) -> None:
-        """Let go of what the step wrote, and of the copies: both hold fakes."""
+        """Drop what the step wrote, and the copies: both hold fakes."""
         self._made.clear()
 
     def made(self) -> list[ContainerRecorder]:
-        """All that were in use."""
+        """The recorders that were used."""
         return [recorder for recorder, _ in self._made.values()]
 
     def places(self) -> Iterator[tuple[Slot, Any]]:
@@ -264,6 +264,6 @@ class Recorders:
 
 
 def can_record(container: Any, places: list[Slot | None]) -> bool:
-    """Whether a stand-in can lie in every place that holds a container."""
+    """Whether a stand-in can replace a container in every place that holds it."""
     settable = all(slot is not None and type(slot).set is not Slot.set for slot in places)
     return type(container) in RECORDED_TYPES and bool(places) and settable

@@ -1,8 +1,8 @@
 """The calls that one trace recorded instead of making them, and the templates of their arguments.
 
-There are two kinds. What shows values (`print`, `logging`, a progress bar) takes them as they are at that line: tensors
-are held then, and containers that the step made are copied. What stores values (`losses.append(loss)`) keeps the
-objects themselves, which the step may still write to: they are resolved after the trace.
+There are two kinds. Calls that show values (`print`, `logging`, a progress bar) take their contents at that line: the
+tensors are recorded there, and containers that the step made are copied. Calls that store values
+(`losses.append(loss)`) store the objects, which the step may still write to: they are resolved after the trace.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DEEPEST = 20
 
 
 @dataclass(eq=False)
-class _HeldContainer:
-    """A tensor as it is when a call shows it."""
+class _HeldTensor:
+    """A tensor with the contents that it has when a call shows it."""
 
     shown: ShownTensor
 
@@ -72,11 +72,11 @@ class ReplayedCalls:
         self._calls.append(_Call(text, function, held, named, user_location(), stores=False))
 
     def store(self, text: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Record a call that keeps its arguments."""
+        """Record a call that stores its arguments."""
         self._calls.append(_Call(text, function, args, kwargs, user_location(), stores=True))
 
     def shown(self, tensor: Tensor) -> ShownTensor:
-        """What a later print of the tensor needs: a node that keeps its present contents."""
+        """What a later print of the tensor needs: a node that holds its contents at this line."""
         fake = self._fake_of(tensor)
         name = "" if fake.grad_fn is None else type(fake.grad_fn).__name__
         if name == "CppFunction":
@@ -85,10 +85,10 @@ class ReplayedCalls:
         return ShownTensor(node, name, fake.requires_grad, isinstance(fake, nn.Parameter))
 
     def release(self) -> None:
-        """Let go of the tensors of the trace."""
+        """Drop the tensors of the trace."""
         self._calls.clear()
 
-    # What a call shows, at its time.
+    # The values that a call shows, at the time of the call.
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
@@ -103,7 +103,7 @@ class ReplayedCalls:
     def _held(self, value: Any, copied: dict[int, Any], depth: int) -> Any:
         value = real_of(value)
         if isinstance(value, Tensor):
-            return _HeldContainer(self.shown(value))
+            return _HeldTensor(self.shown(value))
         if type(value) not in _FRESH or self._is_users(value) or depth > _DEEPEST:
             self._refuse_hidden(value)
             return value
@@ -132,7 +132,7 @@ class ReplayedCalls:
         if any(isinstance(each, FakeTensor) or has_mark(each) for each in attributes.values()):
             raise SideEffectError(
                 f"the step shows or keeps a {type(value).__name__} with tensors inside"
-                f"{f' in {kept_in}' if kept_in else ''}, which a replay cannot make again.",
+                f"{f' in {kept_in}' if kept_in else ''}, which a replay cannot rebuild.",
                 fix="pass its tensors themselves, or a dict of them.",
                 location=user_location(),
             )
@@ -152,13 +152,13 @@ class ReplayedCalls:
         return found
 
     def template(self, bindings: Bindings, value: Any, made: dict[int, Template], kept_in: str) -> Template:
-        """How a replay makes a value again. `kept_in`: what keeps it, if something does."""
+        """How a replay rebuilds a value. `kept_in`: the container that stores it, if any."""
         value = real_of(value)
         if kept_in:
             refuse_clocks(value, kept_in)
         if isinstance(value, ClockNumber):
             return _plain_clock(value)
-        if isinstance(value, _HeldContainer):
+        if isinstance(value, _HeldTensor):
             shown = value.shown
             output = bindings.logged(shown.output)
             bound = ShownTensor(output, shown.grad_fn, shown.requires_grad, shown.is_parameter)

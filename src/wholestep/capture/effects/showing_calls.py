@@ -5,8 +5,8 @@
     pbar.set_postfix(loss=loss.item())     the method of the bar
     sys.stdout.write(f"{loss.item()}")     the stream that is there then
 
-Only calls of the user's code are recorded. What libraries print on their own account (a warning that is given once)
-happens at capture, as it would in the first call of eager. The table `_SHOWING` names the methods of packages.
+Only calls of user code are recorded. What libraries print themselves (a warning that is issued once) is printed at
+capture, as in the first call of eager. The table `_SHOWING` names the methods of packages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SHOWING: dict[str, dict[str, tuple[str, ...]]] = {
     "wandb.sdk.wandb_run": {"Run": ("log",)},
     "mlflow": {"": ("log_metric", "log_metrics", "log_param", "log_params", "log_text")},
 }
-"""By module and class ("" for functions of the module): what shows values and gives the step nothing back."""
+"""By module and class ("" for functions of the module): calls that show values and return nothing that a step uses."""
 
 _PRINT = builtins.print
 
@@ -75,7 +75,7 @@ class ShowingCalls:
         self._capture = capture
         self._thread = threading.get_ident()
         self.replacements: dict[int, Any] = {id(_PRINT): self._print}
-        """What lies in the place of functions that user code holds on to, by identity."""
+        """Replacements of functions that user code holds under names of its own, by identity."""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ class ShowingCalls:
 
 
 class _Stream:
-    """Lies in the place of `sys.stdout`: what user code writes is recorded, the rest goes through."""
+    """Replaces `sys.stdout`: writes of user code are recorded, others pass through."""
 
     def __init__(self, calls: ShowingCalls, real: Any, name: str) -> None:
         self._calls = calls
@@ -272,7 +272,7 @@ def _log_again(
 
 
 def asking_frame() -> FrameType | None:
-    """The frame of user code that calls; None if a library does on its own account."""
+    """The frame of user code that calls; None if the call is a library's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

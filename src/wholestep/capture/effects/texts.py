@@ -4,9 +4,9 @@
     "%.3f" % loss.item()             the same, where the format is written in the code (`FormatText`)
     print(loss), f"{tensor}"         the tensor as eager shows it
 
-Formatting must give a `str` at once, so it gives a short text in private-use characters, a mark. Concatenating and
-joining keep marks whole. Whatever asks for the text itself (its length, a comparison, a key) is refused: by the class
-`DeferredText`, and where Python has made a plain `str` of several pieces by a second trace, in which text is plain.
+Formatting must return a `str` at once, so it returns a placeholder in private-use characters, a mark. Concatenation and
+join preserve marks. Code that needs the text itself (its length, a comparison, a key) is refused: by the class
+`DeferredText`, and where Python has built a plain `str` of several pieces by a second trace, in which text is plain.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Texts:
         return arg
 
     def refuse_unused(self) -> None:
-        """Raise where a text reached no place that a replay fills in: what the step did with it is not known."""
+        """Raise if a mark reached no place that a replay fills in: how the step used it is not known."""
         for piece in self._pieces:
             if not piece.is_used:
                 raise ItemError(
@@ -118,7 +118,7 @@ class Texts:
                 )
 
     def forget_inner(self, text: str) -> None:
-        """A mark that became a part of another one is used with it."""
+        """A mark that became a part of another one counts as used with it."""
         for match in _MARK.finditer(text):
             self._pieces[int(match.group(1))].is_used = True
 
@@ -157,7 +157,7 @@ def _value(arg: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
 
 
 class _TrialTensor:
-    """What stands for a shown tensor where two traces are compared."""
+    """Stands for a shown tensor when two traces are compared."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -183,7 +183,7 @@ def has_mark(value: Any) -> bool:
 
 
 def needs_text(why: str, location: Location | None = None) -> ItemError:
-    """The refusal of what asks for the text itself."""
+    """The error for code that needs the text itself."""
     return ItemError(
         f"{why} needs the text of a value that is known only when the step ran.",
         fix="return the tensor from the step and make the text outside. (Such a text may be printed, logged, returned "
@@ -193,7 +193,7 @@ def needs_text(why: str, location: Location | None = None) -> ItemError:
 
 
 class DeferredText(str):
-    """A mark. It may be put together with other text; what asks for the text itself is refused, or put off, too."""
+    """A mark. It may be concatenated with other text; operations that need the text itself are deferred or refused."""
 
     texts: Texts
 
@@ -327,7 +327,7 @@ def _is_format(const: Any) -> bool:
 
 
 def swap_formats(texts: Texts, codes: list[CodeType]) -> Callable[[], None]:
-    """Give functions code whose texts are `FormatText`; what puts their code back."""
+    """Replace the string constants in the code of functions by `FormatText`; returns the undo function."""
     before: list[tuple[FunctionType, CodeType]] = []
     if codes and gc.get_freeze_count():
         gc.unfreeze()  # frozen objects are hidden from the search

@@ -1,23 +1,23 @@
-"""Sizes that the data of a run decides (`x[mask].shape[0]`): symbols without a value, and questions about them.
+"""Data-dependent sizes (`x[mask].shape[0]`): unbacked symbols, and the branches that torch and user code take on them.
 
     keep = labels != -100
     y = logits[keep]               y has u0 rows; the graph reads u0 = sym_size(y, 0) at each run
     y.mean() + y.shape[0] / 8      u0 is a value of the graph
-    if y.shape[0] == 0: ..         a question: no graph is right for both answers
+    if y.shape[0] == 0: ..         a branch: no graph is right for both outcomes
 
-While a step is traced, torch's own code asks questions too, many of which only choose between equal ways ("is it
-contiguous?", "is there anything to drop?"). They get the answer of an ordinary size, 2 or more:
+While a step is traced, torch's own code branches on sizes too, and many of these branches only choose between
+equivalent implementations ("is it contiguous?", "is there anything to drop?"). They go the way of a size of 2 or more:
 
-    asked below the recorder   by the shape rule of an operator that is recorded as one node. The answer is of no
-                               consequence: at run time its kernel asks again
-    asked above it             by an operator that is recorded as its parts. If a size of 0 or 1 would get another
-                               answer, the graph checks at run time that there is none. (Formulas of autograd, and
-                               a few functions, only ask to save work: `_SHORTCUTS`)
+    below the recorder   by the shape rule of an operator that is recorded as one node. The outcome does not matter:
+                         at run time its kernel decides again
+    above it             by an operator that is decomposed into its parts. If a size of 0 or 1 would take the other
+                         branch, the graph checks at run time that there is none. (Formulas of autograd, and a few
+                         functions, only branch to save work: `_SHORTCUTS`)
 
-Questions of the user's code, and those that ordinary sizes answer differently (`u0 > 5`), are refused with the line.
-With assume=True the answer is that of the call which is traced, and the graph checks it (`decisions`). So it is for a
-size that is needed as a number: `for expert in hit.nonzero()`.
-What torch (or `torch._check`) takes for granted of the sizes is checked at run time, before the step writes anything.
+Branches of user code, and those whose outcome is not the same for all such sizes (`u0 > 5`), are refused with the line.
+With assume=True the branch goes the way of the traced call, and the graph checks that (`decisions`); the same holds for
+a size that is needed as a number: `for expert in hit.nonzero()`.
+What torch (or `torch._check`) assumes of the sizes is checked at run time, before the step writes anything.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _SHORTCUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout cdist linear matmul "
     "__matmul__ __rmatmul__ bmm".split()
 )
-"""Functions that ask only to save work: what they give for no elements, or one, is the same either way."""
+"""Functions that branch only to save work: for 0 or 1 elements both branches return the same."""
 _ORDINARY = (2, 3, 4, 7, 16, 61, 1000)
 _MOST_CONSTANTS = 12
 
 
 class DataSizeEnv(ShapeEnv):
-    """A ShapeEnv that answers torch's questions about sizes that data decides."""
+    """A ShapeEnv that decides torch's branches on data-dependent sizes."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

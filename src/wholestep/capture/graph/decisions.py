@@ -1,4 +1,4 @@
-"""Branches of user code on values that the graph computes: which way the graph goes, and what makes sure of it.
+"""Branches of user code on values that the graph computes: which branch the graph takes, and what guards or checks it.
 
     if labels.max() >= vocab: raise ..     follows from the batch by a few cheap operators: they run before each call,
                                            and the answer is a guard
@@ -9,7 +9,7 @@
         isfinite = isfinite(loss)
         check_assumed(isfinite, True, "train.py:12 if not torch.isfinite(loss): raise ..", loss)
 
-    for expert in hit.nonzero(): ..        likewise: the graph is for as many rows as this call has
+    for expert in hit.nonzero(): ..        the same: the graph is for as many rows as this call has
 
 Both runs are on the real tensors, so the answer is that of eager. Nothing of the user's changes: recorded operators
 write to no input, and random generators are put back.
@@ -64,7 +64,7 @@ class DecisionHost(Protocol):
 
 
 class Decisions:
-    """Answers what user code asks about values of one trace."""
+    """Decides branches of user code on values of one trace."""
 
     def __init__(self, host: DecisionHost, guard: Callable[[fx.Node, Any], Any]) -> None:
         """`guard`: fixes the value of a node, which a call has before it runs."""
@@ -73,7 +73,7 @@ class Decisions:
         self._before_run = KnownValues(self._known_placeholder, single=False)
         self._run = RealRun(host)
         self._numbers: dict[fx.Node, int] = {}
-        """Sizes for whose value the graph is."""
+        """Sizes that the graph is specialised to."""
 
     def value_before_run(self, node: fx.Node) -> Any | None:
         """The value of a node in this call, if it follows from the batch and from state by a few cheap operators."""
@@ -116,7 +116,7 @@ class Decisions:
         self._host.recorder.emit_function(check_assumed, (condition, answer, text, *operands), None)
 
     def release(self) -> None:
-        """Let go of the real values."""
+        """Drop the real values."""
         self._before_run, self._run = KnownValues(self._known_placeholder), RealRun(self._host)
         self._numbers = {}
 

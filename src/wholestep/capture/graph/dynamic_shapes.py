@@ -81,7 +81,7 @@ class Shapes:
         return self.env
 
     def begin_data_sizes(self, mode: FakeTensorMode) -> bool:
-        """From now on an operator may make sizes that its data decides. False if that was so already."""
+        """From now on operators may create data-dependent sizes. False if they already could."""
         if mode.shape_env is not None:
             return False
         mode.shape_env = self.declare()
@@ -89,7 +89,7 @@ class Shapes:
         return True
 
     def name_data_sizes(self, node: fx.Node, tensor: Tensor, emit: EmitScalar) -> None:
-        """The first tensor with a size that data decides is where the graph reads that size."""
+        """The graph reads a data-dependent size from the first tensor that has it."""
         assert self.env is not None
         for dim, size in enumerate(tensor.shape):
             symbol = symbol_in(size)
@@ -106,7 +106,7 @@ class Shapes:
         return found
 
     def add_conditions(self, emit: EmitScalar, node_of: Callable[[Tensor], fx.Node]) -> None:
-        """Let the graph check what was taken for granted, since the last call, of sizes that data decides."""
+        """Let the graph check what was assumed of data-dependent sizes since the last call."""
         if self.env is None:
             return
         asserted = [each for each in size_assertions(self.env) if each[0] not in self._asserted]
@@ -121,7 +121,7 @@ class Shapes:
         return self._emit(expression, None, emit, node_of)
 
     def close(self) -> None:
-        """The step ran: what asks for sizes now only computes metadata."""
+        """The step ran: from now on sizes are read for metadata only."""
         if self.env is not None:
             self.env.below_recorder = True
             self.env.decide = self.env.assume = None
@@ -230,7 +230,7 @@ class Shapes:
         return emit(function, tuple(operands), hint)
 
     def _data_size(self, expression: Any) -> Any:
-        """The symbolic size of an expression that data decides; None for others."""
+        """The symbol of a data-dependent size; None for other expressions."""
         assert self.env is not None
         return new_size(self.env, expression) if data_symbols(self.env, expression) else None
 

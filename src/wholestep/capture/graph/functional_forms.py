@@ -265,7 +265,7 @@ def _not_an_input(capture: Capture, value: fx.Node) -> fx.Node:
 
 
 def _refuse_shared_data(capture: Capture) -> None:
-    """Refuse a step after which two tensors of the user's are one memory, because one took the data of the other."""
+    """Refuse a step after which two tensors of the user's share memory, because one took the data of the other."""
     for other in capture.table.tracked.values():
         replaced = replaced_data_in(capture, other.input)
         if replaced is not None and replaced is not other:

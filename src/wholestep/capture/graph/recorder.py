@@ -136,8 +136,8 @@ class Recorder(DispatchMode):
         self.subclass_lines: dict[type, Location | None] = {}
         """Where the step first used a tensor subclass."""
         self.reshaped: dict[int, tuple[Tensor, Location | None]] = {}
-        """Inputs that an operator gave another form in place (`x.t_()`), by identity of the fake: an alias in the form
-        that they had, and where it happened."""
+        """Inputs whose sizes or strides an operator changed in place (`x.t_()`), by identity of the fake: an alias with
+        the former sizes and strides, and the line."""
         self.nodes = Nodes(graph, host)
         self.values = Values(self.nodes, fake_mode, host.shape_arg)
         self._has_symbols = fake_mode.shape_env is not None
@@ -164,7 +164,7 @@ class Recorder(DispatchMode):
         return self.values.node_of(fake)
 
     def as_input(self, fake: Tensor) -> Tensor:
-        """The tensor in the form in which it came into the step."""
+        """The tensor with the sizes and strides that it had when the step began."""
         return self.reshaped[id(fake)][0] if id(fake) in self.reshaped else fake
 
     def __torch_dispatch__(

@@ -59,7 +59,7 @@ def higher_order(func: Any) -> UnsupportedError:
 
 
 def opaque_view(does: str, tensor: Tensor) -> AliasError:
-    """The error for a view of which only the kernel of the operator knows the elements."""
+    """The error for a view whose elements only the kernel of the operator knows."""
     return AliasError(
         f"the step {does} a tensor of shape {tuple(tensor.shape)} that a custom operator returned, and that shares "
         "memory with an input of the operator.",
@@ -195,7 +195,7 @@ def refuse_returned_number(func: Any) -> None:
 
 
 def refusal_of(error: RuntimeError) -> WholestepError | None:
-    """What to say instead of an error of torch that fake tensors cause."""
+    """The error to raise in place of one of torch's that fake tensors cause."""
     location, text = location_of_exception(error), str(error)
     if "symbolic sizes/strides" in text:
         return takes_no_symbols(location)

@@ -114,7 +114,7 @@ class Values:
         return id(base), base.version
 
     def set_data(self, fake: Tensor, source: Tensor) -> None:
-        """`fake.data = source`: both are the same memory from here on; what shared memory with `fake` keeps it."""
+        """`fake.data = source`: both share memory from here on; other aliases of `fake` keep the former memory."""
         value = self.value(source)
         if id(fake) not in self._replaced:
             self.value(fake)
@@ -127,11 +127,11 @@ class Values:
         return [fake for fake, _ in self._replaced.values()]
 
     def shares_memory(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two tensors are the same memory at the end of the step."""
+        """Whether two tensors share memory at the end of the step."""
         return self.value(one).base is self.value(other).base
 
     def as_it_is(self, fake: Tensor) -> fx.Node:
-        """A node with the present contents of a tensor, which later writes to the memory of an input do not change."""
+        """A node with the current contents of a tensor, which later writes to the memory of an input do not change."""
         value = self.value(fake)
         node = self.read(value)
         is_own = node.op == "call_function" and not shared_inputs(node) and not value.base.is_input
@@ -158,7 +158,7 @@ class Values:
 
     @contextmanager
     def below_recorder(self) -> Iterator[None]:
-        """What asks for the value of a size in the block only wants to know the metadata of a result."""
+        """In the block, sizes are read only for the metadata of a result."""
         env: Any = self._fake_mode.shape_env
         if env is None:
             yield

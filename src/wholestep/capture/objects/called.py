@@ -39,7 +39,7 @@ _NEW_RATES = ("get_lr", "_get_closed_form_lr", "_reduce_lr")
 
 
 class EarlierTraces:
-    """What earlier traces of a step found out, for the next ones."""
+    """What earlier traces of a step found, for the next ones."""
 
     def __init__(self, options: Options) -> None:
         self._all = options.parallel is not None
@@ -74,15 +74,15 @@ class EarlierTraces:
                 self._caches.append((weakref.ref(cache), now))
             elif first != now:
                 raise UnsupportedError(
-                    f"{cache.__qualname__} has an lru_cache and makes tensors: eager goes on with those that it made "
-                    f"under {first[0]} on {first[1]}, a graph would compute them anew under {now[0]} on {now[1]}.",
+                    f"{cache.__qualname__} has an lru_cache and makes tensors: eager keeps using those that it made "
+                    f"under {first[0]} on {first[1]}, a graph would recompute them under {now[0]} on {now[1]}.",
                     fix="give the dtype and the device to the function as arguments.",
                     location=location_of_function(cache),
                 )
 
 
 class TraceAgain(BaseException):
-    """Ends a trace that found out what the next one must know. Not an error; `trace_step` traces again."""
+    """Ends a trace that found something which the next one must know. Not an error; `trace_step` traces again."""
 
     refusal: WholestepError | None = None
     """The error to raise if the next trace fails for another reason."""

@@ -39,8 +39,8 @@ _kind_of: dict[CodeType, str] = {}
 def called_by_user() -> bool:
     """Whether the nearest frame outside of the standard library and NumPy is user code.
 
-    `torch.load` counts as a call of its caller. Other frames of torch, and those of libraries that show progress, read
-    clocks and files for themselves: that reaches no value of the step.
+    `torch.load` counts as a call of its caller. Other frames of torch, and those of progress bars, read clocks and
+    files for their own use: no value of the step depends on that.
     """
     return _caller(2) is not None
 
@@ -120,7 +120,7 @@ def is_foreign(member: Any) -> bool:
 
 @contextmanager
 def none_swallowed() -> Iterator[None]:
-    """Raise a refusal that user code in the block caught (`except Exception:`): eager does not come that way."""
+    """Raise a refusal that user code in the block caught (`except Exception:`): eager would not take that branch."""
     made: list[CaptureError] = []
     token = MADE_WHILE_TRACING.set(made)
     try:

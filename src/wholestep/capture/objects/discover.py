@@ -79,7 +79,7 @@ class World:
     holders: dict[int, tuple[Any, str]] = field(default_factory=dict)
     """Plain objects (a Trainer, a config) by identity."""
     tensors: dict[int, tuple[Tensor, Slot]] = field(default_factory=dict)
-    """Tensors that are no module's parameter or buffer, by identity."""
+    """Tensors that are not a parameter or buffer of a module, by identity."""
     other_slots: list[tuple[Tensor, Slot]] = field(default_factory=list)
     """Further places that hold a tensor which was already found (`_flat_weights` of an RNN)."""
     containers: list[tuple[Any, str]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class World:
     """Objects behind the frontier that the step is not known to call, by identity."""
 
     places: dict[int, list[Slot | None]] = field(default_factory=dict)
-    """Where lists and dicts lie, by their identity; None where nothing can be put in the place."""
+    """The slots that hold lists and dicts, by their identity; None where the slot cannot be set."""
     immutables: list[tuple[Slot, Any]] = field(default_factory=list)
     """Tuples, frozensets, partials and defaults of functions that hold tensors, and the slots they lie in."""
     codes: dict[int, tuple[FunctionType, CodeType]] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class _Walk:
             self._plain_object(value, path, depth)
 
     def _immutable(self, value: Any, slot: Slot) -> None:
-        """A tuple, a `partial` or the like: made anew around fakes and stand-ins while the step is traced."""
+        """A tuple, a `partial` or the like: rebuilt with fakes and stand-ins while the step is traced."""
         if isinstance(slot, DefaultsSlot):
             self._sources.stands_in(value, slot.path, slot)
         if with_parts(value, lambda part: None if isinstance(part, Tensor) else part) is not value:

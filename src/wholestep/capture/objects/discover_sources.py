@@ -69,7 +69,7 @@ Visit = Callable[[Any, str, int, Slot | None], None]
 
 
 def _replaced(value: Any) -> Any:
-    """Something else where a stand-in is needed, only to know that."""
+    """A different object where a stand-in is needed: only the difference counts."""
     if id(value) in REPLACED:
         return _replaced
     return StandIn(value, "") if is_consumed(value) or is_large(value) else value

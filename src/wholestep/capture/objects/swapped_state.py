@@ -187,7 +187,7 @@ class StateTable:
         self.module_slots.append((slot, tracked))
 
     def _track(self, real: Tensor, slot: Slot) -> Tracked:
-        self.refuse_odd_tensor(local_of(real), slot.path)
+        self.refuse_unsupported_tensor(local_of(real), slot.path)
         fake = new_fake(self._mode, local_of(real))
         if is_dtensor(real):
             slot = LocalSlot(slot.kind, slot.path, slot.of, slot, spec_of(real))
@@ -217,7 +217,7 @@ class StateTable:
         return tracked
 
     @staticmethod
-    def refuse_odd_tensor(real: Tensor, path: str) -> None:
+    def refuse_unsupported_tensor(real: Tensor, path: str) -> None:
         """Only plain strided tensors are captured."""
         kind = type(real)
         if nn.parameter.is_lazy(real):
@@ -390,7 +390,7 @@ class StateTable:
         self.in_tuples += [(optimizer, g) for g, (group, _) in enumerate(groups) if id(group) not in swapped]
 
     def _swap_places(self, real: Any, fake: Any, groups: list[Any]) -> None:
-        """Other places than the optimizer (`self.param_groups = optimizer.param_groups`) hold the fake, too."""
+        """Put the fake also into other places that hold it (`self.param_groups = optimizer.param_groups`)."""
         places = [s for s in self.world.places.get(id(real), ()) if getattr(s, "sequence", None) is not groups]
         settable = [s for s in places if isinstance(s, MappingSlot | SequenceSlot | CellSlot) and s.get() is real]
         self._real_containers[id(fake)] = real

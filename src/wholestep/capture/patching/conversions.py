@@ -1,12 +1,12 @@
-"""`float(x)`, `int(x)`, `len(x)`, `max(a, b)`, `min(a, b)` in functions of the user's, of what only a run decides.
+"""`float(x)`, `int(x)`, `len(x)`, `max(a, b)`, `min(a, b)` in user code, of scalars that only a run knows.
 
-They are written in C and must give a plain number, or compare plain numbers, at once. So a trace that meets such a
+They are written in C and must return a plain number, or compare plain numbers, at once. So a trace that meets such a
 call ends, and the step is traced again with a stand-in for the name in the global namespace of the calling function:
 
     losses.append(float(loss))        trace 1: NeedsConversion; trace 2: a symbolic scalar
 
-The stand-in of a type is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` give what the real one
-gives.
+The stand-in of a type is a class: `isinstance(x, float)`, `type(x) is float` and `{float: ..}` behave as with
+the real one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def ask_by_stand_in(frame: FrameType, refusal: WholestepError) -> None:
-    """End the trace if code that asks for the value of a size does so in a call that a stand-in may answer."""
+    """End the trace if code needs the value of a size in a call that a stand-in may replace."""
     if "CALL" not in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
         return
     for name in (*_FUNCTIONS, *_KINDS):

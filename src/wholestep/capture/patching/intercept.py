@@ -121,7 +121,7 @@ class FunctionMode(TorchFunctionMode):
         if func in _LEAVES_GRAPH and any(_is_traced(a) for a in args):
             raise ItemError(
                 f"{_LEAVES_GRAPH[func]} takes the value of a tensor of shape {tuple(args[0].shape)} out of the graph.",
-                fix="return the tensor from the step and look at it outside.",
+                fix="return the tensor from the step and read it outside.",
                 location=user_location(),
             )
         if func in _ALL_CLOSE and any(map(_is_traced, args)):

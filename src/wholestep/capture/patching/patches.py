@@ -8,7 +8,7 @@
 | `math.sqrt` and friends | the same for symbolic scalars | `float(x)` would turn a number into a constant |
 | `torch.get_rng_state`, `set_rng_state`, `manual_seed` | nodes of the graph | checkpointing replays random draws |
 | lists of foreach types | also FakeTensor | the trace takes the path eager takes |
-| DTensor's shape propagation | the same, not recorded | it runs operators that are no part of the step |
+| DTensor's shape propagation | the same, not recorded | it runs operators that are not part of the step |
 | `nn.Module.__getattr__` | the same, gathering sharded parameters | a forward uses them unsharded |
 | DTensor's split of a tensor into chunks | a node that reads its rank at run time | all ranks have the same graph |
 | `FakeTensor.tolist` | a symbolic scalar per element | torch's unbinds the tensor |
@@ -234,7 +234,7 @@ def _refuse_file(original: Any, *args: Any, **kwargs: Any) -> None:
 def _refuse_anomaly(original: Any, mode: bool, check_nan: bool = True) -> None:
     if mode and check_nan:
         raise UnsupportedError(
-            "the step looks for NaN in its backward (detect_anomaly), which raises for some values of tensors.",
+            "the step checks for NaN in its backward (detect_anomaly), which raises for some values of tensors.",
             fix="put torch.autograd.detect_anomaly() around the call: that call then runs in eager.",
             location=user_location(),
         )

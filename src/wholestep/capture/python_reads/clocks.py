@@ -95,7 +95,7 @@ class ClockNumber:
 
     def refuse(self, what: str) -> NoReturn:
         raise ClockError(
-            f"{what} depends on a clock that is read here; a replay reads no clock, and would use this time for ever.",
+            f"{what} depends on a clock that is read here; a replay reads no clock, and would always use this time.",
             fix="read the clock outside of the step, and pass what follows from it as an argument.",
             location=self.origin,
         )

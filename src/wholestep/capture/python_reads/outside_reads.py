@@ -54,7 +54,7 @@ _ASKED: tuple[tuple[Any, str], ...] = (
     (gc, "get_threshold"),
     (os, "cpu_count"),
 )
-"""Functions that read the state of the process: asking again is free of effects."""
+"""Functions that read process state: calling them again has no effects."""
 _SMALL = 1 << 20
 _SETTLED = 2.0
 """Seconds after which a file that is written again is certain to have another time."""
@@ -96,8 +96,8 @@ class FileState:
         self._settled = False
 
     def is_same(self) -> bool:
-        """Whether the file is unchanged. One that was written just before is compared by its contents, too: its time
-        may not tell."""
+        """Whether the file is unchanged. One that was written just before is compared by its contents as well: its time
+        may be the same."""
         now = _stat_of(self.path)
         if now != self._stat:
             return False
@@ -143,7 +143,7 @@ class OutsideReads:
         self.whole_environment: dict[str, str] | None = None
         self.files: dict[str, FileState] = {}
         self.answers: dict[str, Answer] = {}
-        """What functions told that read the state of the process, by their call as text."""
+        """The results of functions that read process state, by their call as text."""
         self._thread = threading.get_ident()
         self.replacements: dict[int, Any] = {
             id(_GET_RANDOM): lambda *a, **k: self._random(_GET_RANDOM, "os.getrandom", *a, **k),
@@ -231,7 +231,7 @@ class OutsideReads:
         return real(environ, key)
 
     def _ask(self, name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of which the answer is compared before each replay."""
+        """Call a function whose result is compared before each replay."""
         told = real(*args, **kwargs)
         if called_by_user():
             self.answers.setdefault(name, Answer(name, lambda: real(*args, **kwargs), copy.copy(told)))

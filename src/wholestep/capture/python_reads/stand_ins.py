@@ -5,7 +5,7 @@
     lines = open(path)                one line at capture
 
 While a step is traced a stand-in takes the place of such an object. It raises before anything is taken, so the first
-element is still there. A tuple, a `partial` or a bound method (`count().__next__`) that holds one is made anew around
+element is still there. A tuple, a `partial` or a bound method (`count().__next__`) that holds one is rebuilt with
 the stand-in (`with_parts`). Where it cannot be placed (in a set), the position of the iterator is compared before and
 after.
 """
@@ -76,7 +76,7 @@ def is_consumed(value: Any) -> bool:
 
 
 IMMUTABLE = (tuple, frozenset, functools.partial, BuiltinFunctionType, MethodWrapperType, MethodType)
-"""What is made anew where a part of it is replaced."""
+"""Types of values that are rebuilt when a part of them is replaced."""
 _DEEPEST = 6
 
 
@@ -161,7 +161,7 @@ class StandIn:
         return self
 
     def method(self, name: str) -> Any:
-        """What stands for a method that was taken of the object before: it refuses when it is called."""
+        """The replacement of a method that was taken from the object before: it raises when it is called."""
         real = self._wholestep_real
         if isinstance(real, io.IOBase) and name not in _READS_FILE | _WRITES_FILE:
             return getattr(real, name)
@@ -172,7 +172,7 @@ class StandIn:
         if name.startswith("__"):
             raise AttributeError(name)
         if threading.get_ident() != self._wholestep_thread:
-            return getattr(real, name)  # a thread of the user's goes on with it
+            return getattr(real, name)  # a thread of the user's continues to use it
         if isinstance(real, io.IOBase) and name not in _READS_FILE | _WRITES_FILE:
             return getattr(real, name)
         if isinstance(real, GeneratorType) and name.startswith("gi_"):
@@ -207,7 +207,7 @@ def large_array(real: Any, path: str) -> Any:
 
 
 def real_of(value: Any) -> Any:
-    """What a stand-in stands for; any other value itself."""
+    """The object behind a stand-in; any other value itself."""
     if isinstance(value, StandIn):
         return value._wholestep_real
     return value.wholestep_real if hasattr(type(value), "wholestep_real") else value

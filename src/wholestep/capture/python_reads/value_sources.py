@@ -79,7 +79,7 @@ class ValueSources:
             for copy in self.changed_arrays:
                 copy.restore()
             self._add_variables()
-            self._world.find = lambda value, path, slot: None  # the walk holds on to the arguments of this call
+            self._world.find = lambda value, path, slot: None  # the walk would keep the arguments of this call alive
         self.stand_ins.refuse_moved()
         for copy in self.changed_arrays:
             raise SideEffectError(
@@ -142,7 +142,7 @@ class ValueSources:
                 slot = ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)
                 self._lift(slot, value, slot.path)
             if self._world.sees_class_dicts:
-                read.update(dict.fromkeys(values))  # a recorder would be seen there
+                read.update(dict.fromkeys(values))  # a recorder would be visible there
                 for name, value in values.items():
                     self.found(
                         value, f"{path}.{name}", ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)

@@ -51,7 +51,7 @@ class OptimizerCall:
     """Plain values of the optimizer and its groups before the call."""
     unwritten: list[Tensor] = field(default_factory=list)
     is_idle: bool = False
-    """Nothing at all changed."""
+    """The call changed nothing."""
 
 
 class Account:
@@ -112,7 +112,7 @@ class Account:
         self.went_back = True
         before, last = self._gradients(), self._capture.recorder.nodes.last()
         roots = [roots] if isinstance(roots, Tensor) else list(roots)
-        # Asked before: the functions of autograd are released while it runs.
+        # Read before the backward: it releases the functions of autograd.
         functions = [root.grad_fn for root in roots if isinstance(root, Tensor)]
         location = user_location()
         yield

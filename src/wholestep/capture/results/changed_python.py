@@ -1,4 +1,4 @@
-"""What the step left in attributes, variables, lists and dicts of the user's: bound after the graph ran, or refused."""
+"""What the step left in attributes, variables, lists and dicts of the user: set after the graph ran, or refused."""
 
 from __future__ import annotations
 

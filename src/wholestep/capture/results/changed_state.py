@@ -72,8 +72,8 @@ def bind_changed_state(capture: Capture, bindings: Bindings) -> None:
 
 
 def _forms(capture: Capture, bindings: Bindings) -> None:
-    """An argument that the step leaves in another form (`x.unsqueeze_(0)`) has it after each run; of state it is
-    refused."""
+    """An argument whose sizes or strides the step changes in place (`x.unsqueeze_(0)`) has them after each run. State
+    is refused."""
     for tracked in list(capture.table.tracked.values()):
         fake, slot = tracked.input, tracked.slot
         form, before = (tuple(fake.shape), fake.stride()), local_of(tracked.real)
@@ -84,7 +84,7 @@ def _forms(capture: Capture, bindings: Bindings) -> None:
             continue
         if not isinstance(slot, BatchSlot) or not all(type(size) is int for size in (*form[0], *form[1])):
             raise SideEffectError(
-                f"the step leaves {slot.path} in another form, {form[0]}, which a replay would not repeat.",
+                f"the step changes sizes or strides of {slot.path} in place ({form[0]}); a replay would not.",
                 fix="make a view: x.t(), x.unsqueeze(0), x.squeeze().",
                 location=capture.recorder.reshaped[id(fake)][1],
             )
@@ -106,10 +106,10 @@ def _requires_grad(table: StateTable, bindings: Bindings) -> None:
             raise SideEffectError(
                 f"the step leaves {tracked.slot.path}.requires_grad changed, which a replay would not repeat.",
                 fix="set it back at the end of the step, or change it outside.",
-            ).seen_by(_thawed(tracked.real))
+            ).seen_by(_sets_requires_grad(tracked.real))
 
 
-def _thawed(real: Tensor) -> Effect:
+def _sets_requires_grad(real: Tensor) -> Effect:
     return Effect(lambda capture: capture.stand_in(real).requires_grad)
 
 

@@ -210,7 +210,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
 
 
 def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
-    """What tensors and generators tell that user code asks by name (`_version`, `initial_seed`)."""
+    """Properties of tensors and generators that user code reads by name (`_version`, `initial_seed`)."""
     world = capture.world
     codes = [code for _, code in world.codes.values() if is_user_code(code)]
     named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
@@ -453,7 +453,7 @@ def _tensor(capture: Capture, leaf: Tensor) -> tuple[fx.Node, Tensor]:
 
 
 def _hides_tensor(value: Any) -> bool:
-    """Whether an object that is no tree holds tensors of the trace in its attributes."""
+    """Whether a pytree leaf holds tensors of the trace in its attributes."""
     if isinstance(value, torch.nn.Module | Optimizer | type):
         return False
     if isinstance(value, KeysView | ValuesView | ItemsView):

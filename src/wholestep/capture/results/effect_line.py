@@ -1,7 +1,7 @@
 """The user's line of an effect that is only seen after the trace: a list that grew, a generator that moved.
 
-Such a refusal says what changed and carries an `Effect`: how to see it. The step is then traced once more, with a look
-after each line of user code; the first line after which the effect is there is the one. Only refusals pay for it.
+Such a refusal says what changed and carries an `Effect`: how to see it. The step is then traced once more, with a check
+after each line of user code; the first line after which the effect is there caused it. Only refusals pay for it.
 
     def train_step(x):
         self.losses.append(x.sum())     <- before this line the list had 3 elements, and now 4
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Effect:
-    """How to see whether an effect has happened: what is read then differs from what was read before the step."""
+    """How to detect an effect: what `read` returns then differs from what it returned before the step."""
 
     read: Callable[[Capture], Any]
     same: Callable[[Any, Any], bool] = same_plain
@@ -64,7 +64,7 @@ def array_effect(array: Any) -> Effect:
 
 
 class LineWatch:
-    """Sees after which line of user code something has changed."""
+    """Finds the line of user code after which an effect is there."""
 
     def __init__(self, effect: Effect, capture: Capture) -> None:
         self._effect = effect
@@ -77,7 +77,7 @@ class LineWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after each line that this thread runs in the block."""
+        """Check after each line that this thread runs in the block."""
         before = sys.gettrace()
         sys.settrace(self._call)
         try:
@@ -96,7 +96,7 @@ class LineWatch:
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if self.found is None and event in ("line", "return"):
             self._look()
-            self._now = location_of(frame if event == "line" else _user_frame(frame.f_back))  # a caller's line goes on
+            self._now = location_of(frame if event == "line" else _user_frame(frame.f_back))
         return None if self.found is not None else self._line
 
     def _look(self) -> None:

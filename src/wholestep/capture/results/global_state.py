@@ -34,7 +34,7 @@ from wholestep.ir.user_objects.slots import ABSENT
 
 _LARGE = 20_000
 _LRU_CACHE = type(functools.lru_cache(len))
-_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # a subclass may load what it holds
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # a subclass may load its items on access
 
 TracedIn = Callable[[Any], tuple[int, ...]]
 """The identities of the traced values in a value."""

@@ -75,7 +75,7 @@ class Leftovers:
                 _take_out(holder, child)
 
     def refuse(self, capture: Capture, step_graph: StepGraph, fakes: Fakes, context: Context) -> None:
-        """After a trace: remove what is left, and refuse the step if that was more than `lru_cache` entries."""
+        """After a trace: remove what survives, and refuse the step if that was more than `lru_cache` entries."""
         traced = _Traced(capture.fake_mode)
         lines = {id(fake()): node_meta(node).location for fake, node in fakes}
         found = self._globals.put_back(traced.identities, context)

@@ -73,7 +73,7 @@ def fix_metadata(
     size_of: SizeOf,
 ) -> list[Any]:
     """Fix the scalars that decide shapes, in the arguments of a node. Returns the positional arguments to take a view
-    again with: fakes, and the scalars that stay symbolic. `size_of`: the size for a scalar that only a run decides."""
+    again with: fakes, and the scalars that stay symbolic. `size_of`: the size for a scalar without a value."""
     whole = _whole_numbers(op) if op.namespace == "aten" else frozenset(facts.names)
     for i, arg in enumerate(given[0]):
         if facts.names[i] in whole:

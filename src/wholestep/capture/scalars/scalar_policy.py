@@ -105,7 +105,7 @@ def _refuse_clocks(trace: Trace, policy: ScalarPolicy, captured: CapturedStep) -
     guilty = next((i for i in alone if _with_later_clocks(trace, policy, captured, frozenset({i}))[0] is not None), 0)
     raise ClockError(
         f"what the step does depends on a clock that is read here ({difference} would differ at another time); a "
-        "replay reads no clock, and would use this time for ever.",
+        "replay reads no clock, and would always use this time.",
         fix="read the clock outside of the step, and pass what follows from it as an argument.",
         location=readings[guilty].line,
     )

@@ -40,7 +40,7 @@ class TracedScalars:
         self._scalars: list[ScalarNode] = []
         self._has_deferred = False
         self.is_size = False
-        """Whether a size is a scalar that only a run decides: a trace with plain scalars would have another shape."""
+        """Whether a size is a scalar without a value: a trace with plain scalars would have another shape."""
 
     def release(self) -> None:
         """Drop the capture."""

@@ -244,7 +244,7 @@ class _Causes:
         again = _recomputed(one, *meanings), _recomputed(other, *reversed(meanings))
         if any(again):
             text = self._apart(*map(_operators, again))
-            self._add(ChangeCause.RECOMPUTE, f"computed again in the backward: {text}", *again)
+            self._add(ChangeCause.RECOMPUTE, f"recomputed in the backward: {text}", *again)
             one, other = _without(one, again[0]), _without(other, again[1])
         names = [Counter(node.short for node in side) for side in (one, other)]
         if not names[0] and not names[1]:

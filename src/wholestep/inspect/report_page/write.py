@@ -65,7 +65,7 @@ def report(
     """
     file = Path(path)
     if file.suffix not in (".html", ".htm"):
-        raise OptionError(f"{file.name!r} is no name of a page.", fix='end it in .html: "step.html".')
+        raise OptionError(f"{file.name!r} is not the name of a page.", fix='end it in .html: "step.html".')
     source = ReportSource.of(given, title, profile)
     data = collect(source, machine=machine, groups=groups, with_source=with_source)
     data["ranks"] = rank_columns(source, ranks, machine, groups)
