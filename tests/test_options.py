@@ -62,6 +62,27 @@ def test_a_misspelt_option_says_which_was_meant(wrong: str, meant: str) -> None:
         ws.compile(train_step, **{wrong: 1})  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"lower": "tvm"},
+            r"lower='tvm' is not a value that lower= takes.\n  fix   use \"inductor\", \"eager\" or \"debug\"",
+        ),
+        ({"lower": "inducter"}, 'did you mean "inductor"'),
+        ({"lower_options": {"min_aten_op": 3}}, "did you mean 'min_aten_ops'"),
+        ({"passes": "automatic"}, 'did you mean "auto"'),
+        ({"passes": ["schedule_comm_waits"]}, "did you mean 'schedule_comm_wait'"),
+        ({"disable_passes": ["reinplace_tail"]}, "no pass runs"),
+        ({"dump_passes": 3}, "the path of a folder"),
+        ({"name": 3}, "what messages call this step"),
+    ],
+)
+def test_a_wrong_value_says_what_to_write(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        ws.compile(train_step, **given)
+
+
 def test_an_option_that_resembles_none_lists_all() -> None:
     with pytest.raises(OptionError, match="the options are assume, cache, check_first, cuda_graph"):
         ws.compile(train_step, qqq=1)  # type: ignore[call-overload]

@@ -52,7 +52,7 @@ class CompileOptions(TypedDict, total=False):
     policy: PolicyOption
     passes: PassesOption
     disable_passes: Sequence[str]
-    dump_passes: str | None
+    dump_passes: str | os.PathLike[str] | None
     parallel: ParallelOption
     dynamic: DynamicOption
     verify: Literal[0, 1, 2, 3]
@@ -84,7 +84,7 @@ def compile(
     policy: PolicyOption = None,
     passes: PassesOption = "auto",
     disable_passes: Sequence[str] = (),
-    dump_passes: str | None = None,
+    dump_passes: str | os.PathLike[str] | None = None,
     parallel: ParallelOption = None,
     dynamic: DynamicOption = None,
     verify: Literal[0, 1, 2, 3] = 1,

@@ -6,9 +6,11 @@ Every code has a page in `docs/errors/`; the message ends with the command that 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Self
 
 
@@ -216,9 +218,17 @@ class OptionError(WholestepError, TypeError):
     code = "WS-OPTION"
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The fix for a name that does not exist: the most similar of the known ones; `otherwise` if none is similar."""
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
 def invalid_value(name: str, value: object, fix: str) -> OptionError:
     """The error for an option that exists and does not take a value. `fix`: the values that it takes."""
-    return OptionError(f"{name}={value!r} is not a valid value.", fix=fix)
+    near = get_close_matches(value, re.findall(r'"([^"]+)"', fix), 1) if isinstance(value, str) else []
+    hint = f'did you mean "{near[0]}"? Otherwise ' if near else ""
+    return OptionError(f"{name}={value!r} is not a value that {name}= takes.", fix=hint + fix)
 
 
 class MeshError(WholestepError):

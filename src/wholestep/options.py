@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import OptionError, invalid_value
+from wholestep.errors import OptionError, did_you_mean, invalid_value
 from wholestep.ir.captured_step import AutomaticSizes
 from wholestep.ir.captured_step import Dim as Dim
 from wholestep.ir.step_graph import bytes_in
@@ -83,7 +82,7 @@ class Options:
     policy: Any = None
     passes: Any = "auto"
     disable_passes: Sequence[str] = ()
-    dump_passes: str | None = None
+    dump_passes: str | os.PathLike[str] | None = None
     parallel: Any = None
     dynamic: bool | Mapping[str, Mapping[int, Dim]] | AutomaticSizes | None = None
     verify: int = 1
@@ -99,7 +98,12 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.lower not in _LOWERINGS:
-            raise invalid_value("lower", self.lower, f'use "inductor", "eager" or "debug" (also in {LOWER}).')
+            raise invalid_value(
+                "lower",
+                self.lower,
+                f'use "inductor", "eager" or "debug" (also in {LOWER}). For another compiler, ws.capture(train_step, '
+                "...) returns the graph of the step; its gm is a plain torch.fx.GraphModule.",
+            )
         if self.cuda_graph not in (True, False, "auto"):
             raise invalid_value("cuda_graph", self.cuda_graph, 'use True, False or "auto".')
         if self.policy is not None and self.memory_budget is None:
@@ -128,6 +132,10 @@ class Options:
             raise invalid_value("progress", self.progress, f"use True, False or None (then {PROGRESS} decides).")
         if self.cache not in (True, False, None) and not isinstance(self.cache, str | os.PathLike):
             raise invalid_value("cache", self.cache, f'use "auto", False, a folder, or None (then {CACHE} decides).')
+        if self.dump_passes is not None and not isinstance(self.dump_passes, str | os.PathLike):
+            raise invalid_value("dump_passes", self.dump_passes, "use the path of a folder.")
+        if not isinstance(self.name, str):
+            raise invalid_value("name", self.name, "use a text: what messages call this step.")
         _check_dynamic(self.dynamic)
 
     def _check_checking(self) -> None:
@@ -156,8 +164,7 @@ def _instead_of(name: str, known: list[str]) -> str:
     """What to write instead of an option that does not exist."""
     if name in _OF_TORCH_COMPILE:
         return _OF_TORCH_COMPILE[name]
-    near = get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}."
+    return did_you_mean(name, known, f"the options are {', '.join(sorted(known))}.")
 
 
 def _check_dynamic(dynamic: Any) -> None:

@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from torch import Tensor, fx, nn
@@ -282,7 +283,7 @@ def for_step(bound: BoundPass, options: ResolvedOptions, shared: Shared) -> Boun
 
 
 def _dump_of(options: Options) -> PassDump | None:
-    return None if options.dump_passes is None else PassDump(options.dump_passes)
+    return None if options.dump_passes is None else PassDump(Path(options.dump_passes))
 
 
 def _lowering_of(graph: BoundGraph, options: ResolvedOptions) -> LowerOptions | None:

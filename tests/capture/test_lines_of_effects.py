@@ -60,6 +60,24 @@ def draws_from_an_object(h: Any) -> Step:
     return step
 
 
+def seeds_after_forking(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            y = x + torch.rand(3)
+        torch.seed()  # <- here
+        return y
+
+    return step
+
+
+def seeds_as_before(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h.noise.manual_seed(7)  # <- here
+        return x + torch.rand(3, generator=h.noise)
+
+    return step
+
+
 def freezes(h: Any) -> Step:
     def step(x: torch.Tensor) -> torch.Tensor:
         h.model.weight.requires_grad_(False)  # <- here
@@ -108,6 +126,8 @@ EFFECTS = [
     draws,
     draws_with_numpy,
     draws_from_an_object,
+    seeds_after_forking,
+    seeds_as_before,
     freezes,
     adds_a_group,
     writes_an_array,
@@ -126,6 +146,7 @@ def holder() -> SimpleNamespace:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         array=np.zeros(2),
         generator=np.random.default_rng(3),
+        noise=torch.Generator().manual_seed(7),
     )
 
 

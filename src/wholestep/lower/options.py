@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from wholestep.errors import OptionError, invalid_value
+from wholestep.errors import OptionError, did_you_mean, invalid_value
 from wholestep.lower.regions import MIN_ATEN_OPS
 from wholestep.torch_private.inductor import unknown_inductor_settings
 
@@ -40,8 +40,12 @@ class LowerOptions:
         if isinstance(given, LowerOptions):
             return given
         known = sorted(each.name for each in fields(cls))
-        if given is not None and not (isinstance(given, Mapping) and set(given) <= set(known)):
-            raise invalid_value(name, given, f"use a dict with some of {', '.join(known)}.")
+        fix = f"use a dict with some of {', '.join(known)}."
+        if given is not None and not isinstance(given, Mapping):
+            raise invalid_value(name, given, fix)
+        for key in given or {}:
+            if key not in known:
+                raise OptionError(f"{name}= has no option {key!r}.", fix=did_you_mean(str(key), known, fix))
         return cls(**(given or {}))
 
     def with_eagers_random_numbers(self) -> LowerOptions:
@@ -69,7 +73,10 @@ class LowerOptions:
             raise invalid_value("region_config", self.region_config, 'use {0: {"max_autotune": True}}.')
         for number, settings in self.region_config.items():
             if type(number) is not int or number < 0:
-                raise OptionError(f"region_config has {number!r}.", fix="use the numbers of regions: 0, 1, ...")
+                raise OptionError(
+                    f"region_config has the key {number!r}, which is not the number of a region.",
+                    fix="use the numbers of regions: 0, 1, ...",
+                )
             _check_settings(f"region_config[{number}]", settings)
 
 

@@ -101,7 +101,7 @@ def policy_of(given: Any) -> Policy:
 
 def _word(word: Any) -> str:
     if word not in _WORDS:
-        raise OptionError(f"policy says {word!r}.", fix='use "save" or "recompute".')
+        raise OptionError(f"policy= decides {word!r} for some nodes.", fix='use "save" or "recompute".')
     return str(word)
 
 
@@ -125,7 +125,7 @@ def _rule(key: Any, word: str) -> Rule:
         return Rule(str(key), lambda node: isinstance(node.target, OpOverload) and packet_of(node.target) is key, word)
     if isinstance(key, str) and key:
         return Rule(repr(key), lambda node: _names(node, key), word, is_pattern=True)
-    raise OptionError(f"policy has {key!r}.", fix=_POLICY_FIX)
+    raise OptionError(f"policy= has the key {key!r}, which names no module or operator.", fix=_POLICY_FIX)
 
 
 def _names(node: fx.Node, pattern: str) -> bool:

@@ -187,7 +187,9 @@ def fit_link(measured: Iterable[MeasuredCollective]) -> Link:
     """
     rows = [row for row in measured if row.kind in (GATHER, SCATTER)]
     if not rows:
-        raise OptionError("nothing to fit.", fix=f"give measured times of {GATHER} or {SCATTER}.")
+        raise OptionError(
+            "there is nothing to fit: no measured time was given.", fix=f"give measured times of {GATHER} or {SCATTER}."
+        )
     points = [
         (row.spread.ranks - 1, size * (row.spread.ranks - 1) / (1 if row.kind == GATHER else row.spread.ranks), seconds)
         for row in rows

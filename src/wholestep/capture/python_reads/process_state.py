@@ -40,10 +40,12 @@ class RandomState:
     """The state of all random generators before a trace, which must not advance them."""
 
     def __init__(self, world: World) -> None:
-        self._generators = [g for g, _ in world.generators.values()]
-        self._defaults = [(g, g.initial_seed(), g.get_state()) for g, _ in default_generators().values()]
+        self._generators = list(world.generators.values())
+        self._defaults = [(g, name, g.initial_seed(), g.get_state()) for g, name in default_generators().values()]
         self._objects = [(o, path, _object_state(o)) for o, path in world.random_objects]
-        self._states = [g.get_state() for g in self._generators]
+        self._states = [g.get_state() for g, _ in self._generators]
+        self._while_tracing = [_advanced(g) for g, _ in self._generators]
+        """Their states while the step is traced: other than before, so that setting the former state is seen."""
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
@@ -59,19 +61,24 @@ class RandomState:
                     f"the step draws from {path}; every replay would use the same numbers.",
                     fix="draw with torch, or pass the random number as an argument.",
                 ).seen_by(Effect(lambda capture, obj=obj: _object_state(obj)[0], operator.eq))  # type: ignore[misc]
-        moved = [g for g, s in zip(self._generators, self._states, strict=True) if not torch.equal(g.get_state(), s)]
+        moved = [
+            (generator, path)
+            for (generator, path), state in zip(self._generators, self._while_tracing, strict=True)
+            if not torch.equal(generator.get_state(), state)
+        ]
         # Another thread may draw from a default generator meanwhile; only a new seed comes from the step.
-        moved += [g for g, seed, _ in self._defaults if g.initial_seed() != seed]
+        moved += [(generator, path) for generator, path, seed, _ in self._defaults if generator.initial_seed() != seed]
         if moved:
+            generator, path = moved[0]
             raise RandomStateError(
-                f"the step seeds or moves {moved[0]} in a way that the graph does not record.",
+                f"the step seeds {path}, or sets its state, in a way that the graph does not record.",
                 fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
-            ).seen_by(Effect(lambda capture: (moved[0].initial_seed(), moved[0].get_state().tolist()), operator.eq))
+            ).seen_by(Effect(lambda capture: (generator.initial_seed(), generator.get_state().tolist()), operator.eq))
 
     def restore(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
+        for (generator, _), state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
-        for generator, seed, state in self._defaults:
+        for generator, _, seed, state in self._defaults:
             if generator.initial_seed() != seed:
                 generator.set_state(state)
         for obj, _, known in self._objects:
@@ -80,6 +87,13 @@ class RandomState:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _advanced(generator: torch.Generator) -> torch.Tensor:
+    """The state of a generator of the user's after it was advanced; torch's own, which other threads use, are not."""
+    if generator_key(generator) not in default_generators():
+        torch.rand(1, generator=generator, device=generator.device)
+    return generator.get_state()
 
 
 def _object_state(obj: Any) -> tuple[Any, Any]:

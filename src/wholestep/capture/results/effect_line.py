@@ -25,6 +25,7 @@ from wholestep.capture.objects.callers import is_user_code
 from wholestep.errors import Location, WholestepError
 from wholestep.ir.meta import location_of
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, copy_of, same_contents, same_plain
+from wholestep.torch_private.fake_tensors import without_functions_and_modes
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -89,7 +90,7 @@ class LineWatch:
         if self.found is not None or not is_user_code(frame.f_code):
             return None
         if not self._begun:
-            self._begun, self._before = True, self._effect.read(self._capture)
+            self._begun, self._before = True, self._read()
         self._look()
         return self._line
 
@@ -100,8 +101,12 @@ class LineWatch:
         return None if self.found is not None else self._line
 
     def _look(self) -> None:
-        if self._now is not None and not self._effect.same(self._before, self._effect.read(self._capture)):
+        if self._now is not None and not self._effect.same(self._before, self._read()):
             self.found = self._now
+
+    def _read(self) -> Any:
+        with without_functions_and_modes():  # the state of a generator is a tensor, and none of the trace
+            return self._effect.read(self._capture)
 
 
 def with_line_of_effect(error: WholestepError, capture: Capture) -> WholestepError:

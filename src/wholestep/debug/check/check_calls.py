@@ -409,7 +409,7 @@ def calls_of(
         return [CheckedCall(fn, args, dict(kwargs)) for _ in range(steps)]
     taken = list(islice(batches, steps))
     if len(taken) < steps:
-        raise OptionError(f"{len(taken)} batches for steps={steps}.", fix="give as many batches as steps.")
+        raise OptionError(f"there are {len(taken)} batches for steps={steps}.", fix="give as many batches as steps.")
     return [_with_batch(fn, args, dict(kwargs), batch) for batch in taken]
 
 

@@ -10,11 +10,10 @@ ws.compile(step, passes="default", disable_passes=["schedule_comm_wait"])
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from wholestep.errors import OptionError, invalid_value
+from wholestep.errors import OptionError, did_you_mean, invalid_value
 from wholestep.passes.collective_matmul import collective_matmul
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -89,7 +88,14 @@ def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
     unknown = [name for name in disabled if name not in all_names]
     if unknown:
         raise OptionError(
-            f"disable_passes names {unknown[0]!r}, which would not run.", fix=f"the passes are {sorted(all_names)}."
+            f"disable_passes names {unknown[0]!r}, which would not run.",
+            fix=did_you_mean(
+                unknown[0],
+                all_names,
+                f"the passes that run are {', '.join(sorted(all_names))}."
+                if all_names
+                else "leave it out: no pass runs.",
+            ),
         )
     return tuple(bound for bound, called in zip(found, names, strict=True) if called.isdisjoint(disabled))
 
@@ -122,10 +128,10 @@ def _named(name: str) -> GraphPass | BoundPass:
             fix=f'give ws.passes.{name}("all_reduce_default", "mm_default") with names of nodes of the graph; or use '
             f"{overlap_optimizer_with_next_forward.name}, which finds both by itself.",
         )
-    near = get_close_matches(name, [*ours, *others], 1)
+    known = [*ours, *others]
     raise OptionError(
         f"passes: there is no pass {name!r}.",
-        fix=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted([*ours, *others]))}.",
+        fix=did_you_mean(name, known, f"the passes are {', '.join(sorted(known))}."),
     )
 
 
