@@ -51,8 +51,7 @@ IMPORTS: dict[str, set[str]] = {
         "remat",
         "runtime",
     },
-    "profile_step": {"capture", "cross_iteration", "lower", "runtime", "step"},
-    "shown_step": {"inspect", "profile_step", "step"},
+    "shown_step": {"capture", "cross_iteration", "inspect", "lower", "runtime", "step"},
     "cache": {"artefact"},
     "warm_start": {"artefact", "step"},
     "compiled_step": {

@@ -3,9 +3,9 @@
     run       run a script unchanged, then say what its compiled steps did            run_script.py
     check     the same beside eager; or verify a graph in a file
     report, show, trace, simulate, diff                of graphs in files              graph_files.py
-    cache     the graphs that steps have stored                                        prepared_graphs.py
+    cache     the graphs that steps have stored                                        here
     doctor    what is installed, and what will not work                                doctor.py
-    explain   the page of an error code                                                explain.py
+    explain   the page of an error code                                                here
 
 A command is a function with the types of its options; typer makes the parser, `--help` and shell completion from them.
 torch is imported by the commands that need it, so that `--help` and `explain` are there at once.
@@ -16,14 +16,25 @@ that `run` runs keeps its own.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from wholestep.command_line import doctor, explain, graph_files, prepared_graphs, run_script
-from wholestep.command_line.screen import with_clean_errors
+from wholestep.command_line import doctor, graph_files, run_script
+from wholestep.command_line.screen import console, say, say_json, table, with_clean_errors
+from wholestep.errors import all_error_types
 
 _EPILOG = "Examples: wholestep run train.py  |  wholestep show step.json --op mm  |  wholestep explain WS-ITEM"
+_PACKAGE = Path(__file__).parents[1]
+_PAGE_FOLDERS = (_PACKAGE / "error_pages", _PACKAGE.parents[1] / "docs" / "errors")
+"""Where the pages are: beside the code in an installed package (by pyproject.toml), in docs/ in a clone."""
+_MOST_ROWS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,9 +67,9 @@ def make_app() -> typer.Typer:
         ("diff", graph_files.diff, {}),
         ("simulate", graph_files.simulate, {}),
         ("trace", graph_files.trace, {}),
-        ("cache", prepared_graphs.cache, {}),
+        ("cache", cache, {}),
         ("doctor", doctor.doctor, {}),
-        ("explain", explain.explain, {}),
+        ("explain", explain, {}),
     ):
         app.command(name, context_settings=dict(settings))(with_clean_errors(command))
     return app
@@ -66,3 +77,86 @@ def make_app() -> typer.Typer:
 
 def _version() -> None:
     """A whole PyTorch training step as one FX graph: run, look, compare, predict."""
+
+
+def cache(
+    folder: Annotated[Path | None, typer.Option("--folder", help="by default the one that steps use")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="delete all graphs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+) -> None:
+    """List the graphs that steps have prepared and stored, or delete them.
+
+    Example: wholestep cache --clear
+    """
+    from wholestep import cache as stored
+    from wholestep.ir.step_graph import shown
+
+    if clear:
+        count = stored.clear(folder)
+        if as_json:
+            say_json({"deleted": count})
+        else:
+            say(f"{count} graph{'' if count == 1 else 's'} deleted")
+        return
+    found, entries = stored.stats(folder), stored.ls(folder)
+    if as_json:
+        say_json(asdict(found) | {"graphs": [{**asdict(each), "key": each.key} for each in entries]})
+        return
+    graphs = f"{found.entries} graph{'' if found.entries == 1 else 's'} of {found.steps} steps"
+    say(f"{found.folder}: {graphs}, {shown(found.bytes)} of at most {shown(found.limit)}", "bold")
+    rows = [
+        (each.path.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used)), shown(each.bytes))
+        for each in entries[:_MOST_ROWS]
+    ]
+    if rows:
+        console().print(table(("graph", "last used", "bytes"), rows, numbers=1))
+    if len(entries) > _MOST_ROWS:
+        say(f"and {len(entries) - _MOST_ROWS} others")
+
+
+def page_of(code: str) -> Path | None:
+    """The page of an error code, or None if there is no such code."""
+    found = (folder / f"{code}.md" for folder in _PAGE_FOLDERS)
+    return next((page for page in found if page.is_file()), None) if code in error_codes() else None
+
+
+def error_codes() -> dict[str, str]:
+    """Every error code and what it means, in one line."""
+    types = (cls for cls in all_error_types() if cls.__module__ == "wholestep.errors")
+    return {cls.code: (cls.__doc__ or "").splitlines()[0] for cls in types}
+
+
+def _complete(begun: str) -> list[str]:
+    return [code for code in error_codes() if code.startswith(begun.upper())]
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(help="such as WS-ITEM; without it, all are listed", autocompletion=_complete)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+) -> None:
+    """Print the page of an error code, or list all codes.
+
+    Example: wholestep explain WS-ITEM
+    """
+    if code is None:
+        if as_json:
+            say_json(error_codes())
+            return
+        for each, title in error_codes().items():
+            print(f"{each:22}{title}")
+        return
+    wanted = code.strip("[]").upper()
+    wanted = wanted if wanted.startswith("WS-") else f"WS-{wanted}"
+    page = page_of(wanted)
+    if page is None:
+        near = get_close_matches(wanted, error_codes(), 1)
+        hint = f"Did you mean {near[0]}?" if near else "`python -m wholestep explain` lists all codes."
+        print(f"There is no error code {code}. {hint}", file=sys.stderr)
+        raise typer.Exit(2)
+    text = page.read_text(encoding="utf-8")
+    if as_json:
+        say_json({"code": wanted, "title": error_codes()[wanted], "page": text})
+    else:
+        print(text, end="")

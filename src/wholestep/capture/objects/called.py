@@ -7,15 +7,17 @@ undone, and the step is traced again with that object known:
     trace 1    wrapper.step() -> inner.step()    inner is unknown: FoundByCall
     trace 2    inner is known, by the chain wrapper.inner; each link of the chain becomes a guard
 
-An object that no chain leads to is refused: a later call could not find it again.
+An object that no chain leads to is refused: a later call could not find it again. Other things that must exist before
+the trace end it too (`TraceAgain`), for example hooks that a model adds to its layers in its first forward.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +32,14 @@ from wholestep.ir.meta import location_of_function, user_location
 from wholestep.options import Options
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
+from wholestep.torch_private.modules_and_optimizers import forward_hooks
 
 Patch = Callable[[Any, str, Callable[..., Any]], None]
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale")
 _OPTIMIZER_METHODS = ("zero_grad", "add_param_group", "load_state_dict", "state_dict")
+INSTALL_OUTPUT_HOOKS = "install_all_output_capturing_hooks"
+_INSTALLED = "_output_capturing_hooks_installed"
 _NEW_RATES = ("get_lr", "_get_closed_form_lr", "_reduce_lr")
 
 
@@ -245,3 +250,46 @@ class UnknownOptimizers:
             for before, now in zip(groups, optimizer.param_groups, strict=True):
                 now.clear()
                 now.update(before)
+
+
+def output_hooks_module() -> ModuleType | None:
+    """The module of transformers that installs such hooks, if it is loaded. 5.22."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return module if hasattr(module, INSTALL_OUTPUT_HOOKS) else None
+
+
+def install_before_trace(
+    known: Container[nn.Module], original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Ends the trace that is about to install hooks in a model that outlives the step."""
+    if model in known:
+        raise InstallsHooks(model, original)
+    original(model, *args, **kwargs)
+
+
+class InstallsHooks(TraceAgain):
+    """Ends a trace: its forward would add hooks to a model (transformers with `output_hidden_states=True`).
+
+        trace 1    the forward is about to add hooks: the trace ends, and they are added to the user's model
+        trace 2    the hooks are there before the step begins, as in the second call of eager
+
+    They stay, as in eager, and do nothing in a forward that asks for no such output. A capture that fails removes them.
+    """
+
+    def __init__(self, model: nn.Module, install: Callable[[nn.Module], None]) -> None:
+        super().__init__(f"{type(model).__name__} adds hooks to its layers")
+        self._model, self._install = model, install
+
+    def teach(self, earlier: EarlierTraces) -> Callable[[], None]:
+        """Install them. Returns the function that removes them."""
+        before = [(module, set(forward_hooks(module)), _INSTALLED in vars(module)) for module in self._model.modules()]
+        self._install(self._model)
+
+        def remove() -> None:
+            for module, hooks, installed in before:
+                for added in set(forward_hooks(module)) - hooks:
+                    del forward_hooks(module)[added]
+                if not installed:
+                    vars(module).pop(_INSTALLED, None)
+
+        return remove

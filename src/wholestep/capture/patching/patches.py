@@ -42,9 +42,15 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.objects.called import CallHost, detect_calls, detect_module_call
+from wholestep.capture.objects.called import (
+    INSTALL_OUTPUT_HOOKS,
+    CallHost,
+    detect_calls,
+    detect_module_call,
+    install_before_trace,
+    output_hooks_module,
+)
 from wholestep.capture.objects.callers import is_user_code
-from wholestep.capture.objects.output_hooks import INSTALL_OUTPUT_HOOKS, install_before_trace, output_hooks_module
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     CapturedTensorError,
