@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from wholestep.errors import invalid_value
 from wholestep.ir.effects import is_wait, may_write
-from wholestep.ir.graph_walks import copy_graph, epilogue
+from wholestep.ir.graph_walks import copy_graph, epilogue, postorder, reachable
 from wholestep.ir.propagate_metadata import fill_values
 from wholestep.passes.engine.contract import graph_optimization_pass
 from wholestep.passes.engine.manager import drop_dead_code
@@ -251,13 +251,8 @@ def _segment(
         reached[node] = its
         todo.update((user, place[user]) for user in node.users if user not in reached)
     ends = [n for n in reached if n is not start and (n.target in _PRODUCTS or is_wait(n.target))]
-    kept = set[fx.Node]()
-    stack = ends
-    while stack:
-        node = stack.pop()
-        if node not in kept and node in reached and node is not start:
-            kept.add(node)
-            stack += node.all_input_nodes
+    inner = reached.keys() - {start}
+    kept = reachable(ends, lambda node: [source for source in node.all_input_nodes if source in inner])
     if not any(node.target in _PRODUCTS for node in kept) or not any(n.target in _COLLECTS | _SPREADS for n in kept):
         return None
     nodes = {node: reached[node] for node in sorted(kept, key=place.__getitem__)}
@@ -340,25 +335,8 @@ def _stage_by_stage(graph: fx.Graph, stages: Sequence[Sequence[fx.Node]]) -> Non
     place = {node: i for i, node in enumerate(order)}
     moved = {node for stage in stages for node in stage}
     at_end = {max(stage, key=place.__getitem__): stage for stage in stages if stage}
-    done: dict[fx.Node, None] = {}
-
-    def put(node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [source for source in top.all_input_nodes if source not in done]
-            if top in done or not missing:
-                stack.pop()
-                done[top] = None
-            else:
-                stack += missing
-
-    for node in order:
-        if node not in moved:
-            put(node)
-        for each in at_end.get(node, ()):
-            put(each)
-    reorder(graph, list(done))
+    wanted = [each for node in order for each in ((node,) if node not in moved else ()) + tuple(at_end.get(node, ()))]
+    reorder(graph, postorder(wanted, lambda node: node.all_input_nodes))
 
 
 def _copied(
