@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import fx
 
-from wholestep.artefact.file import write_file, write_saved
+from wholestep.artefact.file_format import write_file, write_saved
 from wholestep.artefact.saved_graph import CaptureFacts
 from wholestep.capture.graph.dynamic_shapes import SeenSizes
 from wholestep.capture.objects.discover import find_models

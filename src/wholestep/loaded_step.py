@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.artefact.addresses import Given
-from wholestep.artefact.file import SavedStep, read_saved
+from wholestep.artefact.file_format import SavedStep, read_saved
 from wholestep.artefact.saved_graph import OtherObjectsError
 from wholestep.compiled_step import CompiledStep
 from wholestep.errors import ArtefactError

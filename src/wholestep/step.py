@@ -1,5 +1,4 @@
-"""The stages of a step in order: `compile_step` takes a call of the user's function through capture, passes, memory
-budget and lowering.
+"""The stages of a step in order: `compile_step` makes of a call an `Executable`, which runs or raises the failed guard.
 
 StepCall          a call of the user's function
 BoundGraph        its graph after all passes, bound to the user's objects          what `ws.capture` returns
@@ -21,11 +20,11 @@ from typing import Any, Literal, overload
 from torch import Tensor, fx, nn
 
 from wholestep.artefact.addresses import Given
-from wholestep.artefact.file import SavedStep
+from wholestep.artefact.file_format import SavedStep
 from wholestep.artefact.saved_graph import CaptureFacts, SavedGraph
 from wholestep.artefact.shards import ThisRank
-from wholestep.capture.objects.called import EarlierTraces
 from wholestep.capture.objects.discover import find_models, plan_of_models
+from wholestep.capture.objects.objects_found_by_calls import EarlierTraces
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import is_tracing, trace_step
 from wholestep.cross_iteration import pending_updates

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from wholestep.artefact.addresses import Walk, class_name
+from wholestep.artefact.assumed_objects import structure_text, tensor_text, text_of
 from wholestep.artefact.code_table import digest
 from wholestep.artefact.disk_cache import DiskCache
-from wholestep.artefact.file import versions
+from wholestep.artefact.file_format import versions
 from wholestep.artefact.saved_graph import OtherObjectsError, SavedGraph, code_of_walk
-from wholestep.artefact.snapshot import structure_text, tensor_text, text_of
 from wholestep.errors import ArtefactError, WholestepError
 from wholestep.options import Options, cache_folder, cache_limit
 from wholestep.step import (

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.artefact import file as format_of_files
-from wholestep.artefact.file import read_saved
+from wholestep.artefact import file_format as format_of_files
+from wholestep.artefact.file_format import read_saved
 from wholestep.errors import ArtefactError, WholestepError
 from wholestep.ir.io.tensor_file import from_bytes, metadata_of, to_bytes
 from wholestep.step import StepCall, bound_graph

@@ -17,7 +17,7 @@ from cases.parts import adamw, mlp, train_step
 from harness import Case, Run, assert_frames_equal, assert_parity, batch_of, device, frame, marked_line
 from wholestep.capture.graph import functional_forms, recorder
 from wholestep.capture.graph import tensor_values as values
-from wholestep.capture.objects import called
+from wholestep.capture.objects import objects_found_by_calls
 from wholestep.capture.patching import intercept
 from wholestep.capture.results import collect
 
@@ -110,7 +110,7 @@ def test_an_optimizer_whose_call_was_not_detected_is_found(monkeypatch: pytest.M
         def zero_grad(self) -> None:
             self.inner.zero_grad()
 
-    monkeypatch.setattr(called, "_notice", lambda host, target: None)
+    monkeypatch.setattr(objects_found_by_calls, "_notice", lambda host, target: None)
     run = plain_run(step)
     model, optimizer, x = run.arguments(0)
     run.arguments = lambda i: (model, Hiding(optimizer), x)

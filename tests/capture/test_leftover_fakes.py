@@ -24,7 +24,7 @@ from capture.odd_places import at_address
 from capture.refused import Use, World, assert_points_at, assert_unchanged_and_trainable, step_with
 from cases.parts import adamw, mlp, plain_run
 from harness import Run, Story, assert_frames_equal, assert_same_story
-from wholestep.capture.results.leftovers import Leftovers
+from wholestep.capture.results.leftover_fakes import Leftovers
 from wholestep.torch_private.fake_tensors import FakeTensor
 
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.objects.callers import is_foreign
+from wholestep.capture.objects.user_code import is_foreign
 from wholestep.errors import ArtefactError
 from wholestep.ir.user_objects.plain_contents import own_dict
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES

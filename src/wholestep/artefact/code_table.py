@@ -7,7 +7,7 @@
     torch.nn.functional        the same for the modules that all steps use: `F.relu = mine` is seen
 
 What is reached by name is followed, in the code of the user's; library code counts by its own hash. Values (numbers,
-lists, configuration) are not code: guards cover them, and `snapshot.py` compares them.
+lists, configuration) are not code: guards cover them, and `assumed_objects.py` compares them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from wholestep.artefact.addresses import class_name, global_names
-from wholestep.capture.objects.callers import is_foreign, kind_of_code
+from wholestep.capture.objects.user_code import is_foreign, kind_of_code
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES_OF_TORCH = (

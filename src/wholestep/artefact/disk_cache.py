@@ -1,6 +1,6 @@
 """A folder of saved graphs, each under a key of all that decided it: a second process binds one instead of tracing.
 
-    <folder>/ab/abcd..0123-<hash of the contents>.ws       one graph in the format of `file.py`
+    <folder>/ab/abcd..0123-<hash of the contents>.ws       one graph in the format of `file_format.py`
 
 The key has the code that the step reaches, the form of its arguments, options and versions. What a key does not have
 (values that the step read, shapes of state, hooks, modes) is compared when a graph is bound (`SavedGraph.bind`): one
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wholestep.artefact.code_table import digest
-from wholestep.artefact.file import SavedStep, read_saved, write_file, write_saved
+from wholestep.artefact.file_format import SavedStep, read_saved, write_file, write_saved
 from wholestep.artefact.saved_graph import SavedGraph
 from wholestep.errors import ArtefactError
 

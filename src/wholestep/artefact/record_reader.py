@@ -2,8 +2,8 @@
 
 Any JSON can come in: a part that is not of the form, type or range expected is an ArtefactError before anything is
 changed. Calls that follow the graph are those of a short list (`print`, loggers, methods of lists and dicts); classes
-are found by name among those that are loaded. Values that guards compare are read from the objects (`snapshot.py` says
-whether they are those of the capture).
+are found by name among those that are loaded. Values that guards compare are read from the objects
+(`assumed_objects.py` says whether they are those of the capture).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.artefact.addresses import Addresses, class_name, named
-from wholestep.artefact.places import PlaceReader, rows, table, text, whole, wrong
 from wholestep.artefact.record_writer import CONTAINERS, DEEPEST, KINDS, LOGGING, OUTPUT_LEAVES, WRITES
+from wholestep.artefact.slots_as_json import PlaceReader, rows, table, text, whole, wrong
 from wholestep.capture.effects.containers import RECORDED_TYPES
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, is_scalar_method
 from wholestep.errors import ArtefactError

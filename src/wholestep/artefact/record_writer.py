@@ -1,13 +1,13 @@
 """What capture found out (`CapturedStep`) as JSON; `record_reader.py` reads it.
 
     graph            the StepGraph in its own format (`ir/io/serialize.py`)
-    slots            where inputs and changes lie                                    (places.py)
+    slots            where inputs and changes lie                                    (slots_as_json.py)
     numbers          expressions of scalars, one row each: conditions and deferred numbers are computed from them
     recipe           nodes whose values guards need before the graph runs
     changes, result, calls, effects, guards      the fields of `CapturedStep`, with slots and numbers by index
 
 Values that guards compare are not in the file as values: they are read from the objects of the new process, after their
-text was found to be that of the capture (`snapshot.py`).
+text was found to be that of the capture (`assumed_objects.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wholestep.artefact.addresses import AddressWriter, Walk, class_name
-from wholestep.artefact.places import PlaceWriter
+from wholestep.artefact.slots_as_json import PlaceWriter
 from wholestep.capture.effects.containers import RECORDED_TYPES
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode
 from wholestep.errors import ArtefactError

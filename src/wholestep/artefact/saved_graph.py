@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.artefact import code_table, snapshot
+from wholestep.artefact import assumed_objects, code_table
 from wholestep.artefact.addresses import Addresses, Given, Walk
+from wholestep.artefact.assumed_objects import Snapshot, snapshot_of
 from wholestep.artefact.code_table import FUNCTIONS, code_of
-from wholestep.artefact.places import rows, table, text, whole, wrong
 from wholestep.artefact.record_reader import read_step
 from wholestep.artefact.record_writer import write_step
 from wholestep.artefact.shards import ThisRank, write_shard
-from wholestep.artefact.snapshot import Snapshot, snapshot_of
+from wholestep.artefact.slots_as_json import rows, table, text, whole, wrong
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.io.arguments import TargetReader
@@ -156,21 +156,23 @@ class SavedGraph:
             now = code_of_walk(Walk(fn, arguments), fn)
             refuse(code_table.differences(before.code_of_step, now), "the code is not that of the capture")
         key = "the structure of the arguments"
-        calls = ({key: before.snapshot.get(key, "")}, {key: snapshot.structure_text(structure)})
-        refuse(snapshot.differences(*calls), "the call is not that of the capture")
+        calls = ({key: before.snapshot.get(key, "")}, {key: assumed_objects.structure_text(structure)})
+        refuse(assumed_objects.differences(*calls), "the call is not that of the capture")
         addresses = Addresses(self.document["addresses"], fn, arguments)
         graph = self.step_graph(allow_ops)
         rank.rebind(graph)
         captured = read_step(self.document, addresses, leaves, structure, shards=rank.spec, graph=graph)
         different = [
             *code_table.differences(before.code_of_objects, code_of_objects(captured)),
-            *snapshot.differences(before.snapshot, snapshot_of(captured, leaves, structure), isinstance(fn, Given)),
+            *assumed_objects.differences(
+                before.snapshot, snapshot_of(captured, leaves, structure), isinstance(fn, Given)
+            ),
         ]
         refuse(different, "the objects of this call are not those of the capture")
         return captured
 
     def _arguments(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        numbers = [whole(i) for i in rows(table(self.document.get("guards"))["constants"])]
+        numbers = [whole(i) for i in rows(table(self.document.get("guards")).get("constants"))]
         return {i: leaves[i] for i in numbers if i < len(leaves)}
 
 

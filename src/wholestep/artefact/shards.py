@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wholestep.artefact.places import rows, table, text, whole, wrong
+from wholestep.artefact.slots_as_json import rows, table, text, whole, wrong
 from wholestep.errors import ArtefactError
 from wholestep.ir.io.arguments import read_dtype
 from wholestep.ir.step_graph import StepGraph

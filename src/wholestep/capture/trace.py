@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.effects.containers import Recorders, can_record
-from wholestep.capture.effects.replayed import ReplayedCalls
+from wholestep.capture.effects.deferred_text import Texts, has_mark, needs_text, swap_formats
+from wholestep.capture.effects.replayed_calls import ReplayedCalls
 from wholestep.capture.effects.showing_calls import ShowingCalls
-from wholestep.capture.effects.texts import Texts, has_mark, needs_text, swap_formats
 from wholestep.capture.graph.decisions import Decisions
 from wholestep.capture.graph.dynamic_shapes import Shapes, dynamic_dims
 from wholestep.capture.graph.inputs import Inputs
@@ -32,10 +32,10 @@ from wholestep.capture.graph.refusals import (
     trace_parameter_hooks,
 )
 from wholestep.capture.graph.tensor_values import may_replace_data
-from wholestep.capture.objects.called import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
-from wholestep.capture.objects.callers import none_swallowed
 from wholestep.capture.objects.discover import World, discover
+from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
+from wholestep.capture.objects.user_code import none_swallowed
 from wholestep.capture.patching.conversions import swap_conversions
 from wholestep.capture.patching.intercept import FunctionMode
 from wholestep.capture.patching.optimizer_steps import (
@@ -54,7 +54,7 @@ from wholestep.capture.results.accounting import Account
 from wholestep.capture.results.changed_python import classes_of, restore_classes_and_code
 from wholestep.capture.results.collect import collect
 from wholestep.capture.results.effect_line import Effect, LineWatch, with_line_of_effect
-from wholestep.capture.results.leftovers import Leftovers
+from wholestep.capture.results.leftover_fakes import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode

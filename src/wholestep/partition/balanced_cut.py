@@ -1,4 +1,4 @@
-"""Cut a graph into k runs of consecutive nodes that minimise the cost of the slowest, as for the stages of a pipeline.
+"""Cut a graph into k runs of nodes that minimise the cost of the slowest; a collective stays with its wait.
 
     balanced_cut(gm, 3, cost)          nodes in graph order; a bar is a cut
     linear relu linear | gelu linear norm | linear loss

@@ -1,4 +1,4 @@
-"""Run a prepared graph on the user's objects: `Gather` reads inputs, `Executor` runs and applies the graph's changes.
+"""Run a prepared graph: `Gather` reads inputs, `Executor` runs, applies changes and returns results (without autograd).
 
 `Gather` reads in one pass over the slots, grouped by their type.
 

@@ -1,4 +1,4 @@
-"""Process-wide modes and settings of torch that change what eager computes, each with its getter and setter.
+"""Process-wide settings of torch that change what eager computes: deterministic algorithms, TF32, autocast, ...
 
 Most public getters are properties written in Python (200 ns and more each). A guard reads all modes at every call, so
 these are the functions of `torch._C` behind them. 2.11, 2.13; names that a version does not have are left out.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from wholestep.capture.effects.container_stand_ins import stand_in_of
-from wholestep.capture.objects.called import EarlierTraces, TraceAgain
+from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import Location, SideEffectError
 from wholestep.ir.meta import user_location

@@ -24,8 +24,8 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wholestep.capture.effects.texts import has_mark
-from wholestep.capture.objects.callers import kind_of_code
+from wholestep.capture.effects.deferred_text import has_mark
+from wholestep.capture.objects.user_code import kind_of_code
 from wholestep.torch_private.modes import import_what_keeps_print
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.objects.callers import is_foreign
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
-from wholestep.capture.objects.reachable import Chain, has_own_dict, search
+from wholestep.capture.objects.object_search import Chain, has_own_dict, search
+from wholestep.capture.objects.user_code import is_foreign
 from wholestep.capture.python_reads.stand_ins import IMMUTABLE, with_parts
 from wholestep.errors import UnsupportedError, WrappedError
 from wholestep.ir.captured_step import ObjectLink
@@ -102,8 +102,8 @@ class World:
     wrappers: list[tuple[Optimizer, str]] = field(default_factory=list)
     """Optimizers that take param groups or state from another one (`AcceleratedOptimizer`); also among the holders."""
     frontier: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `reachable` continues
-    from them."""
+    """Objects where the walk ended (too deep, `__slots__`, classes, Python modules), by identity: `object_search`
+    continues from them."""
     chains: list[Chain] = field(default_factory=list)
     """How objects that were found by being called are reached from the frontier."""
     behind: dict[int, Chain] = field(default_factory=dict)

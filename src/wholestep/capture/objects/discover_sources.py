@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.objects.callers import is_foreign
+from wholestep.capture.objects.user_code import is_foreign
 from wholestep.capture.python_reads.attribute_reads import class_values
 from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.capture.objects.called import EarlierTraces, TraceAgain
+from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import WholestepError
 from wholestep.ir.io.node_values import hint_of

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from wholestep.capture.effects.container_stand_ins import StandInContainer
-from wholestep.capture.effects.texts import Texts
+from wholestep.capture.effects.deferred_text import Texts
 from wholestep.capture.patching.packed_sequences import PACKED, packed_call
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account

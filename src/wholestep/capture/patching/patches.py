@@ -13,10 +13,10 @@
 | DTensor's split of a tensor into chunks | a node that reads its rank at run time | all ranks have the same graph |
 | `FakeTensor.tolist` | a symbolic scalar per element | torch's unbinds the tensor |
 | the two halves of `clip_grad_norm_` | the same over shards, one all-reduce | the norm is over all shards |
-| `gc.collect` | nothing | `leftovers` tells objects of the trace by their GC generation |
+| `gc.collect` | nothing | `leftover_fakes` tells objects of the trace by their GC generation |
 | the hooks that transformers adds in a forward | another trace, after adding them | eager's first call adds them, too |
 | `torch.set_anomaly_enabled` | a refusal | it branches on the values of gradients |
-| optimizers, schedulers, scalers | the same, detecting unknown ones (`called`) | some are found only when called |
+| optimizers, schedulers, scalers | the same, detecting unknown ones | some are found only when called |
 | functions of `torch.jit.script` | the Python functions as written | TorchScript bypasses all dispatch modes |
 | the handler of SIGINT | `Interrupts`, which delays it | an exception in some callbacks of C++ ends the process |
 
@@ -42,7 +42,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.graph.recorder import Recorder
-from wholestep.capture.objects.called import (
+from wholestep.capture.objects.objects_found_by_calls import (
     INSTALL_OUTPUT_HOOKS,
     CallHost,
     detect_calls,
@@ -50,7 +50,7 @@ from wholestep.capture.objects.called import (
     install_before_trace,
     output_hooks_module,
 )
-from wholestep.capture.objects.callers import is_user_code
+from wholestep.capture.objects.user_code import is_user_code
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import (
     CapturedTensorError,

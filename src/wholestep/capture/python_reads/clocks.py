@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from wholestep.capture.objects.callers import called_by_user, caller_location
+from wholestep.capture.objects.user_code import called_by_user, caller_location
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ClockError, Location
 

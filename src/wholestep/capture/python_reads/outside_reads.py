@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
-from wholestep.capture.objects.callers import called_by_user, caller_location, is_user_code
+from wholestep.capture.objects.user_code import called_by_user, caller_location, is_user_code
 from wholestep.errors import RandomStateError, SideEffectError
 from wholestep.ir.captured_step import Answer
 

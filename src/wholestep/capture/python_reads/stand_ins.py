@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 
-from wholestep.capture.objects.callers import is_foreign, user_code_location
+from wholestep.capture.objects.user_code import is_foreign, user_code_location
 from wholestep.capture.results.effect_line import Effect
 from wholestep.errors import CapturedTensorError, SideEffectError
 from wholestep.ir.user_objects.opaque_state import is_memory, size_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.capture.effects.texts import has_mark
+from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.graph.functional_forms import replaced_data_in
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of

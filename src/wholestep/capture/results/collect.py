@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.effects.texts import has_mark
+from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.graph.functional_forms import add_write_backs
-from wholestep.capture.objects.callers import is_user_code
+from wholestep.capture.objects.user_code import is_user_code
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of

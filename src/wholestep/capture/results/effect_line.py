@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wholestep.capture.objects.callers import is_user_code
+from wholestep.capture.objects.user_code import is_user_code
 from wholestep.errors import Location, WholestepError
 from wholestep.ir.meta import location_of
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, copy_of, same_contents, same_plain

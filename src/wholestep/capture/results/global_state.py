@@ -3,7 +3,7 @@
 Most of what user code caches while it is traced lands in one of these or in what `discover` found. They are copied
 before the trace (shallowly: one copy per module, class and container), so that an entry with a fake tensor is restored
 to exactly what was there. Installed packages are left out, because they have thousands of classes: what a step stores
-there is found by `leftovers`.
+there is found by `leftover_fakes`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from wholestep.capture.effects.texts import NeedsFormatText, formats_with_own_text
+from wholestep.capture.effects.deferred_text import NeedsFormatText, formats_with_own_text
 from wholestep.capture.patching.conversions import NeedsConversion
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, computed_with, scalar_of

@@ -36,7 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.objects.callers import is_foreign
+from wholestep.capture.objects.user_code import is_foreign
 from wholestep.ir.captured_step import ObjectLink
 from wholestep.ir.user_objects.plain_contents import PLAIN
 from wholestep.ir.user_objects.slots import ABSENT

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.effects.texts import has_mark
+from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.python_reads.clocks import ClockNumber, refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.collect import leaf_of

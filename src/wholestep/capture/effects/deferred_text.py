@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from wholestep.capture.objects.called import EarlierTraces, TraceAgain
+from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.errors import ItemError, Location, WholestepError

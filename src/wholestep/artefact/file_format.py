@@ -28,8 +28,8 @@ import numpy
 import torch
 
 import wholestep
-from wholestep.artefact.places import rows, table, text, wrong
 from wholestep.artefact.saved_graph import SavedGraph
+from wholestep.artefact.slots_as_json import rows, table, text, wrong
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.io.serialize import refuse_bare_number
 from wholestep.ir.io.tensor_file import from_bytes, metadata_of, to_bytes

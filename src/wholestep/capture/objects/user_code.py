@@ -25,7 +25,7 @@ _OURS = os.path.dirname(wholestep.__file__) + os.sep
 _INTERPOSED = tuple(
     os.path.join(_OURS, "capture", *place)
     for place in (
-        ("objects", "callers.py"),
+        ("objects", "user_code.py"),
         ("python_reads", "clocks.py"),
         ("python_reads", "outside_reads.py"),
         ("effects", "showing_calls.py"),
