@@ -329,3 +329,24 @@ def test_a_copy_of_an_array_tells_nan_and_signed_zero_apart() -> None:
     copy.restore()
     assert copy.is_same()
     assert math.copysign(1.0, values[1]) == 1.0
+
+
+class MadeOnReading(OrderedDict[str, Any]):
+    """As transformers' ACT2FN: another object at each reading of a key."""
+
+    def __getitem__(self, key: str) -> nn.Module:
+        made: nn.Module = super().__getitem__(key)()
+        return made
+
+
+ACTIVATIONS = MadeOnReading(relu=nn.ReLU, gelu=nn.GELU)
+
+
+def test_a_dict_that_makes_an_object_at_each_reading_holds_what_it_held() -> None:
+    @ws.compile(lower="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS["relu"](x)
+
+    for _ in range(2):
+        assert torch.equal(step(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+    assert dict.__getitem__(ACTIVATIONS, "relu") is nn.ReLU

@@ -209,7 +209,11 @@ def test_a_trace_and_a_page_are_written(wholestep: Any, files: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show", "train.py"], "[WS-FORMAT]"),
+        (["show", "train.py"], "[WS-FORMAT] train.py: the text"),
+        (["show", "train.py"], "to run a script: wholestep run train.py"),
+        (["report", "a.json", "-o", "a.json/page.html"], "wholestep: a.json"),
+        (["trace", "a.json", "-o", "nowhere/trace.json"], "wholestep: nowhere/trace.json: No such file"),
+        (["run", "."], "is a folder without a __main__.py"),
         (["show", "nowhere.json"], "does not exist"),
         (["show"], "Missing argument"),
         (["show", "a.json", "--colour"], "No such option"),
@@ -220,6 +224,11 @@ def test_wrong_usage_is_explained(wholestep: Any, arguments: Sequence[str], word
     said = wholestep(*arguments)
     assert said.code == 2
     assert words in " ".join(said.err.split())
+
+
+def test_errors_are_data_for_machines_and_the_version_is_printed(wholestep: Any) -> None:
+    assert wholestep("show", "train.py", "--json").data["error"]["code"] == "WS-FORMAT"
+    assert wholestep("--version").out == f"wholestep {ws.__version__}\n"
 
 
 def test_the_folder_of_prepared_graphs_is_listed_and_emptied(wholestep: Any, files: Path) -> None:

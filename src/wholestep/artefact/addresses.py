@@ -57,11 +57,26 @@ Link = tuple[str, int, Any, str]
 @lru_cache(maxsize=8192)
 def global_names(code: CodeType) -> frozenset[str]:
     """The names of globals that code, and code inside of it, reads or sets."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBALS}
+    names = names_used(code, _GLOBALS)
     return frozenset(names).union(*(global_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
-_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
+_LOAD_GLOBAL, _EXTENDED = dis.opmap["LOAD_GLOBAL"], dis.EXTENDED_ARG
+_GLOBALS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"))
+
+
+def names_used(code: CodeType, opcodes: frozenset[int]) -> set[str]:
+    """The names in instructions with these opcodes, read off the bytes: `dis` takes fifty times as long, which would be
+    most of a capture where a step reaches ten thousand functions of other packages."""
+    text, found, extended = code.co_code, set[str](), 0
+    if not opcodes & set(text[::2]):
+        return found
+    for opcode, low in zip(text[::2], text[1::2], strict=True):
+        argument = extended << 8 | low
+        extended = argument if opcode == _EXTENDED else 0
+        if opcode in opcodes:  # the lowest bit of LOAD_GLOBAL says whether a call follows
+            found.add(code.co_names[argument >> 1 if opcode == _LOAD_GLOBAL else argument])
+    return found
 
 
 def class_name(value: Any) -> str:

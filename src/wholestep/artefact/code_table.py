@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from wholestep.artefact.addresses import class_name, global_names
+from wholestep.artefact.addresses import class_name, global_names, names_used
 from wholestep.capture.objects.user_code import is_foreign, kind_of_code
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -236,9 +236,10 @@ def _namespace(holder: Any) -> str:
     """A hash of all functions in a module or class of a library: one that was replaced is another."""
     found = []
     for name, value in list(vars(holder).items()):
-        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        function = function.fget if isinstance(function, property) else function
-        if isinstance(function, FunctionType):
+        # By type: objects that torch has deprecated warn where they are asked for their class.
+        function = value.__func__ if issubclass(type(value), staticmethod | classmethod) else value
+        function = function.fget if issubclass(type(function), property) else function
+        if type(function) is FunctionType:
             found.append(f"{name} {function.__qualname__} {function_digest(function)}")
     return digest(*sorted(found))
 
@@ -253,10 +254,13 @@ def _all_names(code: CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
+_IMPORT = frozenset({dis.opmap["IMPORT_NAME"]})
+
+
 @lru_cache(maxsize=8192)
 def _imported(code: CodeType) -> frozenset[str]:
     """Names of modules that code imports when it runs."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    names = names_used(code, _IMPORT)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _imported(constant)

@@ -75,7 +75,19 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _version() -> None:
+def _print_version(asked: bool) -> None:
+    if asked:
+        from wholestep import __version__
+
+        print(f"wholestep {__version__}")
+        raise typer.Exit(0)
+
+
+def _version(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """A whole PyTorch training step as one FX graph: run, look, compare, predict."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholestep.command_line.screen import console, say, say_json, table
-from wholestep.errors import OptionError
+from wholestep.errors import GraphFormatError, OptionError
 
 if TYPE_CHECKING:
     from wholestep.ir.step_graph import StepGraph
@@ -41,7 +41,18 @@ def read_graph(path: Path, allow_ops: list[str] | None = None) -> StepGraph:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise OptionError(f"{path} is not a text file.", fix="give what StepGraph.to_json() wrote.") from error
-    return StepGraph.from_json(text, allow_ops=allow_ops or ())
+    try:
+        return StepGraph.from_json(text, allow_ops=allow_ops or ())
+    except GraphFormatError as error:
+        made = GraphFormatError(f"{path}: {error.what}", fix=error.fix or _instead_of(path), node=error.node)
+        raise made from error
+
+
+def _instead_of(path: Path) -> str:
+    """What to give in the place of a file that holds no graph."""
+    if path.suffix == ".py":
+        return f"to run a script: wholestep run {path}. It writes the graphs of its steps as JSON."
+    return "give a file that StepGraph.to_json() or `wholestep run` wrote."
 
 
 def machine_named(name: str | None) -> Machine | None:

@@ -62,7 +62,7 @@ def run(
     else:
         for summary in summaries:
             show_summary(summary)
-        if not steps:
+        if not steps and code == 0:
             say("wholestep: the script compiled no step (nothing called ws.compile).", "yellow")
     raise typer.Exit(code)
 
@@ -96,7 +96,7 @@ def check(
     else:
         cells = [(r["step"], r["calls"], r["checked"], r["why_not"] or _verdict(r["checked"], code)) for r in rows]
         console().print(table(("step", "calls", "beside eager", "result"), cells))
-        if not steps:
+        if not steps and code == 0:
             say("wholestep: the script compiled no step (nothing called ws.compile).", "yellow")
     raise typer.Exit(code)
 
@@ -154,6 +154,8 @@ def run_script(script: str, arguments: list[str], *, module: bool) -> int:
     before = sys.argv, sys.path[0]
     if not module and not Path(script).exists():
         raise typer.BadParameter(f"there is no file {script}")
+    if not module and Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
+        raise typer.BadParameter(f"{script} is a folder without a __main__.py")
     sys.argv = [script, *arguments]
     sys.path[0] = "" if module else str(Path(script).resolve().parent)
     try:

@@ -55,7 +55,10 @@ def show_error(error: WholestepError) -> None:
 
 
 def with_clean_errors(command: F) -> F:
-    """A command whose errors with a code are shown as such, with exit code 2."""
+    """A command whose errors with a code, and files that cannot be read or written, are shown as such: exit code 2.
+
+    With `--json` they are an object on stdout as well.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,9 +66,17 @@ def with_clean_errors(command: F) -> F:
             return command(*args, **kwargs)
         except WholestepError as error:
             show_error(error)
+            if kwargs.get("as_json"):
+                say_json({"error": {"code": error.code, "what": error.what, "fix": error.fix}})
             raise typer.Exit(2) from None
         except BrokenPipeError:  # `wholestep show step.json | head`
             sys.stderr.close()
             raise typer.Exit(0) from None
+        except OSError as error:
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            console(error=True).print(Text(f"wholestep: {what}", style="bold red"), soft_wrap=True)
+            if kwargs.get("as_json"):
+                say_json({"error": {"code": "", "what": what, "fix": ""}})
+            raise typer.Exit(2) from None
 
     return run  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,7 +277,7 @@ class StepTimeline:
         """Why the collective of that name is exposed, or that it is not."""
         i = self._number(name)
         if self.index.kind[i] != ISSUE:
-            raise OptionError(f"{name} is not a collective.", fix="give the node that starts the communication.")
+            raise OptionError(f"{name} is not a collective.", fix=self._which_collective(name))
         span = self.span(name)
         line = _line(self.index.nodes[i])
         head = f"{name} ({self._about(i)}{', ' + line if line else ''}) takes {span.us:.1f} us"
@@ -313,8 +314,17 @@ class StepTimeline:
     def _number(self, name: str) -> int:
         found = self._by_name.get(name)
         if found is None:
-            raise OptionError(f"the graph has no node {name!r}.", fix="node names are those of the graph as simulated.")
+            close = " or ".join(get_close_matches(name, self._by_name, 3))
+            fix = f"did you mean {close}?" if close else "node names are those of the graph as simulated."
+            raise OptionError(f"the graph has no node {name!r}.", fix=fix)
         return found
+
+    def _which_collective(self, name: str) -> str:
+        """What to give in the place of a name: the collectives that it is most like."""
+        known = [self.index.nodes[i].name for i in self.index.collectives]
+        close = get_close_matches(name, known, 3, cutoff=0.0)
+        many = f" ({len(known)} in all)" if len(known) > len(close) else ""
+        return f"collectives of this graph: {', '.join(close)}{many}." if close else "this graph has no collective."
 
     @cached_property
     def _by_name(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ import functools
 import gc
 import math
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -121,7 +121,12 @@ def skeleton(value: Any, depth: int = 0) -> Any:
 
 def copy_of(container: Any) -> Any:
     """A shallow copy of a container, to put its contents back."""
-    return dict(container) if isinstance(container, dict) else type(container)(container)
+    return dict(stored_items(container)) if isinstance(container, dict) else type(container)(container)
+
+
+def stored_items(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """What a dict holds, also where its class makes another object at each `d[key]` (transformers' ACT2FN)."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
 
 
 def same_contents(before: Any, now: Any) -> bool:
@@ -129,7 +134,8 @@ def same_contents(before: Any, now: Any) -> bool:
     if len(before) != len(now):
         return False
     if isinstance(before, dict):
-        return all(k in now and same_plain(now[k], v) for k, v in before.items())
+        stored = dict(stored_items(now))
+        return all(k in stored and same_plain(stored[k], v) for k, v in before.items())
     if isinstance(before, set):
         return bool(before == now)
     return all(same_plain(b, a) for a, b in zip(before, now, strict=True))
