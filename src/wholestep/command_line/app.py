@@ -77,9 +77,9 @@ def make_app() -> typer.Typer:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from wholestep import __version__
+        import wholestep
 
-        print(f"wholestep {__version__}")
+        print(f"wholestep {wholestep.__version__}")
         raise typer.Exit(0)
 
 
