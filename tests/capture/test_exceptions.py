@@ -57,7 +57,7 @@ def is_interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.
         (is_interrupted, KeyboardInterrupt),
     ],
 )
-def test_an_exception_of_the_users_code_surfaces_with_its_traceback_and_changes_nothing(
+def test_an_exception_of_user_code_surfaces_with_its_traceback_and_changes_nothing(
     step: Callable[..., Any], kind: type[BaseException], fresh: bool
 ) -> None:
     world = World(fresh=fresh)

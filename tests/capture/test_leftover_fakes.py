@@ -320,7 +320,7 @@ def contents() -> list[Any]:
 
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.parametrize("name", HOLDERS)
-def test_a_tensor_kept_while_tracing_is_taken_out_and_the_step_refused_with_the_holder(name: str) -> None:
+def test_a_fake_stored_while_tracing_is_removed_and_the_step_refused_with_the_holder(name: str) -> None:
     use, where, at = HOLDERS[name]
     world = World(fresh=False)
     before, held = world.look(), contents()
@@ -339,7 +339,7 @@ def test_a_tensor_kept_while_tracing_is_taken_out_and_the_step_refused_with_the_
 
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.parametrize("name", HOLDERS)
-def test_a_tensor_kept_by_a_capture_that_fails_is_taken_out_too(name: str) -> None:
+def test_a_fake_stored_by_a_failing_capture_is_removed_too(name: str) -> None:
     use, _, _ = HOLDERS[name]
 
     def fails(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -505,7 +505,7 @@ def test_captures_that_leave_nothing_behind_are_not_searched(monkeypatch: pytest
     def fail(*args: Any) -> None:
         pytest.fail("a fake has references that are neither in our records nor left behind")
 
-    monkeypatch.setattr(Leftovers, "_look", fail)
+    monkeypatch.setattr(Leftovers, "_search", fail)
     rnn = nn.LSTM(4, 4, batch_first=True)
     net = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.1))
     for make in (torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9, foreach=True), torch.optim.RAdam):

@@ -122,7 +122,7 @@ def test_the_model_that_a_closure_names_is_the_one_it_names_now() -> None:
     assert torch.equal(compiled(x), step(x))
 
 
-def test_a_global_tensor_that_the_step_binds_anew_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_global_tensor_that_the_step_rebinds_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "TOTAL", torch.zeros(()))
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _appends_to(log: Any, how: Callable[[Any, torch.Tensor], None]) -> tuple[Any
     ],
     ids=["list", "dict", "nested", "deque", "set"],
 )
-def test_a_container_that_the_step_changes_is_left_as_it_was_by_a_capture_and_changed_by_a_call(
+def test_a_container_that_the_step_writes_is_restored_by_a_capture_and_written_by_a_call(
     log: Any, how: Any
 ) -> None:
     before = copy.deepcopy(log)

@@ -406,7 +406,7 @@ def test_a_lock_and_an_event_that_the_step_does_not_ask_need_no_new_graph() -> N
     assert_same(program, graphs=1)
 
 
-def test_a_thread_of_the_users_goes_on_with_its_queue_while_a_step_is_captured() -> None:
+def test_a_thread_of_the_user_still_uses_its_queue_while_a_step_is_captured() -> None:
     import queue
 
     model = nn.Linear(3, 1)

@@ -15,7 +15,7 @@ def test_every_block_of_a_tutorial_runs_and_prints_what_the_page_shows(page: str
     run_page(page)
 
 
-def test_every_block_of_the_parallel_tutorial_runs_on_two_ranks_and_prints_what_the_page_shows() -> None:
+def test_the_parallel_tutorial_runs_on_two_ranks_and_prints_what_the_page_shows() -> None:
     def code(rank: int) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the page says so
         with as_torchrun_starts_it():

@@ -100,7 +100,7 @@ def test_networks_have_the_bits_of_fully_shard(cases: list[Case]) -> None:
 
 
 @pytest.mark.long  # tests/parallel/test_parameters.py has plainer models that keep whole parameters
-def test_networks_that_keep_whole_parameters_until_the_backward_have_the_bits_of_fully_shard() -> None:
+def test_networks_with_whole_parameters_until_the_backward_have_the_bits_of_fully_shard() -> None:
     cases = [each for each in CASES if each.name in ("lstm", "encoder layer")]
     all_of(partial(beside_fully_shard, reshard_after_forward=False), [*cases, RECOMPUTED])
 

@@ -1,4 +1,4 @@
-"""At the default level, the metadata of what a pass changed is computed anew and compared."""
+"""At the default level, the metadata of what a pass changed is recomputed and compared."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_exception_of_a_pass_is_the_cause_of_what_is_raised(error: Exception
     assert caught.value.what.count("\n") == 0
 
 
-def test_a_value_that_is_deleted_with_all_that_follow_from_it_is_computed_anew() -> None:
+def test_a_deleted_value_is_recomputed_with_all_that_follow_from_it() -> None:
     @a_pass
     def doubles_the_batch(gm: fx.GraphModule) -> None:
         relu = first(gm, aten.relu.default)

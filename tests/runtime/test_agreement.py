@@ -174,7 +174,7 @@ def test_ragged_batches_with_other_communication_disagree():
     assert "rank 1  all_reduce(max" in first
 
 
-def test_a_rank_that_knows_its_graph_runs_with_one_that_captured_the_same_communication():
+def test_a_rank_with_a_known_graph_runs_with_one_that_captured_the_same_collectives():
     def code(rank: int) -> list[list[float]]:
         known = step_graph()
         shown = digest_of(known, Signature(), ragged="short batch")
@@ -193,7 +193,7 @@ def test_a_rank_that_knows_its_graph_runs_with_one_that_captured_the_same_commun
 
 
 @pytest.mark.parametrize("hit", [0, 1])
-def test_a_rank_that_knows_its_graph_is_taken_out_of_the_collective_if_the_other_communicates_differently(hit: int):
+def test_a_rank_in_a_known_graph_leaves_its_collective_if_the_other_has_other_ones(hit: int):
     def code(rank: int) -> str:
         known = step_graph()
         shown = digest_of(known, Signature(), ragged=False)

@@ -50,7 +50,7 @@ def same(one: Any, other: Any) -> bool:
 BATCH = torch.ones(8, 16)
 
 
-def test_all_state_is_restored_and_training_goes_on_as_without_a_profile() -> None:
+def test_all_state_is_restored_and_training_continues_as_without_a_profile() -> None:
     torch.manual_seed(0)
     plain = CompiledTrainer()
     expected = [plain.step(BATCH) for _ in range(3)]

@@ -433,11 +433,11 @@ def region_case(gm: fx.GraphModule, inputs: Sequence[Any], inside: list[str], ou
     wanted = {name for name in inside if name in known}
     values: dict[str, Any] = {}
 
-    def look(node: fx.Node, value: Any) -> bool:
+    def visit(node: fx.Node, value: Any) -> bool:
         if node.name in wanted and node.op != "placeholder":
             values[node.name] = copy_of(value)
         return True
 
-    run_nodes(gm, inputs, look)
+    run_nodes(gm, inputs, visit)
     ends = tuple(name for name in outside if name in known)
     return apply_edit(Case(gm, tuple(inputs)), Edit(outputs=ends, given=tuple(values)), values)

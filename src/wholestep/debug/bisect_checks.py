@@ -45,14 +45,14 @@ def judge_meta(gm: fx.GraphModule, inputs: Sequence[Any], note: Note | None = No
     seen: list[Verdict] = []
     symbols = SymbolValues()
 
-    def look(node: fx.Node, value: Any) -> bool:
+    def visit(node: fx.Node, value: Any) -> bool:
         apart = meta_apart(node, value, symbols)
         if apart:
             seen.append(wrong(apart, node.name, format_node(node), kind="meta"))
         return not apart
 
     try:
-        run_nodes(gm, inputs, look, note=note)
+        run_nodes(gm, inputs, visit, note=note)
     except NodeRaised as raised:
         what = f"{type(raised.error).__name__}: {raised.error}"
         return wrong(what, raised.node.name, format_node(raised.node), kind="raised")

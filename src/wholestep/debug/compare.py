@@ -46,7 +46,7 @@ _EMPTY = frozenset(
     f"aten::{name}" for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
 )
 
-Look = Callable[[fx.Node, Any], bool]
+Visit = Callable[[fx.Node, Any], bool]
 """Gets a node and its value; False ends the run."""
 
 Note = Callable[[fx.Node], None]
@@ -68,18 +68,18 @@ class _Enough(Exception):  # noqa: N818 (not an error)
 def run_nodes(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    look: Look,
+    visit: Visit,
     left: list[Any] | None = None,
     note: Note | None = None,
 ) -> Any:
-    """Run a graph and call `look` with every value; the results, or None if `look` ended the run.
+    """Run a graph and call `visit` with every value; the results, or None if `visit` ended the run.
 
     `left` is filled with the copies of the inputs as the run left them. `note` is called with each node before it runs.
     """
     pretends = any(node.op == "call_function" and is_communication(node.target) for node in gm.graph.nodes)
     runner = (_SimulatedRanksRunner if pretends else _PlainRunner)(gm)
     runner.extra_traceback = False
-    runner.look, runner.note = look, note
+    runner.visit, runner.note = visit, note
     own = copies_of([_on_cpu(value) if pretends else value for value in inputs])
     if left is not None:
         left[:] = own
@@ -97,7 +97,7 @@ def _is_empty(target: Any) -> bool:
 
 
 class _Looking(fx.Interpreter):
-    look: Look
+    visit: Visit
     note: Note | None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -111,7 +111,7 @@ class _Looking(fx.Interpreter):
             raise NodeRaised(n, error) from error
         if n.op == "call_function" and _is_empty(n.target):
             value.zero_()  # uninitialised memory differs from run to run
-        if n.op != "output" and not self.look(n, value):
+        if n.op != "output" and not self.visit(n, value):
             raise _Enough
         return value
 
@@ -237,7 +237,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
     compared = 0
     left: list[Any] = []
 
-    def look(node: fx.Node, value: Any) -> bool:
+    def visit(node: fx.Node, value: Any) -> bool:
         nonlocal compared
         name = pairs.get(node.name)
         if name is None or node.op == "placeholder" or value is None or values.get(name) is None:
@@ -249,7 +249,7 @@ def compare_versions(a: Version, b: Version, numerics: Numerics, note: Note | No
         return gap is None
 
     try:
-        run_nodes(b.gm, b.inputs, look, left, note)
+        run_nodes(b.gm, b.inputs, visit, left, note)
         seen += _state_apart(first, nudge.left, b, left, numerics) if not seen else []
     except NodeRaised as raised:
         gap = Gap("raised", text=f"raised {type(raised.error).__name__}: {raised.error}")
@@ -281,14 +281,14 @@ def _seen(version: Version, inputs: Sequence[Any], wanted: set[str]) -> _Seen:
     left: list[Any] = []
     eps: dict[str, float] = {}
 
-    def look(node: fx.Node, value: Any) -> bool:
+    def visit(node: fx.Node, value: Any) -> bool:
         eps[node.name] = max([eps_of(value), *(eps.get(source.name, 0.0) for source in node.all_input_nodes)])
         if node.name in wanted:
             found[node.name] = copy_of(value)
         return True
 
     try:
-        run_nodes(version.gm, inputs, look, left)
+        run_nodes(version.gm, inputs, visit, left)
     except NodeRaised:
         return _Seen(found, {}, eps)
     names = [node.name for node in version.gm.graph.find_nodes(op="placeholder")]

@@ -226,12 +226,12 @@ class _Finder:
         ]
         """Nodes of this iteration that are not moved yet."""
         for node in reversed(self._nodes):
-            self._look_at(node)
+            self._visit(node)
         self._parent: dict[fx.Node, fx.Node] = {}
 
     # What may cross.
 
-    def _look_at(self, node: fx.Node) -> None:
+    def _visit(self, node: fx.Node) -> None:
         reason = self._own_reason(node)
         if reason:
             self._blocked[node] = (reason, None)

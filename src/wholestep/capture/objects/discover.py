@@ -294,7 +294,7 @@ class _Walk:
             world.random_objects.append((value, path))
         elif isinstance(value, Enum):
             self._sources.class_(type(value), depth)
-        elif self._sources.look_at(value, path, depth):
+        elif self._sources.visit_source(value, path, depth):
             world.frontier[id(value)] = (value, path)
         elif _is_plain_object(value):
             self._plain_object(value, path, depth)

@@ -130,7 +130,7 @@ class SourceWalk:
             self._sources.stand_ins.append((slot, value))
         return True
 
-    def look_at(self, value: Any, path: str, depth: int) -> bool:
+    def visit_source(self, value: Any, path: str, depth: int) -> bool:
         """Whether a value is one of these places; if so, what it holds is visited too."""
         if isinstance(value, type):
             self.class_(value, depth)

@@ -184,7 +184,7 @@ class OutsideReads:
             for owner in (builtins, io):
                 patch(owner, "open", self._open)
             for name in ("stat", "listdir", "scandir"):
-                patch(os, name, self._look)
+                patch(os, name, self._stat)
             if hasattr(os, "getrandom"):
                 patch(os, "getrandom", lambda real, *a, **k: self._random(real, "os.getrandom", *a, **k))
             for module, name in _ASKED:
@@ -324,7 +324,7 @@ class OutsideReads:
         self._note(file)
         return real(file, mode, *args, **kwargs)
 
-    def _look(self, real: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+    def _stat(self, real: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("dir_fd"):
             self._note(path)
         return real(path, *args, **kwargs)

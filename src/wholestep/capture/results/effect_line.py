@@ -47,7 +47,7 @@ def contents_effect(container: Any) -> Effect:
 def value_effect(read: Callable[[], Any]) -> Effect:
     """A place holds another value, or a container with other contents."""
 
-    def look(capture: Capture) -> Any:
+    def read_both(capture: Capture) -> Any:
         value = read()
         return value, copy_of(value) if type(value) in CONTAINERS else None
 
@@ -56,7 +56,7 @@ def value_effect(read: Callable[[], Any]) -> Effect:
             return False
         return before[1] is None or now[1] is None or same_contents(before[1], now[1])
 
-    return Effect(look, same)
+    return Effect(read_both, same)
 
 
 def array_effect(array: Any) -> Effect:
@@ -91,16 +91,16 @@ class LineWatch:
             return None
         if not self._begun:
             self._begun, self._before = True, self._read()
-        self._look()
+        self._check()
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if self.found is None and event in ("line", "return"):
-            self._look()
+            self._check()
             self._now = location_of(frame if event == "line" else _user_frame(frame.f_back))
         return None if self.found is not None else self._line
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._now is not None and not self._effect.same(self._before, self._read()):
             self.found = self._now
 

@@ -96,11 +96,11 @@ class GlobalState:
             module = sys.modules[name]
             file = vars(module).get("__file__") if type(module) is ModuleType else None
             if type(module) is ModuleType and _is_users(name, file if isinstance(file, str) else ""):
-                self._look(_Entries(module, name, dict(vars(module))), name, 0)
+                self._record(_Entries(module, name, dict(vars(module))), name, 0)
             else:
                 NOT_THE_USERS.add(name)
 
-    def _look(self, entries: _Entries, module: str, depth: int) -> None:
+    def _record(self, entries: _Entries, module: str, depth: int) -> None:
         """Record what an object has, and what that holds."""
         self._entries.append(entries)
         for key, value in entries.before.items():
@@ -151,7 +151,7 @@ class GlobalState:
             self._named(value, path, module, depth + 1)
 
     def _named(self, owner: Any, path: str, module: str, depth: int) -> None:
-        self._look(_Entries(owner, path, dict(attributes_of(owner) or vars(owner))), module, depth + 1)
+        self._record(_Entries(owner, path, dict(attributes_of(owner) or vars(owner))), module, depth + 1)
 
     def _function(self, fn: FunctionType, path: str, module: str, depth: int) -> None:
         self._named(fn, path, module, depth)

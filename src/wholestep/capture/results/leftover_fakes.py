@@ -91,7 +91,7 @@ class Leftovers:
         if some_survive():
             self._collect()  # recomputation (checkpoint) leaves cycles
         if some_survive():
-            found += self._look(traced, some_survive)
+            found += self._search(traced, some_survive)
         capture.erased.clear()  # not before: the counts include what these hold
         if found:
             raise _refusal(found, lines)
@@ -115,7 +115,7 @@ class Leftovers:
             cache.cache_clear()
             self.cleared.append(cache)
 
-    def _look(self, traced: _Traced, still: Callable[[], bool]) -> list[Leftover]:
+    def _search(self, traced: _Traced, still: Callable[[], bool]) -> list[Leftover]:
         with _nothing_frozen():
             self._clear_caches(traced)
             if not still():

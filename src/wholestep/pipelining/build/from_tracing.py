@@ -337,7 +337,7 @@ class _StageBuilder:
 
     def build(self) -> fx.GraphModule:
         for node in self._nodes:
-            self._made[node] = self._graph.node_copy(node, self._look)
+            self._made[node] = self._graph.node_copy(node, self._copy_of)
             if node.op == "call_module":
                 attach_module(self._root, str(node.target), self._traced.get_submodule(str(node.target)))
                 self.names[str(node.target)] = str(node.target)
@@ -351,7 +351,7 @@ class _StageBuilder:
     def _is_held(self, value: fx.Node) -> bool:
         return value.op == "get_attr" and value.target in self._held
 
-    def _look(self, value: fx.Node) -> fx.Node:
+    def _copy_of(self, value: fx.Node) -> fx.Node:
         return self._moved(str(value.target)) if self._is_held(value) else self._made[self._key(value)]
 
     def _moved(self, name: str) -> fx.Node:

@@ -272,7 +272,7 @@ def _buffer(name: str, source: BuffersFrom | None) -> torch.Tensor | None:
     return None if source is None else source(name)
 
 
-Look = Callable[[fx.Node], fx.Node]
+NodeMap = Callable[[fx.Node], fx.Node]
 
 
 def build_stages(staged: StagedGraph, routing: Routing, mode: str) -> list[StageCode]:
@@ -315,18 +315,18 @@ class _StageGraphBuilder:
             new[source] = graph.placeholder(name)
             new[source].meta = _plain_meta(source)
 
-        def look(node: fx.Node) -> fx.Node:
+        def copy_of(node: fx.Node) -> fx.Node:
             if node not in new:
                 assert node.op == "get_attr", f"stage {self._stage} neither computes nor receives {node.format_node()}"
                 new[node] = graph.create_node("get_attr", node.target, name=node.name)
                 new[node].meta = dict(node.meta)
             return new[node]
 
-        self._emit(graph, self._nodes, 0, new, look)
+        self._emit(graph, self._nodes, 0, new, copy_of)
         results: list[fx.Node] = []
         for name in self._routing.outputs[self._stage]:
             source = self._by_name[name]
-            result = look(source)
+            result = copy_of(source)
             if self._staged.stage_of.get(source) != self._stage:
                 result = graph.call_function(torch.ops.aten.alias.default, (result,))
                 result.meta = _plain_meta(source)
@@ -335,20 +335,20 @@ class _StageGraphBuilder:
         return StageCode(graph, self._blocks)
 
     def _emit(
-        self, graph: fx.Graph, nodes: Sequence[fx.Node], depth: int, new: dict[fx.Node, fx.Node], look: Look
+        self, graph: fx.Graph, nodes: Sequence[fx.Node], depth: int, new: dict[fx.Node, fx.Node], copy_of: NodeMap
     ) -> None:
         """Copy nodes; consecutive nodes of one region at this depth become one call."""
         at = 0
         while at < len(nodes):
             region = _region(nodes[at], depth)
             if region is None:
-                new[nodes[at]] = graph.node_copy(nodes[at], look)
+                new[nodes[at]] = graph.node_copy(nodes[at], copy_of)
                 at += 1
                 continue
             end = at + 1
             while end < len(nodes) and _region(nodes[end], depth) == region:
                 end += 1
-            self._emit_block(graph, region, nodes[at:end], depth, new, look)
+            self._emit_block(graph, region, nodes[at:end], depth, new, copy_of)
             at = end
 
     def _emit_block(
@@ -358,10 +358,10 @@ class _StageGraphBuilder:
         nodes: Sequence[fx.Node],
         depth: int,
         new: dict[fx.Node, fx.Node],
-        look: Look,
+        copy_of: NodeMap,
     ) -> None:
         if region.kind == "function":
-            self._emit_function(graph, region, nodes, new, look)
+            self._emit_function(graph, region, nodes, new, copy_of)
             return
         inside = set(nodes)
         needed = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
@@ -384,14 +384,19 @@ class _StageGraphBuilder:
         self._blocks = outer_blocks
         name = f"_{self._mode}_{region.kind}_{len(self._blocks)}"
         self._blocks[name] = module
-        call = graph.create_node("call_module", name, tuple(look(node) for node in needed))
+        call = graph.create_node("call_module", name, tuple(copy_of(node) for node in needed))
         call.meta["val"] = tuple(node.meta.get("val") for node in results)
         for place, node in enumerate(results):
             new[node] = graph.call_function(operator.getitem, (call, place))
             new[node].meta = _plain_meta(node)
 
     def _emit_function(
-        self, graph: fx.Graph, region: ContextRegion, nodes: Sequence[fx.Node], new: dict[fx.Node, fx.Node], look: Look
+        self,
+        graph: fx.Graph,
+        region: ContextRegion,
+        nodes: Sequence[fx.Node],
+        new: dict[fx.Node, fx.Node],
+        copy_of: NodeMap,
     ) -> None:
         """Call an autograd Function in place of the operators of its forward."""
         assert region.call is not None
@@ -408,7 +413,7 @@ class _StageGraphBuilder:
                 )
         name = f"_{self._mode}_function_{len(self._blocks)}"
         self._blocks[name] = FunctionModule(region.call)
-        call = graph.create_node("call_module", name, tuple(look(node) for node in marked_tensors(begin)))
+        call = graph.create_node("call_module", name, tuple(copy_of(node) for node in marked_tensors(begin)))
         call.meta["val"] = tuple(node.meta.get("val") for node in results)
         for place, node in enumerate(results):
             new[node] = graph.call_function(operator.getitem, (call, place))
