@@ -12,6 +12,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+SOURCES = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+"""The started processes import what this one does, also from a source tree with nothing installed."""
 KINDS = [
     "replicate",
     "replicate passes",
@@ -29,7 +31,9 @@ def test_two_ranks_have_the_bits_of_torchs_wrappers(tmp_path: Path) -> None:
         command = [sys.executable, str(HERE / "train_on_ranks.py"), str(rank), "2", str(tmp_path / "store"), *KINDS]
         hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         ranks.append(
-            subprocess.Popen(command, env=os.environ | hosts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=os.environ | SOURCES | hosts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     outputs = [process.communicate(timeout=240) for process in ranks]
     for process, (_, errors) in zip(ranks, outputs, strict=True):

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+SOURCES = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+"""The started processes import what this one does, also from a source tree with nothing installed."""
 KINDS = [
     "GPipe",
     "1F1B",
@@ -33,7 +35,7 @@ def test_every_schedule_trains_like_one_process(tmp_path: Path) -> None:
         command = [sys.executable, str(HERE / "pipeline_on_ranks.py"), "nccl", str(rank), "2", str(tmp_path / "store")]
         hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([*command, *KINDS], env=os.environ | hosts, text=True, **pipes))
+        ranks.append(subprocess.Popen([*command, *KINDS], env=os.environ | SOURCES | hosts, text=True, **pipes))
     try:
         outputs = [process.communicate(timeout=240) for process in ranks]
     finally:
