@@ -160,9 +160,7 @@ def _appends_to(log: Any, how: Callable[[Any, torch.Tensor], None]) -> tuple[Any
     ],
     ids=["list", "dict", "nested", "deque", "set"],
 )
-def test_a_container_that_the_step_writes_is_restored_by_a_capture_and_written_by_a_call(
-    log: Any, how: Any
-) -> None:
+def test_a_container_that_the_step_writes_is_restored_by_a_capture_and_written_by_a_call(log: Any, how: Any) -> None:
     before = copy.deepcopy(log)
     step, model = _appends_to(log, how)
     compiled = ws.compile(step)
