@@ -11,8 +11,8 @@ Numerics: exact.  Legal where operator and arguments are the same and the operat
 numbers, does not communicate (`remove_duplicate_collectives` merges those), has no effect, its shapes do not depend on
 data, and nothing is written between the two.  Nodes that are recomputed on purpose (`NodeMeta.recompute`) merge only
 within the same recomputation, and nodes that run in the next iteration (`move`) only with each other. Two results that
-leave the graph stay two tensors. Nodes that write-backs name keep their names.  Cost: one walk over the graph; a merged value
-lives until its last use.
+leave the graph stay two tensors. Nodes that write-backs name keep their names.  Cost: one walk over the graph; a merged
+value lives until its last use.
 """
 
 from __future__ import annotations
