@@ -430,6 +430,13 @@ def saved_step(
         raise ArtefactError(
             f"{name} has no graph yet.", fix="call it first: usually twice, see docs/ship-a-prepared-step.md."
         )
+    changes = [entry.guards.changed_code() for entry in entries]
+    entries = [entry for entry, changed in zip(entries, changes, strict=True) if changed is None]
+    if not entries:
+        raise ArtefactError(
+            f"the code of {name} is not that of its graphs any more: {changes[-1]}.",
+            fix="call the step, which captures it again, and then save it.",
+        )
     graphs = [SavedGraph.of(entry.captured, fn, entry.facts) for entry in entries if entry.facts is not None]
     found = resolve(options)
     settings = {each.name: getattr(found.lower_options, each.name) for each in fields(LowerOptions)}

@@ -23,7 +23,7 @@ from wholestep.artefact.assumed_objects import structure_text, tensor_text, text
 from wholestep.artefact.code_table import digest
 from wholestep.artefact.disk_cache import DiskCache
 from wholestep.artefact.file_format import versions
-from wholestep.artefact.saved_graph import OtherObjectsError, SavedGraph, code_of_walk
+from wholestep.artefact.saved_graph import Code, OtherObjectsError, SavedGraph
 from wholestep.errors import ArtefactError, WholestepError
 from wholestep.options import Options, cache_folder, cache_limit
 from wholestep.step import (
@@ -101,7 +101,7 @@ def _key_of(call: StepCall, options: ResolvedOptions) -> str:
     """A hash of all that decides the graph of a call and is known before it is looked up."""
     given = {i: leaf for i, leaf in enumerate(call.leaves) if not isinstance(leaf, Tensor)}
     functions = [bound.graph_pass for bound in options.passes]
-    code = code_of_walk(Walk(call.fn, given), call.fn, *functions, options.policy)
+    code = Code.of_walk(Walk(call.fn, given), call.fn, *functions, options.policy).table
     leaves = [tensor_text(leaf) if isinstance(leaf, Tensor) else class_name(leaf) for leaf in call.leaves]
     parts = (repr(sorted(code.items())), repr(leaves), structure_text(call.structure), _options_text(options))
     return digest(*parts, repr(sorted(versions().items())), _devices())

@@ -12,7 +12,6 @@ lists, configuration) are not code: guards cover them, and `assumed_objects.py` 
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import os
@@ -48,6 +47,8 @@ _MODULES_OF_TORCH = (
 """Where steps find functions of torch without naming them: in code of torch."""
 FUNCTIONS = (FunctionType, MethodType, partial, functools._lru_cache_wrapper)
 """Types of what holds Python code and is called."""
+_CODE = (*FUNCTIONS, BuiltinFunctionType, type)
+"""What counts in modules of libraries: their tables (`warnings.filters`) differ between processes."""
 _DEEPEST = 3
 """How deep functions are searched in lists and dicts."""
 
@@ -158,8 +159,8 @@ class _CodeTable:
             return f"cache of {self._refer(value.__wrapped__, depth)}"
         if isinstance(value, list | tuple | set | frozenset | dict) and depth < _DEEPEST:
             items = dict.values(value) if isinstance(value, dict) else value
-            inside = [self._refer(item, depth + 1) for item in items if _holds_code(item)]
-            return f"{type(value).__name__} {sorted(inside) if isinstance(value, set | frozenset) else inside}"
+            inside = {self._refer(item, depth + 1) for item in items if _may_be_called(item)} - {""}
+            return f"{type(value).__name__} {sorted(inside)}" if inside else ""
         if isinstance(value, Enum):
             return f"{class_name(value)}.{value.name} {value.value!r}"
         if not is_foreign(type(value)):
@@ -201,7 +202,7 @@ class _CodeTable:
                 value = vars(each).get(name, _MISSING)
                 if isinstance(value, ModuleType):
                     stack.append(value)
-                elif value is not _MISSING:
+                elif value is not _MISSING and (not is_foreign(each) or isinstance(value, _CODE)):
                     yield f"{each.__name__}.{name} {self._refer(value)}"
 
     def _class(self, cls: type) -> None:
@@ -227,6 +228,11 @@ def _counts(cls: type) -> bool:
     return not is_foreign(cls) or cls.__module__.split(".")[0] in ("torch", "transformers", "wholestep")
 
 
+def _may_be_called(item: Any) -> bool:
+    """Whether an element of a list or dict may hold code: others come and go as the step runs, and are no code."""
+    return isinstance(item, (*_CODE, list, tuple, set, frozenset, dict)) or not is_foreign(type(item))
+
+
 def _holds_code(value: Any) -> bool:
     plain = (str, bytes, int, float, complex, type(None))
     return not isinstance(value, plain)
@@ -240,6 +246,10 @@ def _namespace(holder: Any) -> str:
         function = value.__func__ if issubclass(type(value), staticmethod | classmethod) else value
         function = function.fget if issubclass(type(function), property) else function
         if type(function) is FunctionType:
+            if vars(function).get("hooked"):  # the first optimizer of a class wraps `step`, also an inherited one
+                function = vars(function)["__wrapped__"]
+                if not function.__qualname__.startswith(f"{holder.__qualname__}."):
+                    continue
             found.append(f"{name} {function.__qualname__} {function_digest(function)}")
     return digest(*sorted(found))
 

@@ -30,14 +30,44 @@ from wholestep.ir.step_graph import MemoryReport, StepGraph
 _KEY_CLASSES = {"NoneType": type(None), "str": str, "int": int, "bool": bool}
 
 
+class Code:
+    """Functions and classes, and the table of their code: made when it is first asked for, because frameworks have
+    tens of thousands of functions and few steps are saved."""
+
+    def __init__(self, roots: Sequence[Any] = (), table: dict[str, str] | None = None) -> None:
+        self._roots = roots
+        self._table = table
+
+    @classmethod
+    def of_walk(cls, walk: Walk, *functions: Any) -> Code:
+        """Functions, those that objects hold (attributes, hooks), and the classes of all objects."""
+        classes = {type(value) for value in walk.objects}
+        held = [value for value in walk.objects if isinstance(value, FUNCTIONS)]
+        return cls([*functions, *held, *sorted(classes, key=lambda each: f"{each.__module__}.{each.__qualname__}")])
+
+    @classmethod
+    def of_objects(cls, captured: CapturedStep) -> Code:
+        """The classes of modules, optimizers and what lies in them."""
+        specs = captured.guards
+        roots = [*(module for module, _ in specs.modules), *specs.optimizers, *specs.scalers]
+        return cls.of_walk(Walk(None, dict(enumerate(roots))))
+
+    @property
+    def table(self) -> dict[str, str]:
+        """Hashes by name."""
+        if self._table is None:
+            self._table, self._roots = code_of(self._roots), ()
+        return self._table
+
+
 @dataclass(frozen=True)
 class CaptureFacts:
     """What was true when a graph was captured."""
 
     snapshot: Snapshot
-    code_of_step: dict[str, str]
+    step: Code
     """The code that the function of the step reaches by name."""
-    code_of_objects: dict[str, str]
+    objects: Code
     """The code of the classes of what it works on."""
     refusal: str = ""
     """Why they could not be taken."""
@@ -46,25 +76,10 @@ class CaptureFacts:
     def of(cls, captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> CaptureFacts:
         """Taken now. Objects of the user's that cannot be read make a refusal: a capture does not fail for it."""
         try:
-            specs = captured.guards
-            code = code_of_walk(Walk(fn, specs.arguments.constants), fn)
-            return cls(snapshot_of(captured, leaves, structure), code, code_of_objects(captured))
+            step = Code.of_walk(Walk(fn, captured.guards.arguments.constants), fn)
+            return cls(snapshot_of(captured, leaves, structure), step, Code.of_objects(captured))
         except Exception as error:  # a class of the user's may raise anything where its objects are read
-            return cls({}, {}, {}, f"{type(error).__name__}: {error}")
-
-
-def code_of_walk(walk: Walk, *functions: Any) -> dict[str, str]:
-    """The code of functions, of those that objects hold (attributes, hooks), and of the classes of all objects."""
-    classes = {type(value) for value in walk.objects}
-    held = [value for value in walk.objects if isinstance(value, FUNCTIONS)]
-    return code_of([*functions, *held, *sorted(classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}")])
-
-
-def code_of_objects(captured: CapturedStep) -> dict[str, str]:
-    """The code of the classes of modules, optimizers and what lies in them."""
-    specs = captured.guards
-    roots = [*(module for module, _ in specs.modules), *specs.optimizers, *specs.scalers]
-    return code_of_walk(Walk(None, dict(enumerate(roots))))
+            return cls({}, Code(), Code(), f"{type(error).__name__}: {error}")
 
 
 class OtherObjectsError(ArtefactError):
@@ -109,7 +124,7 @@ class SavedGraph:
     def to_json(self) -> dict[str, Any]:
         """All of it but the graph, which is text of its own."""
         rest = {key: value for key, value in self.document.items() if key != "graph"}
-        facts = [self.facts.snapshot, self.facts.code_of_step, self.facts.code_of_objects]
+        facts = [self.facts.snapshot, self.facts.step.table, self.facts.objects.table]
         return {"step": rest, "facts": facts, "memory": self.memory}
 
     @property
@@ -128,7 +143,9 @@ class SavedGraph:
             raise wrong(facts, "the facts of a capture")
         step = table(found["step"])
         _check_addresses(step.get("addresses"))
-        return cls(step | {"graph": graph}, CaptureFacts(*facts), found["memory"])
+        values, of_step, of_objects = facts
+        found_facts = CaptureFacts(values, Code(table=of_step), Code(table=of_objects))
+        return cls(step | {"graph": graph}, found_facts, found["memory"])
 
     def step_graph(self, allow_ops: Sequence[str] = ()) -> StepGraph:
         """The graph alone; read each time, because lowering writes into what hangs on it."""
@@ -153,8 +170,8 @@ class SavedGraph:
         before = self.facts
         arguments = self._arguments(leaves)
         if not isinstance(fn, Given):
-            now = code_of_walk(Walk(fn, arguments), fn)
-            refuse(code_table.differences(before.code_of_step, now), "the code is not that of the capture")
+            now = Code.of_walk(Walk(fn, arguments), fn).table
+            refuse(code_table.differences(before.step.table, now), "the code is not that of the capture")
         key = "the structure of the arguments"
         calls = ({key: before.snapshot.get(key, "")}, {key: assumed_objects.structure_text(structure)})
         refuse(assumed_objects.differences(*calls), "the call is not that of the capture")
@@ -163,7 +180,7 @@ class SavedGraph:
         rank.rebind(graph)
         captured = read_step(self.document, addresses, leaves, structure, shards=rank.spec, graph=graph)
         different = [
-            *code_table.differences(before.code_of_objects, code_of_objects(captured)),
+            *code_table.differences(before.objects.table, Code.of_objects(captured).table),
             *assumed_objects.differences(
                 before.snapshot, snapshot_of(captured, leaves, structure), isinstance(fn, Given)
             ),

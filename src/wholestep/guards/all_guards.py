@@ -64,6 +64,8 @@ from wholestep.guards.tensors import (
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.runtime.executor import Gather
 
+_ON_CODE = (SameClasses, SameFunctions, SameTypes, SameCode, SameBuiltins, SameLibraries)
+
 
 class Guards:
     """The conditions of one captured graph."""
@@ -124,6 +126,7 @@ class Guards:
             SameScalarConditions(specs),
         ]
         self._guards = [guard for guard in everything if guard.is_needed()]
+        self._on_code = [guard for guard in self._guards if isinstance(guard, _ON_CODE)]
         self._checks = [guard.holds for guard in self._guards]
 
     def add_conditions_on_sizes(self) -> None:
@@ -143,6 +146,11 @@ class Guards:
         call = Call(leaves, structure, state)
         reasons = (reason for guard in self._guards for reason in guard.reasons(call))
         return next(reasons, "a condition that could not be named")
+
+    def changed_code(self) -> str | None:
+        """Code that is not what it was at the capture, as text; None if all of it is."""
+        none = Call([], None, None)
+        return next((reason for guard in self._on_code for reason in guard.reasons(none)), None)
 
     def same_structure(self, leaves: list[Any], structure: Any) -> bool:
         """Whether the arguments of a call have the tree structure of the captured call."""
