@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.objects.user_code import is_foreign
+from wholestep.capture.objects.user_code import is_foreign, is_installed
 from wholestep.capture.python_reads.attribute_reads import class_values
 from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
@@ -326,8 +326,11 @@ class SourceWalk:
                     if isinstance(inner, ModuleType):  # collections.abc.Sequence
                         for each in code.co_names:
                             self.named_value(vars(inner).get(each))
+        package = _package_of(fn)
         for name, module in {**named, **imported}.items():
-            if isinstance(module, ModuleType) and not is_foreign(module):
+            if not isinstance(module, ModuleType) or package not in ("", module.__name__.split(".")[0]):
+                continue
+            if not is_foreign(module):
                 if name in imported:
                     self._visit(module, name, depth + 1, None)
                 for attribute in code.co_names:
@@ -335,6 +338,12 @@ class SourceWalk:
                         where = f"{name}.{attribute}"
                         slot = MappingSlot(InputKind.CAPTURED, where, None, vars(module), attribute)
                         self._visit(vars(module)[attribute], where, depth + 1, slot)
+
+
+def _package_of(fn: FunctionType) -> str:
+    """The installed package that a function is of, which keeps values in modules of its own; "" for the user's program,
+    which may keep them in any."""
+    return (fn.__module__ or "").split(".")[0] if is_installed(fn.__code__) else ""
 
 
 def _is_large_table(value: Any) -> bool:

@@ -84,6 +84,11 @@ def kind_of_code(code: CodeType) -> str:
     return kind
 
 
+def is_installed(code: CodeType) -> bool:
+    """Whether code is that of an installed package."""
+    return code.co_filename.startswith(_PACKAGES)
+
+
 def _kind(code: CodeType) -> str:
     file = code.co_filename
     if file.startswith(("<frozen", *_SKIPPED)) or file in (*_INTERPOSED, _LOADS):

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.graph.functional_forms import add_write_backs
-from wholestep.capture.objects.user_code import is_user_code
+from wholestep.capture.objects.user_code import is_installed, is_user_code
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.python_reads.stand_ins import real_of
@@ -210,9 +210,10 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
 
 
 def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
-    """Properties of tensors and generators that user code reads by name (`_version`, `initial_seed`)."""
+    """Properties of tensors and generators that user code reads by name (`_version`, `initial_seed`). Frameworks name
+    most of them somewhere, and what they do with them is no part of a step."""
     world = capture.world
-    codes = [code for _, code in world.codes.values() if is_user_code(code)]
+    codes = [code for _, code in world.codes.values() if is_user_code(code) and not is_installed(code)]
     named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
     if "_version" in named:
         for tensor, slot in world.tensors.values():
