@@ -12,6 +12,7 @@ dicts, cells and tuples and calls nothing of the user's: no property, no `__geta
 
 from __future__ import annotations
 
+import dis
 import itertools
 import sys
 from argparse import Namespace

@@ -12,6 +12,7 @@ lists, configuration) are not code: guards cover them, and `assumed_objects.py` 
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import os
