@@ -15,7 +15,7 @@ from cases.parts import train_step
 from wholestep.api import CompileOptions
 from wholestep.api import compile as compile_step
 from wholestep.errors import OptionError
-from wholestep.passes import overlap_communication
+from wholestep.passes import fuse_loss, overlap_communication
 from wholestep.step import ResolvedOptions, Shared, for_step, resolve
 
 NAMES = [field.name for field in fields(ws.Options)]
@@ -120,21 +120,24 @@ def test_a_wrong_value_is_told_in_sentences(options: dict[str, Any]) -> None:
     assert caught.value.fix.endswith(".")
 
 
-def test_auto_runs_nothing_where_nothing_communicates() -> None:
+def test_auto_rewrites_compiled_steps_and_no_others_where_nothing_communicates() -> None:
     assert resolved().passes == ()
-    assert resolved(lower="inductor").passes == ()
+    assert names_of(resolved(lower="inductor")) == ["fuse_loss"]
+    assert resolved(lower="inductor", disable_passes=["fuse_loss"]).passes == ()
 
 
 def test_auto_hides_communication_where_a_plan_is_given() -> None:
     options = resolved(parallel=a_plan(), lower="inductor")
-    assert names_of(options) == ["overlap_communication"]
-    assert options == resolved(parallel=options.parallel, lower="inductor", passes=[overlap_communication()])
+    assert names_of(options) == ["fuse_loss", "overlap_communication"]
+    assert options == resolved(
+        parallel=options.parallel, lower="inductor", passes=[fuse_loss(), overlap_communication()]
+    )
 
 
 def test_a_memory_budget_in_bytes_is_the_limit_of_the_schedule() -> None:
     for budget, limit in (("1GiB", {"peak_bytes": 2**30}), (0.5, {}), (None, {})):
         options = resolved(parallel=a_plan(), lower="inductor", memory_budget=budget)
-        (bound,) = (for_step(each, options, Shared.of(options)) for each in options.passes)
+        *_, bound = (for_step(each, options, Shared.of(options)) for each in options.passes)
         assert bound.options == limit
 
 

@@ -56,7 +56,7 @@ from wholestep.parallel.plan import Plan
 from wholestep.passes.engine.contract import BoundPass, applied_passes, check_list
 from wholestep.passes.engine.dump import PassDump
 from wholestep.passes.engine.manager import run_passes
-from wholestep.passes.engine.registry import DEFAULT, automatic
+from wholestep.passes.engine.registry import AUTOMATIC, DEFAULT, automatic
 from wholestep.passes.engine.registry import resolve as resolve_passes
 from wholestep.passes.overlap.shared_plan import OnePlan
 from wholestep.passes.overlap_communication import overlap_communication
@@ -129,7 +129,7 @@ def _passes_to_run(options: Options, lower_options: LowerOptions) -> tuple[Bound
         exact = options.lower != "inductor" or lower_options.exact
         chosen = automatic(communicates=options.parallel is not None, exact=exact)
         # Naming a default pass that "auto" has already left out is not an error.
-        left_out = {each.name for each in (*DEFAULT, overlap_communication)} - {each.name for each in chosen}
+        left_out = {each.name for each in (*DEFAULT, *AUTOMATIC)} - {each.name for each in chosen}
         disabled = [name for name in disabled if name not in left_out]
     passes = resolve_passes(chosen, disabled)
     check_list(passes)

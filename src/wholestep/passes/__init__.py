@@ -31,6 +31,7 @@ from wholestep.passes.graph_utils import (
     rebuild_graph,
 )
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.loss.fuse_loss import fuse_loss
 from wholestep.passes.optimizer_blocks import (
     AdamArgs,
     ForeachAddBlock,
@@ -81,6 +82,7 @@ __all__ = [
     "find_all_descendants",
     "find_node",
     "functionalize_optimizer",
+    "fuse_loss",
     "get_all_comm_blocks",
     "get_all_fused_optimizer_blocks",
     "get_comm_block",

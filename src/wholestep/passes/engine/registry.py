@@ -1,6 +1,6 @@
 """Passes by name: ours, and those of other packages by the entry point `wholestep.passes`.
 
-ws.compile(step)                                 passes="auto": overlap_communication where the step communicates
+ws.compile(step)                                 passes="auto": fuse_loss; overlap_communication where it communicates
 ws.compile(step, passes="default")
 ws.compile(step, passes=[ws.passes.comm_fusion_with_concat(bucket_size_mb=25), "my_pass"])
 ws.compile(step, passes=["default", "overlap_optimizer_with_next_forward"])
@@ -20,6 +20,7 @@ from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, GraphPass
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.loss.fuse_loss import fuse_loss
 from wholestep.passes.overlap_communication import overlap_communication
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
 from wholestep.passes.reinplace_tail import reinplace_tail
@@ -43,6 +44,7 @@ _BY_NAME: tuple[GraphPass, ...] = (
     remove_duplicate_collectives,
     remove_dead_collectives,
     collective_matmul,
+    fuse_loss,
     overlap_communication,
     overlap_optimizer_with_next_forward,
     reinplace_tail,
@@ -56,14 +58,20 @@ def known_passes() -> dict[str, GraphPass]:
     return {each.name: each for each in _BY_NAME}
 
 
-def automatic(*, communicates: bool, exact: bool) -> tuple[BoundPass, ...]:
-    """The passes of `passes="auto"`: `overlap_communication` if the step communicates, otherwise none.
+AUTOMATIC: tuple[GraphPass, ...] = (fuse_loss, overlap_communication)
+"""The passes of `passes="auto"`."""
 
-    `exact`: every bit is kept, so no reductions are packed into buckets.
+
+def automatic(*, communicates: bool, exact: bool) -> tuple[BoundPass, ...]:
+    """The passes of `passes="auto"`: rewrites that are faster compiled, and `overlap_communication` if the step
+    communicates.
+
+    `exact`: every bit is kept, so nothing is rewritten and no reductions are packed into buckets.
     """
+    rewrites = () if exact else (fuse_loss(),)
     if not communicates:
-        return ()
-    return (overlap_communication(bucket="exact") if exact else overlap_communication(),)
+        return rewrites
+    return (*rewrites, overlap_communication(bucket="exact") if exact else overlap_communication())
 
 
 def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:

@@ -135,6 +135,8 @@ _ROUNDINGS = 32
 """How many rounding errors of the largest element sums in another order may be apart; half types: a fraction of it."""
 _ROUNDINGS_OF_RESULT = 4
 """The same where a float64 run says how far off the graph was: only roundings of the result itself; half types: one."""
+_SANE = 0.05
+"""How far a graph may be from its float64 run, relative to the largest element or to 1, for that to be a reference."""
 _NOISE = 64
 """How many times the effect of one rounding error of each input they may differ by."""
 _AT_MOST = 1e-4
@@ -345,7 +347,7 @@ def _close(
     limit = max(_AT_MOST, roundings) * max(1.0, largest)
     if isinstance(numerics, Approximates) and reference is not None and eps > torch.finfo(torch.float64).eps:
         was = max(_apart(before, reference), 0.0 if noisy is None else _apart(noisy, reference))
-        if was <= limit:
+        if was <= _SANE * max(1.0, largest):
             allowed = numerics.bound * was + (_ROUNDINGS_OF_RESULT * eps if eps < 1e-4 else eps) * largest
             return bool(((after - reference).abs()[differ] <= allowed).all())
     noise = _apart(before, noisy) if noisy is not None else 0.0
