@@ -56,6 +56,7 @@ from wholestep.ir.user_objects.reachable import Part, Reached, roots_of
 from wholestep.ir.user_objects.snapshot import Roots, Snapshot, can_be_saved
 from wholestep.options import Options
 from wholestep.passes.engine.contract import Numerics, weakest
+from wholestep.passes.engine.record import pass_records
 from wholestep.passes.engine.replay import nudged
 from wholestep.refused_steps import CannotCaptureError
 from wholestep.torch_private.fake_tensors import DispatchMode, storage_key
@@ -114,7 +115,7 @@ def compare_call(
         step._prepare(call.fn, call.args, call.kwargs)
         before.restore()
         eager = _eager(before, roots, call)
-        numerics = _numerics(step.options)
+        numerics = _numerics(step)
         tolerance, why = _tolerance(step, before, roots, call, numerics, eager, in_double)
         result = run_compiled(step, call)
         now = observe(roots, result, copy=False)
@@ -193,9 +194,11 @@ def run_eager(call: CheckedCall) -> Any:
         return contextvars.copy_context().run(call.fn, *call.args, **call.kwargs)
 
 
-def _numerics(options: Any) -> Numerics:
-    """The contract of the step: the least strict one of its passes and lowering."""
-    promised = [bound.graph_pass.contract.numerics for bound in options.passes]
+def _numerics(step: Any) -> Numerics:
+    """The contract of the step: the least strict one of its lowering and of the passes that changed its graph."""
+    options, records = step.options, () if step.last is None else pass_records(step.last.gm)
+    unchanged = {record.name for record in records} - {record.name for record in records if record.changed}
+    promised = [bound.graph_pass.contract.numerics for bound in options.passes if bound.name not in unchanged]
     if options.lower == "inductor":
         promised.append("reassociates")
     return weakest(promised)
