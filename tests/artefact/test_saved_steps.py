@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -270,6 +272,28 @@ def test_what_has_no_form_in_a_file_is_refused_with_its_name(tmp_path: Path) -> 
         with pytest.raises(ArtefactError, match=named):
             step.save(tmp_path / "step.ws")
         assert not (tmp_path / "step.ws").exists()
+
+
+def test_process_state_that_a_step_reads_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_folder(x: torch.Tensor) -> torch.Tensor:
+        return x * len(os.getcwd())
+
+    def in_thread(x: torch.Tensor) -> torch.Tensor:
+        return x * len(threading.current_thread().name)
+
+    monkeypatch.chdir(tmp_path)
+    for step in (in_folder, in_thread):
+        compiled = ws.compile(step, **EAGER)
+        compiled(torch.ones(2))
+        if step is in_thread:
+            with pytest.raises(ArtefactError, match=r"result of threading\.current_thread"):
+                compiled.save("step.ws")
+        else:
+            compiled.save("step.ws")
+            assert torch.equal(ws.load("step.ws", step)(torch.ones(2)), step(torch.ones(2)))
+            monkeypatch.chdir("/")
+            with pytest.raises(ArtefactError, match=r"result of os.getcwd\(\) is str '/'"):
+                ws.load(tmp_path / "step.ws", step)(torch.ones(2))
 
 
 def test_inductor_compiles_the_regions_of_a_loaded_step(project: Any, tmp_path: Path) -> None:

@@ -318,6 +318,8 @@ def _keys_text(container: Any, like: Any) -> str:
 def _of_process(specs: GuardSpecs) -> Iterator[tuple[str, str]]:
     for mode, value in zip(MODES, read_modes(), strict=True):
         yield mode.name, "unset" if same_mode(value, "none") else str(value)
+    for each in specs.call_results:
+        yield f"result of {each.name}", text_of(each.result)
     for name in specs.environment:
         yield f"environment variable {name}", repr(os.environ.get(name))
     for file in specs.files:

@@ -21,10 +21,12 @@ from wholestep.artefact.addresses import Addresses, class_name, named
 from wholestep.artefact.record_writer import CONTAINERS, DEEPEST, KINDS, LOGGING, OUTPUT_LEAVES, WRITES
 from wholestep.artefact.slots_as_json import PlaceReader, rows, table, text, whole, wrong
 from wholestep.capture.effects.containers import RECORDED_TYPES
+from wholestep.capture.python_reads.outside_reads import STATE_READS
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode, is_scalar_method
 from wholestep.errors import ArtefactError
 from wholestep.ir.captured_step import (
     ArgumentSpec,
+    CallResult,
     CapturedStep,
     Change,
     DynamicSizesSpec,
@@ -379,6 +381,7 @@ class _StepReader:
             ],
             thread_locals=[(at(number), text(path)) for number, path in self._there(data["thread_locals"], 2)],
             environment=_environment(rows(data["environment"])),
+            call_results=[_call_result(text(name)) for name in rows(data.get("call_results", []))],
             lifted=frozenset(map(text, rows(data["lifted"]))),
             scalar_types=[(slot(s), KINDS[kind]) for s, kind in rows(data["scalar_types"], 2)],
             conditions=[self._condition(row, places) for row in rows(data["conditions"], 4)],
@@ -450,6 +453,12 @@ def _value_now(slot: Slot) -> Any:
 
 def _structure_now(slot: Slot) -> Any:
     return structure_of(_value_now(slot))
+
+
+def _call_result(name: str) -> CallResult:
+    if name not in STATE_READS:
+        raise wrong(name, "a function that reads process state")
+    return CallResult(name, STATE_READS[name], STATE_READS[name]())
 
 
 def _environment(names: list[Any]) -> dict[str, str | None]:

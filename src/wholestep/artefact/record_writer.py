@@ -21,6 +21,7 @@ from typing import Any
 from wholestep.artefact.addresses import AddressWriter, Walk, class_name
 from wholestep.artefact.slots_as_json import PlaceWriter
 from wholestep.capture.effects.containers import RECORDED_TYPES
+from wholestep.capture.python_reads.outside_reads import STATE_READS
 from wholestep.capture.scalars.symbolic_scalars import ScalarGuard, ScalarNode
 from wholestep.errors import ArtefactError
 from wholestep.ir.captured_step import (
@@ -290,6 +291,7 @@ class _StepWriter:
             "functions": [[at(fn, path), path] for fn, path, _ in specs.functions],
             "thread_locals": [[at(local, path), path] for local, path in specs.thread_locals],
             "environment": sorted(specs.environment),
+            "call_results": sorted({each.name for each in specs.call_results}),
             "lifted": sorted(specs.lifted),
             "scalar_types": [[slot(s), kind.__name__] for s, kind in specs.scalar_types],
             "conditions": [self._condition(condition) for condition in specs.conditions],
@@ -349,6 +351,8 @@ def _refuse(captured: CapturedStep) -> None:
         why = "all environment variables, which the step reads"
     elif specs.files:
         why = f"the file {specs.files[0].path}, which the step reads"
+    elif unknown := [each.name for each in specs.call_results if each.name not in STATE_READS]:
+        why = f"the result of {unknown[0]}, which the step reads"
     elif captured.clock_readings:
         why = "a clock, which the step reads"
     elif marked_moves(captured.step_graph.gm.graph):

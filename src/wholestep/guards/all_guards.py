@@ -33,9 +33,9 @@ from wholestep.guards.modules_and_optimizers import (
     parameter_guards,
 )
 from wholestep.guards.python_state import (
-    SameAnswers,
     SameArrays,
     SameCaches,
+    SameCallResults,
     SameChains,
     SameClasses,
     SameClassReads,
@@ -94,7 +94,7 @@ class Guards:
             SameClasses(specs),
             SameThreadLocals(specs),
             SameReferents(specs),
-            SameAnswers(specs),
+            SameCallResults(specs),
             SameWholeReads(specs),
             SameFunctions(specs),
             SameTypes(specs),

@@ -312,18 +312,18 @@ class SameReferents(PerItemGuard):
                 yield f"the object that {path} refers to is gone"
 
 
-class SameAnswers(PerItemGuard):
+class SameCallResults(PerItemGuard):
     """Functions that read process state return what they returned at capture."""
 
     def __init__(self, specs: GuardSpecs) -> None:
-        self._answers = specs.answers
-        super().__init__(self._answers)
+        self._results = specs.call_results
+        super().__init__(self._results)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        for answer in self._answers:
-            now = answer.ask()
-            if now != answer.told or type(now) is not type(answer.told):
-                yield f"{answer.name} was {answer.told!r} and is {now!r}"
+        for each in self._results:
+            now = each.call()
+            if now != each.result or type(now) is not type(each.result):
+                yield f"{each.name} was {each.result!r} and is {now!r}"
 
 
 class SameWholeReads(PerItemGuard):

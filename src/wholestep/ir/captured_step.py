@@ -290,12 +290,12 @@ class NamesReplaced:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a function told that reads the state of the process: the directory, a seed, the level of a logger."""
+class CallResult:
+    """The result of a function that reads process state: the working directory, a seed, the level of a logger."""
 
     name: str
-    ask: Callable[[], Any]
-    told: Any
+    call: Callable[[], Any]
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -364,8 +364,8 @@ class GuardSpecs:
     thread_locals: Sequence[tuple[Any, str]] = ()
     environment: Mapping[str, str | None] = field(default_factory=dict)
     whole_environment: Mapping[Any, Any] | None = None
-    answers: Sequence[Answer] = ()
-    """What functions told that read the state of the process."""
+    call_results: Sequence[CallResult] = ()
+    """Results of functions that read process state."""
     files: Sequence[FileRead] = ()
     lifted: frozenset[str] = frozenset()
     """Paths of the scalars that are inputs because they changed between two calls."""

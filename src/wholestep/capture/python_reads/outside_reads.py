@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import decimal
 import functools
 import gc
 import io
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
@@ -35,9 +36,9 @@ import torch
 
 from wholestep.capture.objects.user_code import called_by_user, caller_location, is_user_code
 from wholestep.errors import RandomStateError, SideEffectError
-from wholestep.ir.captured_step import Answer
+from wholestep.ir.captured_step import CallResult
 
-_ASKED: tuple[tuple[Any, str], ...] = (
+_READ_STATE: tuple[tuple[Any, str], ...] = (
     (os, "getcwd"),
     (os, "getcwdb"),
     (numpy, "geterr"),
@@ -55,6 +56,12 @@ _ASKED: tuple[tuple[Any, str], ...] = (
     (os, "cpu_count"),
 )
 """Functions that read process state: calling them again has no effects."""
+STATE_READS: Mapping[str, Callable[[], Any]] = {
+    **{f"{owner.__name__}.{name}()": getattr(owner, name) for owner, name in _READ_STATE},
+    "numpy.get_printoptions()": numpy.get_printoptions,
+    "decimal.getcontext()": lambda: repr(decimal.getcontext()),
+}
+"""Those that another process can call by name."""
 _SMALL = 1 << 20
 _SETTLED = 2.0
 """Seconds after which a file that is written again is certain to have another time."""
@@ -64,7 +71,7 @@ _GET_RANDOM: Any = getattr(os, "getrandom", os.urandom)
 UNREPEATABLE = frozenset(
     {id(os.urandom), id(_GET_RANDOM), id(uuid.uuid1), id(uuid.uuid4), id(builtins.open), id(builtins.print)}
 )
-UNREPEATABLE |= {id(getattr(owner, name)) for owner, name in _ASKED}
+UNREPEATABLE |= {id(getattr(owner, name)) for owner, name in _READ_STATE}
 _CHANGES_FILES: dict[str, str] = {
     "mkdir": "creates the directory",
     "rmdir": "removes the directory",
@@ -142,7 +149,7 @@ class OutsideReads:
         self.environment: dict[str, str | None] = {}
         self.whole_environment: dict[str, str] | None = None
         self.files: dict[str, FileState] = {}
-        self.answers: dict[str, Answer] = {}
+        self.call_results: dict[str, CallResult] = {}
         """The results of functions that read process state, by their call as text."""
         self._thread = threading.get_ident()
         self.replacements: dict[int, Any] = {
@@ -152,9 +159,9 @@ class OutsideReads:
             id(uuid.uuid4): lambda *a, **k: self._random(uuid.uuid4, "uuid.uuid4", *a, **k),
             id(builtins.open): lambda *a, **k: self._open(_REAL_OPEN, *a, **k),
         }
-        for owner, name in _ASKED:
+        for owner, name in _READ_STATE:
             real = getattr(owner, name)
-            self.replacements[id(real)] = functools.partial(self._ask, f"{owner.__name__}.{name}()", real)
+            self.replacements[id(real)] = functools.partial(self._call, f"{owner.__name__}.{name}()", real)
         for name in _CHANGES_FILES.keys() & vars(os).keys():
             self.replacements[id(getattr(os, name))] = functools.partial(self._change, name, getattr(os, name))
         """Stand-ins for such functions, by their identity."""
@@ -187,21 +194,21 @@ class OutsideReads:
                 patch(os, name, self._stat)
             if hasattr(os, "getrandom"):
                 patch(os, "getrandom", lambda real, *a, **k: self._random(real, "os.getrandom", *a, **k))
-            for module, name in _ASKED:
+            for module, name in _READ_STATE:
                 patch(
                     module,
                     name,
-                    lambda real, *a, _name=f"{module.__name__}.{name}()", **k: self._ask(_name, real, *a, **k),
+                    lambda real, *a, _name=f"{module.__name__}.{name}()", **k: self._call(_name, real, *a, **k),
                 )
             for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
-                patch(logging.Logger, name, functools.partial(self._ask_logger, name))
+                patch(logging.Logger, name, functools.partial(self._call_of_logger, name))
             for name in _CHANGES_FILES.keys() & vars(os).keys():
                 patch(os, name, functools.partial(self._change, name))
             patch(os, "open", self._open_descriptor)
             patch(threading, "current_thread", self._current_thread)
             for kind in (threading.Event, multiprocessing.synchronize.Event):
-                patch(kind, "is_set", self._ask_event)
-                patch(kind, "wait", self._ask_event)
+                patch(kind, "is_set", self._read_event)
+                patch(kind, "wait", self._read_event)
                 patch(kind, "set", functools.partial(self._set_event, True))
                 patch(kind, "clear", functools.partial(self._set_event, False))
             patch(SynchronizedArray, "__getitem__", self._read_shared)
@@ -230,39 +237,40 @@ class OutsideReads:
                 self.environment[os.fsdecode(key)] = None
         return real(environ, key)
 
-    def _ask(self, name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function whose result is compared before each replay."""
-        told = real(*args, **kwargs)
+        result = real(*args, **kwargs)
         if called_by_user():
-            self.answers.setdefault(name, Answer(name, lambda: real(*args, **kwargs), copy.copy(told)))
-        return told
+            self.call_results.setdefault(name, CallResult(name, lambda: real(*args, **kwargs), copy.copy(result)))
+        return result
 
-    def _ask_logger(self, name: str, real: Any, logger: Any, *args: Any) -> Any:
-        asked = ", ".join(map(repr, args))
-        return self._ask(f"logging.getLogger({logger.name!r}).{name}({asked})", real, logger, *args)
+    def _call_of_logger(self, name: str, real: Any, logger: Any, *args: Any) -> Any:
+        arguments = ", ".join(map(repr, args))
+        return self._call(f"logging.getLogger({logger.name!r}).{name}({arguments})", real, logger, *args)
 
-    def _ask_event(self, real: Any, event: Any, *args: Any) -> Any:
+    def _read_event(self, real: Any, event: Any, *args: Any) -> Any:
         """Ask an event whether it is set."""
-        asked = functools.partial(_is_set, event)
-        self.answers.setdefault(f"an Event at {id(event):x}", Answer("Event.is_set()", asked, asked()))
+        call = functools.partial(_is_set, event)
+        self.call_results.setdefault(f"an Event at {id(event):x}", CallResult("Event.is_set()", call, call()))
         return real(event, *args)
 
     def _set_event(self, value: bool, real: Any, event: Any) -> Any:
         if _is_set(event) is not value:
             _refuse(f"{'sets' if value else 'clears'} an Event")
-        return self._ask_event(real, event)
+        return self._read_event(real, event)
 
     def _current_thread(self, real: Any) -> Any:
         if is_user_code(sys._getframe(2).f_code):
-            self.answers.setdefault("thread", Answer("the name of the thread", lambda: real().name, real().name))
+            name = CallResult("threading.current_thread().name", lambda: real().name, real().name)
+            self.call_results.setdefault("thread", name)
         return real()
 
     def _read_shared(self, real: Any, array: Any, index: Any) -> Any:
-        told = real(array, index)
+        result = real(array, index)
         name = f"multiprocessing.Array(..)[{index!r}]"
-        asked = functools.partial(real, array, index)
-        self.answers.setdefault(f"{name} at {id(array):x}", Answer(name, asked, copy.copy(told)))
-        return told
+        call = functools.partial(real, array, index)
+        self.call_results.setdefault(f"{name} at {id(array):x}", CallResult(name, call, copy.copy(result)))
+        return result
 
     @contextmanager
     def _shared_values(self) -> Iterator[None]:
@@ -273,12 +281,12 @@ class OutsideReads:
             return threading.get_ident() == self._thread and called_by_user()
 
         def read(shared: Any) -> Any:
-            told = real.fget(shared)
+            result = real.fget(shared)
             if is_here():
-                asked = functools.partial(real.fget, shared)
+                call = functools.partial(real.fget, shared)
                 name = "multiprocessing.Value(..).value"
-                self.answers.setdefault(f"{name} at {id(shared):x}", Answer(name, asked, told))
-            return told
+                self.call_results.setdefault(f"{name} at {id(shared):x}", CallResult(name, call, result))
+            return result
 
         def write(shared: Any, value: Any) -> None:
             if is_here():

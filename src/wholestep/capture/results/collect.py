@@ -7,7 +7,6 @@ terms what every input, output and change is.
 from __future__ import annotations
 
 import copy
-import decimal
 import gc
 from collections.abc import ItemsView, Iterator, KeysView, Set, ValuesView
 from functools import partial
@@ -26,6 +25,7 @@ from wholestep.capture.graph.functional_forms import add_write_backs
 from wholestep.capture.objects.user_code import is_installed, is_user_code
 from wholestep.capture.python_reads.attribute_reads import holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.python_reads.outside_reads import STATE_READS
 from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
@@ -33,8 +33,8 @@ from wholestep.capture.results.changed_state import bind_changed_state
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ParameterDataError, UnsupportedError
 from wholestep.ir.captured_step import (
-    Answer,
     ArgumentSpec,
+    CallResult,
     CapturedStep,
     Change,
     DynamicSizesSpec,
@@ -196,7 +196,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         thread_locals=tuple(sources.thread_locals),
         environment=dict(outside.environment),
         whole_environment=outside.whole_environment,
-        answers=(*outside.answers.values(), *_counts_and_seeds(capture)),
+        call_results=(*outside.call_results.values(), *_counts_and_seeds(capture)),
         files=tuple(outside.files.values()),
         lifted=frozenset(slot.path for slot, _ in capture.scalars.lifted),
         scalar_types=tuple(capture.scalars.lifted),
@@ -209,7 +209,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
     )
 
 
-def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
+def _counts_and_seeds(capture: Capture) -> Iterator[CallResult]:
     """Properties of tensors and generators that user code reads by name (`_version`, `initial_seed`). Frameworks name
     most of them somewhere, and what they do with them is no part of a step."""
     world = capture.world
@@ -218,29 +218,30 @@ def _counts_and_seeds(capture: Capture) -> Iterator[Answer]:
     if "_version" in named:
         for tensor, slot in world.tensors.values():
             if id(tensor) not in capture.table.tracked:
-                yield Answer(f"{slot.path}._version", partial(version_of, tensor), version_of(tensor))
+                yield CallResult(f"{slot.path}._version", partial(version_of, tensor), version_of(tensor))
     if "initial_seed" in named:
         for generator, path in world.generators.values():
-            yield Answer(f"{path}.initial_seed()", generator.initial_seed, generator.initial_seed())
+            yield CallResult(f"{path}.initial_seed()", generator.initial_seed, generator.initial_seed())
     if world.sources.counts_in_decimal:
-        yield Answer("decimal.getcontext()", _decimal_context, _decimal_context())
-    asks_loggers = bool({"level", "disabled"} & named)
-    for logger, path in world.sources.loggers.values() if asks_loggers else ():
+        yield _state_read("decimal.getcontext()")
+    reads_levels = bool({"level", "disabled"} & named)
+    for logger, path in world.sources.loggers.values() if reads_levels else ():
         level = attrgetter("level", "disabled")
-        yield Answer(f"({path}.level, {path}.disabled)", partial(level, logger), level(logger))
+        yield CallResult(f"({path}.level, {path}.disabled)", partial(level, logger), level(logger))
     for name in {"__doc__", "__annotations__", "__subclasses__"} & named:
         owners: list[Any] = [*world.sources.classes, *(fn for fn, _ in world.codes.values())]
         for owner in owners:
             if hasattr(owner, name):
-                ask = partial(type.__subclasses__, owner) if name == "__subclasses__" else partial(getattr, owner, name)
-                yield Answer(f"{owner.__qualname__}.{name}", ask, copy.copy(ask()))
+                is_method = name == "__subclasses__"
+                call = partial(type.__subclasses__, owner) if is_method else partial(getattr, owner, name)
+                yield CallResult(f"{owner.__qualname__}.{name}", call, copy.copy(call()))
     if id(numpy) in world.sources.libraries or any(type(array) is numpy.ndarray for array, _ in world.sources.arrays):
-        yield Answer("numpy.geterr()", numpy.geterr, numpy.geterr())
-        yield Answer("numpy.get_printoptions()", numpy.get_printoptions, numpy.get_printoptions())
+        yield _state_read("numpy.geterr()")
+        yield _state_read("numpy.get_printoptions()")
 
 
-def _decimal_context() -> str:
-    return repr(decimal.getcontext())
+def _state_read(name: str) -> CallResult:
+    return CallResult(name, STATE_READS[name], STATE_READS[name]())
 
 
 def _arguments(capture: Capture) -> ArgumentSpec:
