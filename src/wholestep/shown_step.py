@@ -35,6 +35,7 @@ from wholestep.cross_iteration.executor import CrossingExecutor
 from wholestep.errors import OptionError, UnsupportedError, invalid_value
 from wholestep.ir.collectives import collective_of
 from wholestep.ir.effects import is_collective, is_wait, main_device
+from wholestep.ir.groups import group_of
 from wholestep.ir.meta import location_of_node, module_path, phase
 from wholestep.ir.readable import html_in_notebooks
 from wholestep.ir.user_objects.reachable import roots_of
@@ -43,7 +44,7 @@ from wholestep.lower.report import RegionReport, target_text
 from wholestep.runtime.python_program import annotated_program, timed_nodes, timed_program
 from wholestep.simulate.machine import Machine
 from wholestep.simulate.measured_step import MeasuredRow, MeasuredStep, kernel_spans
-from wholestep.simulate.profile import profile_of
+from wholestep.simulate.profile import collective_times, profile_of
 from wholestep.step import Executable, ResolvedOptions
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 
 _MOST_WARMUPS = 6
 _OUTSIDE = "(outside of nodes)"
-_STOOD_STILL = 0.1
-"""The part of a collective's span for which its wait must stand still to know when it ended."""
 
 
 class ShownStep:
@@ -263,10 +262,12 @@ def _result(
     spans = runs[whole.index(statistics.median_low(whole))].spans
     spans = {row.name: spans[row.name] for row in rows if row.name in spans}
     known: dict[str, list[float]] = {}
+    groups = {collective.name: group_of(collective) or "" for collective in waits.values()}
+    for run in runs:
+        ends = {c.name: run.spans[wait.name] for wait, c in waits.items() if {c.name, wait.name} <= set(run.spans)}
+        for each, us in collective_times(groups, run.spans, ends).items():
+            known.setdefault(each, []).append(us)
     for wait, collective in waits.items():
-        both = {collective.name, wait.name}
-        pairs = [(run.spans[collective.name], run.spans[wait.name]) for run in runs if both <= set(run.spans)]
-        known.setdefault(collective.name, [b[1] - a[0] for a, b in pairs if b[1] - b[0] > _STOOD_STILL * (b[1] - a[0])])
         if collective.name in spans and wait.name in spans:
             spans[collective.name] = spans[collective.name][0], spans[wait.name][1]
     hidden = {node.name for node in nodes if is_collective(node.target) or node in waits}

@@ -28,6 +28,8 @@ from wholestep.simulate.step_index import index_step
 _VERSION = 1
 _MICRO = 1e6
 _LEAST_US = 1e-3
+_STOOD_STILL = 0.1
+"""A wait whose share of the time since the issue is larger stood still until its collective was done."""
 _GRID = tuple(1 << power for power in range(12, 32, 2))
 
 
@@ -113,6 +115,25 @@ def profile_of(
         if shortest:
             rows.append(ProfileRow(measured((name,)), statistics.median(shortest)))
     return StepProfile(tuple(row for row in rows if row.nodes), device)
+
+
+def collective_times(
+    groups: Mapping[str, str], spans: Mapping[str, tuple[float, float]], waits: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """How long collectives of one run took, where that can be told from the spans of their issue and their wait.
+
+    A collective begins when it was issued and the one before it in its group is done. It ends with its wait if that
+    stood still; otherwise it ended at some time before."""
+    found: dict[str, float] = {}
+    done: dict[str, tuple[float, bool]] = {}
+    for name in sorted(waits, key=lambda each: spans[each]):
+        issued, end = spans[name][0], waits[name][1]
+        before, is_exact = done.get(groups[name], (issued, True))
+        stood_still = end - waits[name][0] > _STOOD_STILL * (end - issued)
+        if stood_still and (is_exact or before <= issued):
+            found[name] = end - max(issued, before)
+        done[groups[name]] = end, stood_still
+    return found
 
 
 def calibrate(machine: Machine, profile: StepProfile) -> Machine:
