@@ -20,6 +20,7 @@ from torch import nn
 
 import wholestep as ws
 from wholestep import step as stages
+from wholestep.artefact.code_table import code_of
 from wholestep.errors import ArtefactError
 
 HELPER = "def scaled(x):\n    return x * 2.0\n"
@@ -313,3 +314,17 @@ def test_settings_that_name_programs_need_trust(project: Any, tmp_path: Path) ->
     step.save(tmp_path / "step.ws")
     with pytest.raises(ArtefactError, match=r"cpp\.cxx"):
         ws.load(tmp_path / "step.ws", train.train_step)
+
+
+def test_code_is_the_same_in_processes_that_made_other_optimizers_or_replaced_torch_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class First(torch.optim.Adam):  # the first instance of a class wraps the `step` that it inherits
+        pass
+
+    before = code_of([First])
+    First([nn.Parameter(torch.ones(1))])
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: None)
+    assert code_of([First]) == before
+    monkeypatch.setattr(torch.nn.functional, "relu", lambda x: x)
+    assert code_of([First]) != before

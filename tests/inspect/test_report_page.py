@@ -16,7 +16,10 @@ from wholestep.simulate import pipeline
 VIEWS = ("summary", "timeline", "memory", "graph", "passes", "modules")
 PIXELS = """
 const canvas = document.querySelector("#view canvas"), {width, height} = canvas;
-const seen = new Set(), data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+const copy = Object.assign(document.createElement("canvas"), {width, height});
+const context = copy.getContext("2d", {willReadFrequently: true});
+context.drawImage(canvas, 0, 0);
+const seen = new Set(), data = context.getImageData(0, 0, width, height).data;
 for (let i = 0; i < data.length; i += 4 * 97) seen.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
 return seen.size;
 """

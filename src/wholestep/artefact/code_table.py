@@ -30,6 +30,10 @@ from wholestep.artefact.addresses import class_name, global_names, names_used
 from wholestep.capture.objects.user_code import is_foreign, kind_of_code
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAZY_WRAPPERS = f"{_TORCH}_compile.py"
+"""Functions of torch are wrapped by this file when torch._dynamo is imported first, whoever does so."""
+_IN_NO_STEP = frozenset({("torch", "compile")})
+"""Functions of torch that frameworks replace (Lightning) and that code of torch does not call in a step."""
 _MODULES_OF_TORCH = (
     "torch",
     "torch._tensor",
@@ -86,6 +90,8 @@ def is_users(function: FunctionType) -> bool:
 def function_digest(function: FunctionType) -> str:
     """A hash of one function. Code of torch counts by its place: the version is compared, too."""
     code = function.__code__
+    if code.co_filename == _LAZY_WRAPPERS and "__wrapped__" in vars(function):
+        return function_digest(vars(function)["__wrapped__"])
     if code.co_filename.startswith(_TORCH):
         return f"{code.co_filename.removeprefix(_TORCH)}:{code.co_firstlineno}"
     return code_digest(code)
@@ -210,13 +216,12 @@ class _CodeTable:
         for base in cls.__mro__:
             if base is object or not _counts(base):
                 continue
-            members = vars(base).items()
             if is_foreign(base):
                 self._note(f"{base.__module__}.{base.__qualname__}", _namespace(base))
                 if base.__module__ in sys.modules and base.__module__ not in self._digests:
                     self._note(base.__module__, _namespace(sys.modules[base.__module__]))
                 continue
-            found = [f"{name} {self._refer(value)}" for name, value in sorted(members) if _holds_code(value)]
+            found = [f"{name} {self._refer(value)}" for name, value in sorted(_members(base)) if _holds_code(value)]
             self._note(f"{base.__module__}.{base.__qualname__}", digest(*found))
             self._seen.add(id(base))
 
@@ -239,18 +244,26 @@ def _holds_code(value: Any) -> bool:
     return not isinstance(value, plain)
 
 
+def _members(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What a module or class holds, but for what torch and frameworks put there in some processes."""
+    for name, value in list(vars(holder).items()):
+        if (holder.__name__, name) in _IN_NO_STEP:
+            continue
+        if type(value) is FunctionType and vars(value).get("hooked"):
+            value = vars(value)["__wrapped__"]  # the first optimizer of a class wraps `step`, also an inherited one
+            if not value.__qualname__.startswith(f"{holder.__qualname__}."):
+                continue
+        yield name, value
+
+
 def _namespace(holder: Any) -> str:
     """A hash of all functions in a module or class of a library: one that was replaced is another."""
     found = []
-    for name, value in list(vars(holder).items()):
+    for name, value in _members(holder):
         # By type: objects that torch has deprecated warn where they are asked for their class.
         function = value.__func__ if issubclass(type(value), staticmethod | classmethod) else value
         function = function.fget if issubclass(type(function), property) else function
         if type(function) is FunctionType:
-            if vars(function).get("hooked"):  # the first optimizer of a class wraps `step`, also an inherited one
-                function = vars(function)["__wrapped__"]
-                if not function.__qualname__.startswith(f"{holder.__qualname__}."):
-                    continue
             found.append(f"{name} {function.__qualname__} {function_digest(function)}")
     return digest(*sorted(found))
 
