@@ -297,6 +297,43 @@ def test_process_state_that_a_step_reads_is_compared(tmp_path: Path, monkeypatch
                 ws.load(tmp_path / "step.ws", step)(torch.ones(2))
 
 
+class Scale:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class OtherScale(Scale):
+    pass
+
+
+SCALE = Scale()
+
+
+def scales(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.relu(x) * sum(vars(SCALE).values())
+
+
+@pytest.mark.parametrize("what", ["library", "class", "builtin", "attributes", "code"])
+def test_code_that_changes_after_a_load_is_seen(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = ws.compile(scales, **EAGER)
+    compiled(torch.ones(2))
+    compiled.save(tmp_path / "step.ws")
+    loaded = ws.load(tmp_path / "step.ws", scales)
+    assert torch.equal(loaded(torch.ones(2)), torch.full((2,), 2.0))
+    if what == "library":
+        monkeypatch.setattr(torch.nn.functional, "relu", torch.sin)
+    elif what == "class":
+        monkeypatch.setattr(SCALE, "__class__", OtherScale)
+    elif what == "builtin":
+        monkeypatch.setitem(globals(), "sum", max)
+    elif what == "attributes":
+        monkeypatch.setitem(vars(SCALE), "offset", 1.0)
+    else:
+        monkeypatch.setattr(scales, "__code__", (lambda x: x * 5).__code__)
+    with pytest.raises(ArtefactError):
+        loaded(torch.ones(2))
+
+
 def test_inductor_compiles_the_regions_of_a_loaded_step(project: Any, tmp_path: Path) -> None:
     options = {"lower": "inductor", "lower_options": {"min_aten_ops": 2, "config": {"cpp.simdlen": None}}}
     expected = save(project(), tmp_path / "step.ws", **options)

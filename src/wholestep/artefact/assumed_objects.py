@@ -282,6 +282,8 @@ def _of_python(specs: GuardSpecs) -> Iterator[tuple[str, str]]:
         yield f"object {path}", class_name(obj)
         for name in values:
             yield f"object {path}.{name}", text_of(own_dict(obj).get(name, ABSENT))
+    for _, path, names in specs.whole_reads:
+        yield f"object {path}: attributes", ", ".join(sorted(map(str, names)))
     for obj, path, values in specs.class_reads:
         for name in values:
             yield f"the class of {path}: {name}", text_of(inspect.getattr_static(type(obj), name, ABSENT))

@@ -382,6 +382,10 @@ class _StepReader:
             thread_locals=[(at(number), text(path)) for number, path in self._there(data["thread_locals"], 2)],
             environment=_environment(rows(data["environment"])),
             call_results=[_call_result(text(name)) for name in rows(data.get("call_results", []))],
+            whole_reads=[
+                (obj := at(number), text(path), frozenset(own_dict(obj)))
+                for number, path in self._there(data.get("whole_reads", []), 2)
+            ],
             lifted=frozenset(map(text, rows(data["lifted"]))),
             scalar_types=[(slot(s), KINDS[kind]) for s, kind in rows(data["scalar_types"], 2)],
             conditions=[self._condition(row, places) for row in rows(data["conditions"], 4)],

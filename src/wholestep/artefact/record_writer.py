@@ -292,6 +292,7 @@ class _StepWriter:
             "thread_locals": [[at(local, path), path] for local, path in specs.thread_locals],
             "environment": sorted(specs.environment),
             "call_results": sorted({each.name for each in specs.call_results}),
+            "whole_reads": [[at(obj, path), path] for obj, path, _ in specs.whole_reads],
             "lifted": sorted(specs.lifted),
             "scalar_types": [[slot(s), kind.__name__] for s, kind in specs.scalar_types],
             "conditions": [self._condition(condition) for condition in specs.conditions],

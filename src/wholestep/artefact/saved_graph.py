@@ -10,7 +10,7 @@ They are compared with those of the call that the graph is to be bound to. Whate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wholestep.artefact import assumed_objects, code_table
@@ -21,6 +21,8 @@ from wholestep.artefact.record_reader import read_step
 from wholestep.artefact.record_writer import write_step
 from wholestep.artefact.shards import ThisRank, write_shard
 from wholestep.artefact.slots_as_json import rows, table, text, whole, wrong
+from wholestep.capture.objects.discover import discover
+from wholestep.capture.results.changed_python import classes_of
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.io.arguments import TargetReader
@@ -186,11 +188,34 @@ class SavedGraph:
             ),
         ]
         refuse(different, "the objects of this call are not those of the capture")
-        return captured
+        return captured if isinstance(fn, Given) else with_guards_on_code(captured, fn, leaves)
 
     def _arguments(self, leaves: Sequence[Any]) -> dict[int, Any]:
         numbers = [whole(i) for i in rows(table(self.document.get("guards")).get("constants"))]
         return {i: leaves[i] for i in numbers if i < len(leaves)}
+
+
+def with_guards_on_code(captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any]) -> CapturedStep:
+    """The step with guards on what the code of its function is made of, which is not in the file: it was just compared.
+
+    Classes of objects, code of functions, builtins, names of libraries and registries may change in later calls.
+    """
+    specs = captured.guards
+    world = discover(fn, zip(specs.arguments.paths, leaves, strict=True), hooks=True)
+    sources = world.sources
+    weak = [(reference, path) for reference, path in sources.weak.values() if reference() is not None]
+    weakly_held = {id(reference()) for reference, _ in weak}
+    types = classes_of(world) | {id(obj): (obj, path, type(obj)) for obj, path in world.holders.values()}
+    guards = replace(
+        specs,
+        types=[each for each in types.values() if id(each[0]) not in weakly_held],
+        codes=list(world.codes.values()),
+        weak=weak,
+        libraries=list(sources.libraries.values()),
+        abstract_classes=list(sources.abstract_classes.values()),
+        builtin_names=[(namespace, frozenset(names)) for namespace, names in world.builtin_names.values()],
+    )
+    return replace(captured, guards=guards)
 
 
 def refuse(reasons: Iterable[str], what: str) -> None:
