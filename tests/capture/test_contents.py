@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import math
+import sys
+import warnings
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
@@ -350,3 +352,20 @@ def test_a_dict_that_makes_an_object_at_each_reading_holds_what_it_held() -> Non
     for _ in range(2):
         assert torch.equal(step(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
     assert dict.__getitem__(ACTIVATIONS, "relu") is nn.ReLU
+
+
+def helper_that_may_warn(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 100:
+        warnings.warn("large", stacklevel=1)
+    return x * 2
+
+
+def test_a_function_that_is_only_found_while_a_step_is_traced_is_guarded_by_what_it_named_before() -> None:
+    def found_late(x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = getattr(sys.modules[__name__], "helper_that_" + "may_warn")(x)
+        return doubled
+
+    step = ws.compile(found_late, lower="eager")
+    for _ in range(3):
+        step(torch.ones(3))
+    assert len(step.graphs) == 1, step.recompiles

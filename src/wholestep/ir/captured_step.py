@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import sympy
 from torch import Tensor, fx, nn
@@ -287,6 +288,17 @@ class NamesReplaced:
     """Whether a capture, in whatever thread, has put functions of its own in the place of those of Python and torch."""
 
     now = False
+    originals: ClassVar[dict[tuple[int, str], Any]] = {}
+    """What stood there, by the identity of the module or class and the name: code that is only found while a step is
+    traced (a method of another package) is guarded by these."""
+
+    @classmethod
+    def note(cls, stack: ExitStack, owner: Any, name: str, real: Any) -> None:
+        """A name is replaced until the stack ends."""
+        key = id(owner), name
+        if key not in cls.originals:
+            cls.originals[key] = real
+            stack.callback(cls.originals.pop, key)
 
 
 @dataclass(frozen=True)

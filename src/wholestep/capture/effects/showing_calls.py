@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.objects.user_code import kind_of_code
+from wholestep.ir.captured_step import NamesReplaced
 from wholestep.torch_private.modes import import_what_keeps_print
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class ShowingCalls:
             def patch(owner: Any, name: str, replacement: Any) -> None:
                 before = vars(owner)[name]
                 setattr(owner, name, replacement)
+                NamesReplaced.note(stack, owner, name, before)
                 stack.callback(setattr, owner, name, before)
 
             patch(builtins, "print", self._print)

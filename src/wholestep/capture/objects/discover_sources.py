@@ -43,6 +43,7 @@ from wholestep.capture.python_reads.attribute_reads import class_values
 from wholestep.capture.python_reads.clocks import CLOCKS
 from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
 from wholestep.capture.python_reads.stand_ins import IMMUTABLE, StandIn, is_consumed, with_parts
+from wholestep.ir.captured_step import NamesReplaced
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import LRU_CACHE, class_code, entries_of, is_array, is_large
 from wholestep.ir.user_objects.slots import (
@@ -297,7 +298,7 @@ class SourceWalk:
         """What code names of a module that is not the user's (`F.gelu`, `sys.argv`), also in modules in it."""
         held = self._sources.libraries.setdefault(id(module), (module, {}))[1]
         for name in code.co_names:
-            value = vars(module).get(name, ABSENT)
+            value = NamesReplaced.originals.get((id(module), name), vars(module).get(name, ABSENT))
             if value is ABSENT or (nested == 0 and id(value) in REPLACED):
                 continue
             held[name] = value

@@ -119,6 +119,7 @@ def patched(host: PatchHost) -> Iterator[None]:
                 return original(*args, **kwargs)
 
             setattr(owner, name, only_here)
+            NamesReplaced.note(stack, owner, name, original)
             stack.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
         patch(nn.Module, "__call__", lambda original, *a, **k: _call_module(host, original, *a, **k))

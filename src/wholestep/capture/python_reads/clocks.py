@@ -29,7 +29,7 @@ import time
 import timeit
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date as RealDate
 from datetime import datetime as RealDatetime
@@ -41,6 +41,7 @@ import torch
 from wholestep.capture.objects.user_code import called_by_user, caller_location
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import ClockError, Location
+from wholestep.ir.captured_step import NamesReplaced
 
 _READS = (
     "time",
@@ -377,15 +378,15 @@ class Clocks:
         before += [(timeit, "default_timer", timeit.default_timer)]
         before += [(*place, read) for place, read in zip(_OF_THE_PROCESS, _READS_OF_THE_PROCESS, strict=True)]
         functions = [(math, name, getattr(math, name)) for name in _MATH]
-        try:
+        with ExitStack() as stack:
+            for owner, name, real in [*before, *functions]:
+                NamesReplaced.note(stack, owner, name, real)
+                stack.callback(setattr, owner, name, real)
             for owner, name, real in before:
                 setattr(owner, name, self.readers[id(real)])
             for owner, name, real in functions:
                 setattr(owner, name, _through(real))
             yield
-        finally:
-            for owner, name, real in [*before, *functions]:
-                setattr(owner, name, real)
 
 
 def refuse_clocks(values: Any, what: str, depth: int = 0) -> None:

@@ -36,7 +36,7 @@ import torch
 
 from wholestep.capture.objects.user_code import called_by_user, caller_location, is_user_code
 from wholestep.errors import RandomStateError, SideEffectError
-from wholestep.ir.captured_step import CallResult
+from wholestep.ir.captured_step import CallResult, NamesReplaced
 
 _READ_STATE: tuple[tuple[Any, str], ...] = (
     (os, "getcwd"),
@@ -180,6 +180,7 @@ class OutsideReads:
                     return replacement(real, *args, **kwargs)
 
                 setattr(owner, name, only_here)
+                NamesReplaced.note(stack, owner, name, real)
                 stack.callback(setattr, owner, name, real)
 
             environ = type(os.environ)
