@@ -54,6 +54,7 @@ IMPORTS: dict[str, set[str]] = {
     "shown_step": {"capture", "cross_iteration", "inspect", "lower", "runtime", "step"},
     "cache": {"artefact"},
     "warm_start": {"artefact", "step"},
+    "warmup": {"cross_iteration", "refused_steps", "step"},
     "compiled_step": {
         "artefact",
         "capture",
@@ -65,6 +66,7 @@ IMPORTS: dict[str, set[str]] = {
         "shown_step",
         "step",
         "warm_start",
+        "warmup",
     },
     "loaded_step": {"artefact", "compiled_step", "step"},
     "api": {"compiled_step", "cross_iteration", "debug", "loaded_step", "lower", "parallel", "passes", "remat", "step"},

@@ -63,6 +63,7 @@ from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.modes import AutocastBlock, autocast_caches_casts, mode_that_needs_eager
 from wholestep.warm_start import StoredGraphs
+from wholestep.warmup import warm_up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -170,6 +171,11 @@ class CompiledStep(ShownStep, Generic[P, R]):
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The StepGraph of one call under the options of this step; nothing runs, and no state changes."""
         return capture_call(self._fn, args, kwargs, self.options)
+
+    def warmup(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Capture and compile what this call and those after it need. Nothing runs, and no state changes; with a plan,
+        models are placed on ranks as by a first call, and all ranks must do it."""
+        warm_up(self, self._fn, args, kwargs)
 
     def save(self, path: str | os.PathLike[str], *, kernels: bool = False) -> None:
         """Write all graphs of this step to a file that `ws.load` runs without tracing. `kernels`: with those that
@@ -539,6 +545,10 @@ class BoundStep:
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The StepGraph of one call under the options of this step."""
         return capture_call(self._step._fn, (self._instance, *args), kwargs, self._step.options)
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Capture and compile what calls of this method need, as `CompiledStep.warmup`."""
+        warm_up(self._step, self._step._fn, (self._instance, *args), kwargs)
 
     def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> MeasuredStep:
         """Measure real calls of this method, as `CompiledStep.profile`."""
