@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from wholestep.inspect.memory_over_time import StepMemoryTimeline
 
 _MOST_WARMUPS = 6
+_MOST_RECOMPILES = 5
 _OUTSIDE = "(outside of nodes)"
 
 
@@ -59,6 +60,8 @@ class ShownStep:
 
     options: ResolvedOptions
     recompiles: list[Any]
+    capture_seconds: float
+    _calls: int
     _fn: Callable[..., Any]
     _last: Executable | None
     _entries: list[Executable]
@@ -77,7 +80,11 @@ class ShownStep:
         communication is not hidden and why, as simulated on `machine` (by default that of the graph's device)."""
         if self._last is None:
             return f"{self._name}: nothing was captured yet"
-        return "\n".join([*self._graphs(), self._last.explain(machine)])
+        head, *recompiles = self._graphs()
+        captured = f"{head} for {self._calls} calls, captured in {self.capture_seconds:.2f} s"
+        hidden = len(recompiles) - _MOST_RECOMPILES
+        recompiles = [*([f"  {hidden} earlier recompiles"] if hidden > 0 else []), *recompiles[-_MOST_RECOMPILES:]]
+        return "\n".join([captured, *recompiles, self._last.explain(machine)])
 
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write an HTML page about the graph that ran last; `options` are those of `ws.inspect.report`."""

@@ -402,12 +402,12 @@ class Executable:
         """What runs, as text: passes, what was compiled, memory, and which communication is exposed and why."""
         graph = self.step_graph
         lines = [f"{graph.num_nodes} nodes after {', '.join(applied_passes(graph.gm)) or 'no pass'}"]
-        lines += [] if self.lowering is None else [f"lowering: {self.lowering}"]
+        lines += [] if self.lowering is None else [f"lowering: {self.lowering.text(most=5)}"]
         lines += [] if graph.memory is None else [str(graph.memory)]
         timeline = simulate_step(
             graph, machine=machine, peak_bytes=None if graph.memory is None else graph.memory.budget
         )
-        return "\n".join([*lines, str(timeline) if timeline.index.collectives else "no communication"])
+        return "\n".join([*lines, *([] if timeline.index.collectives else ["no communication"]), str(timeline)])
 
     def __repr__(self) -> str:
         return f"Executable({self.step_graph!r})"

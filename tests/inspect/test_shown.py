@@ -156,3 +156,17 @@ def test_every_class_that_is_listed_exists_and_shows_itself() -> None:
         module, _, cls = name.rpartition(".")
         assert hasattr(getattr(importlib.import_module(module), cls), "_repr_html_"), name
     assert html_of(object()).startswith("<div><pre>&lt;object")
+
+
+def test_what_a_step_says_of_itself_is_some_twenty_lines_however_often_it_was_captured() -> None:
+    step = ws.compile(lambda x: (x * 2).sum(), lower="eager", dynamic=False, max_recompiles=20)
+    for n in range(1, 9):
+        step(torch.ones(n))
+    text = step.explain()
+    assert "8 graphs for 8 calls, captured in" in text
+    assert "2 earlier recompiles" in text
+    assert "call 8: " in text
+    assert "call 2: " not in text
+    for word in ("no communication", "nodes after", "memory: peak", "step 0."):
+        assert word in text
+    assert len(text.splitlines()) < 22

@@ -55,15 +55,21 @@ class Lowering:
         self.outside = [entry for entry in self.outside if entry[0] not in names]
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int | None = None) -> str:
+        """Regions and reasons as text; `most`: only so many of the largest regions."""
         inside = sum(region.operators for region in self.regions)
+        listed = self.regions if most is None else sorted(self.regions, key=lambda region: -region.operators)[:most]
         regions = f"{len(self.regions)} region" + ("" if len(self.regions) == 1 else "s")
         lines = [f"{regions} with {inside} operators; {len(self.outside)} nodes outside"]
         rows = [("region", "operators", "in", "out", "writes", "what")]
-        for r in self.regions:
+        for r in listed:
             row = (r.name, str(r.operators), str(r.inputs), str(r.outputs), str(r.writes), ", ".join(r.phases))
             rows.append(row)
         lines += _table(rows)
-        lines += [f"{r.name}: {r.shared}" for r in self.regions if r.shared.calls]
+        lines += [f"and {len(self.regions) - len(listed)} smaller"] if len(listed) < len(self.regions) else []
+        lines += [f"{r.name}: {r.shared}" for r in listed if r.shared.calls]
         reasons = Counter(reason for _, _, reason in self.outside)
         if reasons:
             rows2 = [("nodes", "why outside", "for example")]
