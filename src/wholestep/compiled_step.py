@@ -440,6 +440,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
         self._sizes.note(call.leaves, call.structure)
         seconds = entry.captured.seconds
         self._entries.append(entry)
+        self._write_artefacts(entry)
         if len(self._entries) > _MAX_GRAPHS:
             del self._entries[0]  # the oldest; RecompileWarning was given long before
         self.capture_seconds += seconds

@@ -22,7 +22,9 @@ import functools
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +34,7 @@ from torch import fx
 
 from wholestep.capture.objects.discover import find_models
 from wholestep.cross_iteration.executor import CrossingExecutor
-from wholestep.errors import OptionError, UnsupportedError, invalid_value
+from wholestep.errors import GraphFormatError, OptionError, UnsupportedError, invalid_value
 from wholestep.ir.collectives import collective_of
 from wholestep.ir.effects import is_collective, is_wait, main_device
 from wholestep.ir.groups import group_of
@@ -46,6 +48,7 @@ from wholestep.simulate.machine import Machine
 from wholestep.simulate.measured_step import MeasuredRow, MeasuredStep, kernel_spans
 from wholestep.simulate.profile import collective_times, profile_of
 from wholestep.step import Executable, ResolvedOptions
+from wholestep.torch_private.aot import trace_log_is_written, write_artefact
 
 if TYPE_CHECKING:
     from wholestep.inspect.memory_over_time import StepMemoryTimeline
@@ -101,6 +104,18 @@ class ShownStep:
     def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> MeasuredStep:
         """Measure `steps` real calls, node by node; all state is restored. `ws.simulate.calibrate` takes the result."""
         return profile_step(self, self._fn, args, kwargs, steps)
+
+    def _write_artefacts(self, entry: Executable) -> None:
+        """With `TORCH_TRACE=folder`: the graph that was just compiled, as tlparse shows it."""
+        if not trace_log_is_written():
+            return
+        frame, number = zlib.crc32(self._name.encode()) % 10_000, len(self._entries) - 1
+        graph = entry.step_graph
+        found = {"graph": graph.print_readable(print_output=False), "explain": entry.explain()}
+        for what, text in found.items():
+            write_artefact(frame, number, f"wholestep_{what}", text, "string")
+        with suppress(GraphFormatError):  # a graph of operators that have no form in a file
+            write_artefact(frame, number, "wholestep_step", graph.to_json(), "json")
 
     def _graphs(self) -> list[str]:
         count = "1 graph" if len(self._entries) == 1 else f"{len(self._entries)} graphs"

@@ -139,3 +139,20 @@ is_dynamo_tracing = torch.compiler.is_dynamo_compiling
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that Dynamo must not trace (`torch._disable_dynamo` imports Dynamo late). 2.11, 2.13."""
     return function(*args)
+
+
+def trace_log_is_written() -> bool:
+    """Whether torch writes a structured log (`TORCH_TRACE=folder`), which tlparse reads. 2.11, 2.13."""
+    from torch._logging._internal import trace_log
+
+    return any(getattr(handler, "root_dir", "a stream") is not None for handler in trace_log.handlers)
+
+
+def write_artefact(frame: int, compilation: int, name: str, text: str, encoding: str) -> None:
+    """Write a text into that log, as an artefact of the compilation [frame/compilation]. `encoding`: string or json.
+    2.11, 2.13."""
+    from torch._guards import CompileContext, CompileId, compile_context
+    from torch._logging._internal import trace_structured
+
+    with compile_context(CompileContext(CompileId(frame_id=frame, frame_compile_id=compilation))):
+        trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
