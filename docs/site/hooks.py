@@ -71,6 +71,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return "".join(part if part.startswith("```") else _LIST.sub(r"\1\n\n", part) for part in parts)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    (Path(config.site_dir) / ".nojekyll").touch()  # GitHub Pages serves the files as they are
+
+
 def _targets(source: str) -> Iterable[str]:
     """The files of the repository that a page links to."""
     text = _FENCE.sub("", (ROOT / source).read_text(encoding="utf-8"))
