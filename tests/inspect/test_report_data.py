@@ -92,6 +92,8 @@ def test_the_summary_counts_what_the_step_has(step: Any, data: Data) -> None:
     assert parameters["tensors"] == len(known)
     assert summary["step_us"] == pytest.approx(ws.simulate.step(step.last).step_us)
     assert summary["recompiles"] == [str(each) for each in step.recompiles]
+    ids = next(spec.tensor for spec in step.last.signature.of_kind(InputKind.BATCH))
+    assert summary["largest_batch"] == {"rows": ids.shape[0], "tokens": ids.shape[0] * ids.shape[1]}
     assert len(summary["graphs"]) == 2
     assert sum(summary["peak_by_kind"].values()) == summary["peak"]
     assert {each["title"] for each in data["advice"]} >= {"Compile it", "Check it against eager"}

@@ -216,6 +216,7 @@ def _summary(
             "recomputed": len(report.recomputed),
         },
         "inputs": _inputs(signature),
+        "largest_batch": _largest_batch(signature),
         "batch": [_input(spec) for spec in signature.of_kind(InputKind.BATCH)][:_MOST_INPUTS],
         "graphs": [{"nodes": graph.num_nodes, "last": graph is given} for graph in source.graphs],
         "recompiles": list(source.recompiles),
@@ -243,6 +244,17 @@ def _inputs(signature: Signature) -> list[dict[str, Any]]:
             row[1] += count
             row[2] += count * _itemsize(spec.tensor.dtype)
     return [{"kind": kind, "tensors": row[0], "elements": row[1], "bytes": row[2]} for kind, row in found.items()]
+
+
+def _largest_batch(signature: Signature) -> dict[str, Any] | None:
+    """Rows of the largest batch tensor, and its tokens if it holds integers in rows; None without known sizes."""
+    tensors = [spec.tensor for spec in signature.of_kind(InputKind.BATCH) if spec.tensor is not None]
+    known = [each for each in tensors if each.shape and all(isinstance(size, int) for size in each.shape)]
+    if not known:
+        return None
+    ids = [each for each in known if len(each.shape) == 2 and each.dtype.removeprefix("torch.").startswith("int")]
+    largest = max(ids or known, key=lambda each: prod(map(int, each.shape)))
+    return {"rows": largest.shape[0], "tokens": prod(map(int, largest.shape)) if ids else None}
 
 
 def _itemsize(name: str) -> int:

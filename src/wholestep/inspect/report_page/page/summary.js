@@ -7,11 +7,14 @@ function summaryView(step) {
   const state = summary.inputs.find(each => each.kind === "optimizer_state");
   const bound = Object.entries(summary.bounds).reduce((best, each) => each[1] > best[1] ? each : best, ["", 0]);
   const calls = summary.collectives.reduce((sum, each) => sum + each.count, 0);
+  const batch = summary.largest_batch, per = summary.measured_us ?? summary.step_us, how = summary.measured_us == null ? "predicted" : "measured";
+  const amount = batch && (batch.tokens ?? batch.rows), what = batch && (batch.tokens == null ? "row" : "token");
   const tiles = make("div", {class: "cards"},
     tile("predicted step", timeText(summary.step_us), `on ${summary.machine || "the given costs"}`),
     summary.measured_us != null && tile("measured step", timeText(summary.measured_us), `predicted ${share(summary.step_us, summary.measured_us)} of it`),
     tile("peak memory", bytesText(summary.peak), summary.budget ? `budget ${bytesText(summary.budget.budget)}, measured ${summary.budget.measured == null ? "not yet" : bytesText(summary.budget.measured)}` : `inputs ${bytesText(summary.input_bytes)}`),
     parameters && tile("parameters", countText(parameters.elements), `${plural(parameters.tensors, "tensor")}, ${bytesText(parameters.bytes)}${state ? `; state ${bytesText(state.bytes)}` : ""}`),
+    batch && tile("largest batch tensor", plural(amount, what), `${batch.tokens == null ? "" : `${plural(batch.rows, "row")}, `}${countText(amount / per * 1e6)} ${what}s/s ${how}`),
     tile("arithmetic", `${countText(summary.flops)}flop`, `${countText(summary.flops / summary.step_us * 1e6)}flop/s predicted`),
     tile("bytes moved", bytesText(summary.moved), `${bytesText(summary.moved / summary.step_us * 1e6)}/s predicted`),
     tile("communication", calls ? bytesText(summary.sent) : "none", calls ? `${plural(calls, "collective")}, ${timeText(summary.exposed_us)} exposed` : "no collective in the graph"),
