@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_app() -> typer.Typer:
     """The application with its commands, in the order in which help lists them."""
     app = typer.Typer(
-        help="A whole PyTorch training step as one FX graph: run, look, compare, predict.",
+        help="A whole PyTorch training step as one FX graph: run, inspect, compare, predict.",
         epilog=_EPILOG,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -88,7 +88,7 @@ def _version(
         bool, typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """A whole PyTorch training step as one FX graph: run, look, compare, predict."""
+    """A whole PyTorch training step as one FX graph: run, inspect, compare, predict."""
 
 
 def cache(
