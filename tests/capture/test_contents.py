@@ -18,6 +18,7 @@ from torch import nn
 
 import wholestep as ws
 from capture.followed import assert_follows, assert_refused
+from wholestep.capture.objects.object_search import links_of
 from wholestep.ir.user_objects.plain_contents import ArrayCopy, Contents
 
 
@@ -352,6 +353,7 @@ def test_a_dict_that_makes_an_object_at_each_reading_holds_what_it_held() -> Non
     for _ in range(2):
         assert torch.equal(step(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
     assert dict.__getitem__(ACTIVATIONS, "relu") is nn.ReLU
+    assert {link.child for link in links_of(ACTIVATIONS, "")} >= {nn.ReLU, nn.GELU}
 
 
 def helper_that_may_warn(x: torch.Tensor) -> torch.Tensor:

@@ -122,8 +122,10 @@ _Named = Iterator[tuple[str, Callable[[], Any]]]
 
 def _named(value: Any) -> _Named:
     if isinstance(value, dict | UserDict | MappingProxyType):
+        # What a dict holds: its class may make another object, slowly, at each `d[key]` (transformers' ACT2FN).
+        item = functools.partial(dict.__getitem__, value) if isinstance(value, dict) else value.__getitem__
         for key in list(value)[:_LONGEST]:
-            yield f"[{key!r}]" if isinstance(key, PLAIN) else "[..]", functools.partial(value.__getitem__, key)
+            yield f"[{key!r}]" if isinstance(key, PLAIN) else "[..]", functools.partial(item, key)
     elif isinstance(value, list | tuple):
         for i in range(min(len(value), _LONGEST)):
             yield f"[{i}]", functools.partial(value.__getitem__, i)
