@@ -103,7 +103,7 @@ def test_the_lines_of_the_readme_run() -> None:
 
 
 def test_every_fragment_of_an_error_page_is_python() -> None:
-    """Examples run in tests/test_examples.py; what to write instead is a part of them, indented as it stands there."""
+    """Examples run in tests/test_examples.py, what to write instead in test_fixes_of_error_pages.py."""
     for path in sorted((DOCS / "errors").glob("*.md")):
         for block in blocks_of(path.read_text(encoding="utf-8")):
             code = textwrap.dedent(block.code)
