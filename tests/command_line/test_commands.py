@@ -285,6 +285,24 @@ def test_the_console_script_and_the_module_are_the_same_command(tmp_path: Path) 
     assert done.stdout.split() == ["explain"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("wholestep simulate a.json --machine h", ["h100", "h200"]),
+        ("wholestep show a.json --phase b", ["backward"]),
+        ("wholestep explain WS-IT", ["WS-ITER-MOVE", "WS-ITEM"]),
+    ],
+)
+def test_values_are_completed(
+    typed: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("_WHOLESTEP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert main([]) == 0
+    assert sorted(capsys.readouterr().out.split()) == sorted(completed)
+
+
 def test_help_loads_neither_torch_nor_the_packages_of_a_step() -> None:
     code = (
         "import sys, wholestep.command_line.app as app\n"

@@ -24,12 +24,18 @@ AllowOps = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 MachineName = Annotated[
     str | None,
-    typer.Option("--machine", metavar="NAME", help="h100, h200, a100, cpu, or a file of Machine.to_json()"),
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        help="h100, h200, a100, cpu, or a file of Machine.to_json()",
+        autocompletion=lambda incomplete: [name for name in _MACHINES if name.startswith(incomplete.lower())],
+    ),
 ]
 Groups = Annotated[
     list[str] | None,
     typer.Option("--group", metavar="NAME=RANKSxNODES", help="how a process group lies on machines: 0=64x8"),
 ]
+_PHASES = ("forward", "backward", "update", "optimizer", "epilogue")
 _MACHINES = ("h100", "h200", "a100", "cpu")
 
 
@@ -117,7 +123,12 @@ def show(
     file: GraphFile,
     module: Annotated[str | None, typer.Option("--module", help="a pattern for module paths: '*.attn'")] = None,
     phase: Annotated[
-        str | None, typer.Option("--phase", help="forward, backward, update, optimizer or epilogue")
+        str | None,
+        typer.Option(
+            "--phase",
+            help="forward, backward, update, optimizer or epilogue",
+            autocompletion=lambda incomplete: [name for name in _PHASES if name.startswith(incomplete.lower())],
+        ),
     ] = None,
     op: Annotated[str | None, typer.Option("--op", help="a pattern for operators: mm, '*attention*'")] = None,
     code: Annotated[bool, typer.Option("--code", help="print the whole graph as Python text")] = False,
