@@ -227,6 +227,8 @@ def test_wrong_usage_is_explained(wholestep: Any, arguments: Sequence[str], word
 
 
 def test_errors_are_data_for_machines_and_the_version_is_printed(wholestep: Any) -> None:
+    assert "aten." in wholestep("show", "a.json", "--code", "--json").data["code"]
+    assert wholestep("simulate", "a.json", "--explain", "mm", "--json").data["error"]["code"] == "WS-OPTION"
     assert wholestep("show", "train.py", "--json").data["error"]["code"] == "WS-FORMAT"
     assert wholestep("--version").out == f"wholestep {ws.__version__}\n"
 

@@ -146,7 +146,9 @@ def show(
 
     graph = read_graph(file, allow_op)
     if code:
-        graph.print_readable()
+        text = graph.print_readable(print_output=not as_json)
+        if as_json:
+            say_json({"code": text})
         return
     if memory:
         timeline = memory_timeline(graph)
@@ -229,7 +231,11 @@ def simulate(
     graph = read_graph(file, allow_op)
     timeline = models.step(graph, machine=machine_named(machine), groups=groups_named(group))
     if explain is not None:
-        say(timeline.explain(explain))
+        text = timeline.explain(explain)
+        if as_json:
+            say_json({"node": explain, "text": text})
+        else:
+            say(text)
     elif as_json:
         data = {name: getattr(timeline, name) for name in ("machine", "step_us", "compute_us", "exposed_us", "gap")}
         data |= {"peak_bytes": timeline.peak_bytes, "peak_at": timeline.peak_at, "bounds": asdict(timeline.bounds)}
