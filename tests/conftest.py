@@ -52,6 +52,22 @@ def fresh_random_state() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def what_earlier_files_left_is_frozen() -> None:
+    """Python's collector looks at no object that was there before this file: a capture collects twice, and would walk
+    over the modules that earlier tests imported and what they left in caches of torch."""
+    if gc.get_freeze_count():
+        gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def what_the_last_test_unfroze_is_frozen() -> None:
+    """A search for what a trace left behind may unfreeze all objects: a second for each collection from then on."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def only_this_file_is_the_users_program(request: pytest.FixtureRequest) -> Iterator[None]:
     """A capture notes what all modules of the user hold; the other test files are no part of the program."""
     known = global_state.NOT_THE_USERS

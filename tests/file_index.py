@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from itertools import groupby
 from pathlib import Path
@@ -20,10 +21,14 @@ Written from the docstrings by `python tests/file_index.py`.
 def sentences() -> dict[Path, str]:
     """The first sentence of each file's docstring. `compat/` keeps the names of torch's files: those are its index."""
     files = sorted(path for path in SOURCE.rglob("*.py") if "compat" not in path.relative_to(SOURCE).parts)
-    return {
-        path.relative_to(SOURCE): _first_sentence(ast.get_docstring(ast.parse(path.read_text())) or "")
-        for path in files
-    }
+    return {path.relative_to(SOURCE): _first_sentence(_docstring(path.read_text())) for path in files}
+
+
+def _docstring(text: str) -> str:
+    """The docstring at the head of a module: the files of the whole package are not parsed for their first lines."""
+    if not text.startswith('"""'):
+        return ast.get_docstring(ast.parse(text)) or ""
+    return inspect.cleandoc(ast.literal_eval(text[: text.index('"""', 3) + 3]))
 
 
 def _first_sentence(text: str) -> str:

@@ -38,7 +38,10 @@ def imported_packages(path: Path, *, at_import: bool = False) -> tuple[str, ...]
 
 
 def _imported_packages(path: Path, at_import: bool) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "wholestep" not in text:
+        return
+    tree = ast.parse(text)
     for node in _executed(tree) if at_import else ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module is not None:

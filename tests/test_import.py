@@ -48,22 +48,16 @@ def test_importing_wholestep_loads_no_other_module_of_it_and_nothing_of_torch() 
     assert not [name for name in loaded if name.partition(".")[0] in ("torch", "numpy", "scipy", "sympy")]
 
 
-def test_importing_wholestep_after_torch_loads_no_compiler_and_no_leaf_package() -> None:
-    loaded = answer_of(
-        "import torch, json; before = set(sys.modules); import wholestep\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
+def test_importing_wholestep_after_torch_loads_no_compiler_no_leaf_package_and_no_framework() -> None:
+    modules = sorted(path.stem for path in (PACKAGE / "integrations").glob("*.py") if path.stem != "__init__")
+    loaded, with_integrations = answer_of(
+        "import torch, json; before = set(sys.modules); import wholestep; after = set(sys.modules)\n"
+        f"for name in {modules}: __import__('wholestep.integrations.' + name)\n"
+        "print(json.dumps([sorted(after - before), sorted(sys.modules)]))"
     )
+    assert not {name.partition(".")[0] for name in with_integrations} & {"accelerate", "lightning", "transformers"}
     heavy = ("torch._inductor", "torch._dynamo", "torch._functorch", *(f"wholestep.{leaf}" for leaf in LEAVES))
     assert not [name for name in loaded if name.startswith(heavy)]
-
-
-def test_importing_what_is_for_a_framework_loads_no_framework() -> None:
-    modules = sorted(path.stem for path in (PACKAGE / "integrations").glob("*.py") if path.stem != "__init__")
-    loaded = answer_of(
-        f"import sys, json\nfor name in {modules}: __import__('wholestep.integrations.' + name)\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    assert not {name.partition(".")[0] for name in loaded} & {"accelerate", "lightning", "transformers"}
 
 
 def test_every_public_name_is_the_same_object_after_every_submodule_was_imported() -> None:

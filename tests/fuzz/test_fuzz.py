@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +17,6 @@ FOUND = sorted((Path(__file__).parent / "found").glob("*.py"))
 _SIZE = 10
 
 
-@pytest.fixture(scope="module")
-def nothing_old() -> Iterator[None]:
-    """What this process has made is hidden from the collector: searches for leftovers would walk over all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("nothing_old")
 @pytest.mark.parametrize("first", each_now(range(0, 100, _SIZE), *map(str, range(0, 50, _SIZE))))
 def test_random_programs_do_what_eager_does_or_are_refused_with_their_line(first: int) -> None:
     failed = []

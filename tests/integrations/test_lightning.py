@@ -172,8 +172,10 @@ def both(
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "automatic": (Regression, {"max_epochs": 3}),
-    "accumulation and clipping": (Regression, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    "accumulation and clipping": (
+        Regression,
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1},
+    ),
     "bf16, clipping by value": (
         Regression,
         {"precision": "bf16-mixed", "gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
@@ -184,7 +186,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_now(CASES, "accumulation and clipping", "manual", "two optimizers", "hooks"))
 def test_training_with_graphs_shows_what_lightning_shows(name: str, tmp_path: Path) -> None:
     make, options = CASES[name]
     both(make, tmp_path, **options)

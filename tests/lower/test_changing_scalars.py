@@ -15,7 +15,7 @@ from selection import each_now
 NAMES = ("slice-window", "slice-columns", "select", "power-of-tensor", "bit-and", "alpha", "where", "shape-read-back")
 
 
-@pytest.mark.parametrize("name", each_now(NAMES, "slice-window", "select", "power-of-tensor"))
+@pytest.mark.parametrize("name", each_now(NAMES, "slice-window", "power-of-tensor"))
 def test_a_compiled_step_follows_an_int_that_changes(name: str) -> None:
     use = (SIZES | MEANINGS)[name]
     losses: list[list[torch.Tensor]] = []

@@ -127,10 +127,12 @@ def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list
     ("make", "step"),
     [
         pytest.param(Gain, plain, id="a_buffer_written_in_the_forward"),
-        pytest.param(GainSeenThroughAView, plain, id="a_buffer_written_in_the_forward_and_read_through_a_view"),
+        pytest.param(
+            GainSeenThroughAView, plain, id="a_buffer_written_in_the_forward_and_read_through_a_view", marks=LONG
+        ),
         pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), noisy, id="draws_on_both_sides_of_the_cut"),
-        pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order"),
+        pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), noise_on_gradients, id="draws_like_what_the_backward_has", marks=LONG),
     ],

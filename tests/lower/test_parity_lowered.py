@@ -45,9 +45,7 @@ OTHERS = cases_on(
 
 
 ALWAYS = (
-    "SGD-foreach-momentum=0.9",
     "AdamW-single-amsgrad=True",
-    "accumulation_over_steps-2",
     "autocast-bfloat16-fused",
     "random-dropout",
     "generator_of_the_users_own-rand",

@@ -23,6 +23,7 @@ from lower.test_parity_lowered import ALL, OTHERS, every
 from lower.test_parity_ranks import beside_ddp, beside_fully_shard
 from parallel.pairs import Case as RankCase
 from parallel.pairs import all_of, numbers
+from selection import each_now
 from wholestep.lower import repeats, shared_bodies
 from wholestep.lower.options import LowerOptions
 from wholestep.lower.pieces import PieceGraph
@@ -55,7 +56,7 @@ def trained(
 
     call = ws.compile(step, **options) if options else step
     losses = []
-    for i in range(4):
+    for i in range(3):
         torch.manual_seed(i)
         losses.append(call(torch.randint(0, WORDS, (3, 6))))
     state = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -104,9 +105,9 @@ def expected_and_shared(model: nn.Module, make: Build, **keywords: Any) -> Any:
     ("model", "make", "clip", "ema"),
     [
         pytest.param(lambda: GPT(4, dropout=0.3), momentum, 0.0, True, id="dropout"),
-        pytest.param(lambda: Llama(4), two_groups, 0.1, False, id="llama"),
+        pytest.param(lambda: Llama(4), two_groups, 0.1, False, id="llama", marks=pytest.mark.long),
         pytest.param(ResidualConvolutions, foreach, 0.0, False, id="batch-norm"),
-        pytest.param(lambda: GPT(4, experts=2), foreach, 0.1, False, id="experts"),
+        pytest.param(lambda: GPT(4, experts=2), foreach, 0.1, False, id="experts", marks=pytest.mark.long),
         pytest.param(lambda: EncoderDecoder(3), single, 0.0, False, id="encoder-decoder"),
         pytest.param(GPT, foreach, 0.0, False, id="foreach", marks=pytest.mark.long),
         pytest.param(GPT, single, 0.1, False, id="clipped", marks=pytest.mark.long),
@@ -155,7 +156,8 @@ class RepeatedBlocks(nn.Module):
         return x
 
 
-def test_repeated_blocks_train_on_ranks_as_torchs_wrappers() -> None:
+@pytest.mark.parametrize("check", each_now([beside_ddp, beside_fully_shard], "beside_fully_shard"))
+def test_repeated_blocks_train_on_ranks_as_torchs_wrappers(check: Callable[[RankCase], list[str]]) -> None:
     case = RankCase(
         "repeated blocks",
         RepeatedBlocks,
@@ -164,9 +166,6 @@ def test_repeated_blocks_train_on_ranks_as_torchs_wrappers() -> None:
         steps=3,
         compile={"passes": None, "lower": "inductor", "lower_options": {"min_aten_ops": 4, "repeat": "share"}},
     )
-
-    def check(case: RankCase) -> list[str]:
-        return beside_ddp(case) + beside_fully_shard(case)
 
     all_of(check, [case], deadline=300)
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 import wholestep as ws
 from passes.pretend import Pretend
 from ranks import run_ranks
+from selection import each_now
 from wholestep.errors import IterMoveError, OptionError, PassError
 from wholestep.ir.effects import is_collective
 from wholestep.passes import (
@@ -263,7 +264,11 @@ def try_all(rank: int, kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", GRAPHS)
+TRIED = ("modules", "python", "python in place", "nothing", "by hand", "make_fx fake fused", "make_fx c10d")
+ITERATED = ("modules", "python in place", "by hand", "make_fx fake foreach", "make_fx c10d")
+
+
+@pytest.mark.parametrize("kind", each_now(GRAPHS, *TRIED, "make_fx symbolic fused"))
 def test_every_pass_and_finder_computes_the_same_or_says_why_not(kind: str) -> None:
     assert run_ranks(try_all, 1, kind) == [[]]
 
@@ -288,7 +293,7 @@ def try_iterations(rank: int, kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GRAPHS if kind != "nothing"])
+@pytest.mark.parametrize("kind", each_now((kind for kind in GRAPHS if kind != "nothing"), *ITERATED))
 def test_an_iter_graph_module_has_the_modules_and_constants_of_any_graph(kind: str) -> None:
     assert run_ranks(try_iterations, 1, kind) == [[]]
 

@@ -43,8 +43,20 @@ def check_parts(step: StepGraph, parts: list[FusedOptimizerBlock], whole: list[f
     assert sorted(p.name for part in parts for p in part.params) == sorted(p.name for p in whole)
 
 
-@pytest.mark.parametrize("more", [{}, {"clip": True, "average": True}, {"scaled": True}, {"first": True}], ids=name_of)
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=name_of)
+MORE: list[dict[str, Any]] = [{"clip": True, "average": True}, {}, {"scaled": True}, {"first": True}]
+
+
+def with_more(optimizers: list[Any], more: list[dict[str, Any]]) -> list[Any]:
+    """Each optimizer with one of the additions in turn; with the others they are long."""
+    return [
+        pytest.param(*each, other, id=f"{name_of(each[0])}-{name_of(each[1])}-{name_of(other)}", marks=marks)
+        for i, each in enumerate(optimizers)
+        for j, other in enumerate(more)
+        for marks in [() if (i + j) % len(more) == 0 else pytest.mark.long]
+    ]
+
+
+@pytest.mark.parametrize(("name", "options", "more"), with_more(OPTIMIZERS, MORE))
 def test_both_halves_are_the_whole(name: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     step = optimizer_step(name, options, **more)
     block = the_block(step)
@@ -97,8 +109,7 @@ def halve(gm: fx.GraphModule) -> None:
         split_fused_optimizer(gm, block, set(block.grads[::2]))
 
 
-@pytest.mark.parametrize("more", [{}, {"clip": True, "average": True}, {"scaled": True}], ids=name_of)
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS[::2], ids=name_of)
+@pytest.mark.parametrize(("name", "options", "more"), with_more(OPTIMIZERS[::2], MORE[:3]))
 def test_compiled_training_is_eager_training(name: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     step, args = training_step(name, options, first=True, **more)
     eager = copy.deepcopy(args)

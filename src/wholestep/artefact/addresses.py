@@ -54,7 +54,7 @@ Link = tuple[str, int, Any, str]
 """Kind, the address before it (-1: a root), its key, and the class of what is there."""
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1 << 16)  # a step in a framework reaches fifteen thousand functions
 def global_names(code: CodeType) -> frozenset[str]:
     """The names of globals that code, and code inside of it, reads or sets."""
     names = names_used(code, _GLOBALS)
