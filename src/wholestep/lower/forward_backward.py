@@ -3,8 +3,10 @@
     one call      forward, backward: whatever the backward reads lives until then
     two calls     forward -> saved values -> backward, which recomputes what is cheap (torch's min cut chooses)
 
-The region is cut where the gradient of the loss begins: `ones_like(loss)` becomes an input of the second call. Regions
-with several backwards stay whole: their forwards would all have to come first.
+The region is cut where the gradient of the loss begins: `ones_like(loss)` becomes an input of the second call. A pass
+may compute a later gradient with the forward (`NodeMeta.starts_backward`): then the cut is there, and the first call
+returns that gradient with what it saves. Regions with several backwards stay whole: their forwards would all have to
+come first.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ _SEEDS = (aten.ones_like.default,)
 
 def find_seed(region: Region) -> fx.Node | None:
     """The node where the only backward of a region begins; None if there is none, or several."""
-    found = [node for node in region.nodes if node.target in _SEEDS and _begins_backward(node)]
-    return found[0] if len(found) == 1 and _keeps_order(region, found[0]) else None
+    found = [node for node in region.nodes if node_meta(node).starts_backward or _is_gradient_of_loss(node)]
+    if len(found) != 1 or not found[0].users or found[0] in region.outputs:
+        return None
+    return found[0] if _keeps_order(region, found[0]) else None
+
+
+def _is_gradient_of_loss(node: fx.Node) -> bool:
+    return node.target in _SEEDS and _begins_backward(node)
 
 
 def _keeps_order(region: Region, seed: fx.Node) -> bool:
@@ -74,6 +82,7 @@ class CompileInTwo:
 class _Cut:
     def __init__(self, retraced: Retraced) -> None:
         self._inputs = retraced.inputs
+        self._computes_seed = retraced.computes_seed
         self._gm = retraced.gm
         self._graph = retraced.gm.graph
         self._positions: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
@@ -84,25 +93,27 @@ class _Cut:
     def compile(self, config: Mapping[str, Any], less: int, bodies: BodyCache | None) -> Compiled:
         output = self._graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
+        seeds = [results.pop()] if self._computes_seed else []
         first = [i for i, value in enumerate(results) if value not in self._backward]
         second = [i for i, value in enumerate(results) if value in self._backward]
         early = [(position, value) for position, value in self._copies if value not in self._backward]
         late = [(position, value) for position, value in self._copies if value in self._backward]
         ordered = [results[i] for i in first] + [value for _, value in early]
-        outputs = [*ordered, *(results[i] for i in second), *(value for _, value in late)]
+        early_results = len(ordered) + len(seeds)
+        outputs = [*ordered, *seeds, *(results[i] for i in second), *(value for _, value in late)]
         output.args = (tuple(outputs),)
         self._gm.recompile()
         joint = improve_joint(self._gm, self._inputs, dict(config))
-        forward, backward = min_cut(joint, len(ordered), len(self._positions) - 1)
+        forward, backward = min_cut(joint, early_results, len(self._positions) - 1)
         _remove_random_copies(forward, backward)
-        could = sheddable(forward, len(ordered))
+        could = sheddable(forward, early_results)
         if less:
-            log.info("%d bytes are recomputed by pointwise operators", shed(forward, backward, len(ordered), less))
+            log.info("%d bytes are recomputed by pointwise operators", shed(forward, backward, early_results, less))
         saved = _results(forward)[len(ordered) :]
         sizes = {value.name: tensor_bytes(value.meta["val"]) for value in saved if _is_tensor(value)}
         cut = RegionCut(sizes, _recomputed(forward, backward), could)
         names = [node.name for node in backward.graph.find_nodes(op="placeholder")]
-        sources = [_source(name, saved, self._positions) for name in names]
+        sources = [_source(name, saved, self._positions, computes_seed=self._computes_seed) for name in names]
         own = owning(_results(forward), len(ordered))
         given_away = [i for i, (kind, position) in enumerate(sources) if kind == "saved" and own[position]]
         sources += _write_at_end(backward, [position for position, _ in late], self._inputs, len(second))
@@ -117,7 +128,9 @@ class _Cut:
 
         run_forward = compile_part("forward", forward, self._inputs[:-1], ())
         run_backward = compile_part("backward", backward, _examples(backward), given_away)
-        return ForwardBackward(run_forward, run_backward, sources, first, second, writes, cut)
+        made = ForwardBackward(run_forward, run_backward, sources, first, second, writes, cut)
+        made.computes_seed = self._computes_seed
+        return made
 
     def _rename(self) -> None:
         """Give inputs the names by which torch's partitioner tells them from gradients."""
@@ -167,10 +180,10 @@ def _results(gm: fx.GraphModule) -> list[Any]:
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _source(name: str, saved: Sequence[Any], positions: Sequence[fx.Node]) -> tuple[str, int]:
+def _source(name: str, saved: Sequence[Any], positions: Sequence[fx.Node], *, computes_seed: bool) -> tuple[str, int]:
     """Where the second call gets an input from: ("saved", i), ("input", i) or ("seed", 0)."""
     if name.startswith("tangents"):
-        return ("seed", 0)
+        return ("saved", 0) if computes_seed else ("seed", 0)
     inputs = {node.name: i for i, node in enumerate(positions)}
     if name in inputs:
         return ("input", inputs[name])
@@ -243,6 +256,8 @@ class ForwardBackward:
     ) -> None:
         self.cut = cut
         self.shared = SharedBodies.of(forward, backward)
+        self.computes_seed = False
+        """Whether the first call returns the gradient that the second one starts from."""
         self._forward = forward
         self._backward = backward
         self._sources = sources
@@ -251,7 +266,7 @@ class ForwardBackward:
         self._writes = writes
 
     def __call__(self, tensors: list[Any]) -> tuple[Any, ...]:
-        seed = tensors.pop()
+        seed = None if self.computes_seed else tensors.pop()
         later = [tensors[position] if kind == "input" else None for kind, position in self._sources]
         targets = [tensors[position] for position, _ in self._writes]
         made = list(self._forward(tensors))

@@ -309,7 +309,7 @@ class _RegionRewriter:
         for dtype in retraced.packs:
             pack = self._graph.call_function(pack_scalars, (scalars, dtype, retraced.device))
             arguments.append(pack)
-        if retraced.seed is not None:
+        if retraced.seed is not None and not retraced.computes_seed:
             like = retraced.seed.meta["val"]
             ones = self._graph.call_function(aten.ones.default, (list(like.shape),), _placement(like))
             ones.meta["val"] = like

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from wholestep.ir.effects import shared_inputs, write_condition, writes, written_positions
 from wholestep.ir.io.node_values import hint_of
+from wholestep.ir.meta import node_meta
 from wholestep.lower.decompositions import (
     call_elementwise,
     call_short_attention,
@@ -54,6 +55,8 @@ class Retraced:
     device: torch.device
     seed: fx.Node | None = None
     """The node that the last input replaces."""
+    computes_seed: bool = False
+    """Whether the region computes the seed itself: then it is one more result, the last."""
     bodies: BodyCache | None = None
     """Where repeated parts of it are compiled once; None: all is compiled as it is."""
 
@@ -69,20 +72,23 @@ def retrace(region: Region, settings: Mapping[str, Any], *, seed: fx.Node | None
     inputs = [_fresh(val, mode) for val in tensors]
     with mode:
         inputs += [torch.empty(len(region.scalars), dtype=dtype, device=device) for dtype in packs]
+    computes_seed = seed is not None and node_meta(seed).starts_backward
     if seed is not None:
         inputs.append(_fresh(seed.meta["val"], mode))
-    order = [node for node in order_of(region) if node is not seed]
+    order = [node for node in order_of(region) if computes_seed or node is not seed]
     mutates = not _only_writes_back(order, region.inputs)
 
     def run(*flat: Any) -> tuple[Any, ...]:
-        given = {} if seed is None else {seed: flat[-1]}
-        return _run(region, order, packs, flat if seed is None else flat[:-1], given)
+        if seed is None:
+            return _run(region, order, packs, flat, {})
+        return _run(region, order, packs, flat[:-1], {seed: flat[-1]})
 
     traced = decomposed(run, inputs, mode, settings=dict(settings), functionalize=mutates)
-    set_result_strides(traced, [node.meta.get("val") for node in region.outputs], mode)
+    results = [*region.outputs, seed] if seed is not None and computes_seed else region.outputs
+    set_result_strides(traced, [node.meta.get("val") for node in results], mode)
     if settings["fallback_random"]:
         make_bernoulli_opaque(traced)
-    return Retraced(traced, inputs, packs, device, seed)
+    return Retraced(traced, inputs, packs, device, seed, computes_seed)
 
 
 def _only_writes_back(order: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> bool:
@@ -105,10 +111,13 @@ def _run(
     for i, node in enumerate(region.scalars):
         single, double = (given[dtype][i] if dtype in given else None for dtype in (torch.float32, torch.float64))
         env[node] = ScalarInput(single, double)
+    seeds = []
     for node in order:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = _call(node, tuple(args), dict(kwargs))
-    return tuple(env[node] for node in region.outputs)
+        value = _call(node, tuple(args), dict(kwargs))
+        if env.setdefault(node, value) is not value:
+            seeds.append(value)  # the rest reads the input that stands for it
+    return (*(env[node] for node in region.outputs), *seeds)
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from wholestep.passes.graph_utils import (
     rebuild_graph,
 )
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.loss.chunk_head import chunk_head
 from wholestep.passes.loss.fuse_loss import fuse_loss
 from wholestep.passes.optimizer_blocks import (
     AdamArgs,
@@ -71,6 +72,7 @@ __all__ = [
     "approximates",
     "bucket_all_gather",
     "bucket_reduce_scatter",
+    "chunk_head",
     "clone_subgraph",
     "collective_matmul",
     "comm_fusion_with_concat",

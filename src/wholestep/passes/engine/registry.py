@@ -20,6 +20,7 @@ from wholestep.passes.common_subexpressions import merge_common_subexpressions
 from wholestep.passes.engine.contract import BoundPass, GraphPass
 from wholestep.passes.functionalize_optimizer import functionalize_optimizer, remove_copy_from_optimizer
 from wholestep.passes.iter_move import iter_move_grads_and_optimizers, overlap_optimizer_with_next_forward
+from wholestep.passes.loss.chunk_head import chunk_head
 from wholestep.passes.loss.fuse_loss import fuse_loss
 from wholestep.passes.overlap_communication import overlap_communication
 from wholestep.passes.redundant_collectives import remove_dead_collectives, remove_duplicate_collectives
@@ -44,6 +45,7 @@ _BY_NAME: tuple[GraphPass, ...] = (
     remove_duplicate_collectives,
     remove_dead_collectives,
     collective_matmul,
+    chunk_head,
     fuse_loss,
     overlap_communication,
     overlap_optimizer_with_next_forward,

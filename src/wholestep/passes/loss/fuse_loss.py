@@ -116,7 +116,12 @@ def _check(*, devices: Iterable[str] = ("cpu",), least_elements: int = LEAST_ELE
         raise invalid_value("least_elements", least_elements, "give a number of elements, 0 or more.")
 
 
-@graph_optimization_pass(numerics=approximates(2), check=_check, only_for=[_LOG_SOFTMAX, *SCATTERS], allow_rerun=True)
+@graph_optimization_pass(
+    numerics=approximates(2),
+    check=_check,
+    only_for=[_LOG_SOFTMAX, *SCATTERS],
+    allow_rerun=True,
+)
 def fuse_loss(gm: fx.GraphModule, *, devices: Iterable[str] = ("cpu",), least_elements: int = LEAST_ELEMENTS) -> None:
     """Compute losses and the gradients of their logits without storing log-probabilities.
 
