@@ -51,10 +51,10 @@ class NodeMeta:
     """Runs in the next iteration, with all nodes of the same number; 0: in its own (`passes.crossing`)."""
     generation: int = 0
     """Number of the forward or backward that a parameter was gathered for; gathers of two are not merged."""
-    starts_backward: bool = False
-    """The gradient that a backward starts from, computed with the forward (`passes.loss`)."""
     begins: bool = False
     """A part of the step begins here: no compiled call reaches over it."""
+    starts_backward: bool = False
+    """The gradient that a backward starts from, computed with the forward (`passes.loss`)."""
 
 
 def node_meta(node: fx.Node) -> NodeMeta:

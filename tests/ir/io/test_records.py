@@ -15,7 +15,7 @@ from wholestep.ir.io.arguments import TargetReader
 from wholestep.ir.io.serialize import RecordReader, write_record
 
 FULL = NodeMeta(
-    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True
+    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True, True
 )
 
 
