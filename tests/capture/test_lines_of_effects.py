@@ -78,6 +78,26 @@ def seeds_as_before(h: Any) -> Step:
     return step
 
 
+def sets_the_state_back(h: Any) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        before = h.noise.get_state()
+        y = x + torch.rand(3, generator=h.noise)
+        h.noise.set_state(before)  # <- here
+        return y
+
+    return step
+
+
+def seeds_the_default_generator(h: Any) -> Step:
+    seed = torch.default_generator.initial_seed()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.default_generator.manual_seed(seed)  # <- here
+        return x + torch.rand(3)
+
+    return step
+
+
 def freezes(h: Any) -> Step:
     def step(x: torch.Tensor) -> torch.Tensor:
         h.model.weight.requires_grad_(False)  # <- here
@@ -128,6 +148,8 @@ EFFECTS = [
     draws_from_an_object,
     seeds_after_forking,
     seeds_as_before,
+    sets_the_state_back,
+    seeds_the_default_generator,
     freezes,
     adds_a_group,
     writes_an_array,

@@ -396,7 +396,11 @@ class Capture:
             stack.callback(self.interrupts.shield)  # the first to run
             self.interrupts.allow()
             try:
-                with nullcontext() if self.line_watch is None else self.line_watch.watching(), none_swallowed():
+                with (
+                    nullcontext() if self.line_watch is None else self.line_watch.watching(),
+                    none_swallowed(),
+                    rng.watched(),
+                ):
                     result = plain_keys(self.fn(*fake_args, **fake_kwargs))
                 if self.session is not None:
                     self.session.finish()

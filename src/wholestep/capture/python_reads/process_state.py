@@ -15,16 +15,22 @@ import copy
 import operator
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 from wholestep.capture.objects.discover import World
-from wholestep.capture.results.effect_line import Effect
-from wholestep.errors import RandomStateError, SideEffectError, UnsupportedError
-from wholestep.ir.meta import user_location
+from wholestep.capture.objects.user_code import is_user_code
+from wholestep.capture.results.effect_line import Effect, location_of_line
+from wholestep.errors import Location, RandomStateError, SideEffectError, UnsupportedError
+from wholestep.ir.meta import location_of, user_location
 from wholestep.torch_private.guard_checks import cuda_is_initialized, generator_key
 from wholestep.torch_private.modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
+
+_SETTERS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
 
 
 def default_generators() -> dict[int, tuple[torch.Generator, str]]:
@@ -48,8 +54,34 @@ class RandomState:
         """Their states while the step is traced: other than before, so that setting the former state is seen."""
         self._python = random.getstate()
         self._numpy = _numpy_state()
+        self._known = default_generators() | world.generators
+        self._may_set = _names_setters(world)
+        self._set: tuple[str, Location | None] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See the block set generators, also to the state that they have. Those methods are C code, so a profile
+        function sees them; only where user code names one of them, because it is called for each call of Python."""
+        if not self._may_set or sys.getprofile() is not None:
+            yield
+            return
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in _SETTERS and self._set is None:
+            generator = getattr(function, "__self__", None)
+            if isinstance(generator, torch.Generator) and is_user_code(frame.f_code):
+                known, where = self._known.get(generator_key(generator)), location_of(frame)
+                if known is not None:
+                    self._set = known[1], where and location_of_line(where)
 
     def check_untouched(self) -> None:
+        if self._set is not None:
+            raise _seeds(*self._set)
         if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
             raise RandomStateError(
                 "the step draws from Python's or numpy's random generator; every replay would use the same numbers.",
@@ -70,10 +102,9 @@ class RandomState:
         moved += [(generator, path) for generator, path, seed, _ in self._defaults if generator.initial_seed() != seed]
         if moved:
             generator, path = moved[0]
-            raise RandomStateError(
-                f"the step seeds {path}, or sets its state, in a way that the graph does not record.",
-                fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
-            ).seen_by(Effect(lambda capture: (generator.initial_seed(), generator.get_state().tolist()), operator.eq))
+            raise _seeds(path).seen_by(
+                Effect(lambda capture: (generator.initial_seed(), generator.get_state().tolist()), operator.eq)
+            )
 
     def restore(self) -> None:
         for (generator, _), state in zip(self._generators, self._states, strict=True):
@@ -87,6 +118,19 @@ class RandomState:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _names_setters(world: World) -> bool:
+    names = {name for _, code in world.codes.values() if is_user_code(code) for name in code.co_names}
+    return "default_generator" in names or (bool(world.generators) and not names.isdisjoint(_SETTERS))
+
+
+def _seeds(path: str, location: Location | None = None) -> RandomStateError:
+    return RandomStateError(
+        f"the step seeds {path}, or sets its state, in a way that the graph does not record.",
+        fix="seed outside of the step (torch.manual_seed inside of it is recorded).",
+        location=location,
+    )
 
 
 def _advanced(generator: torch.Generator) -> torch.Tensor:
