@@ -14,9 +14,8 @@ from wholestep.ir import InputKind, InputSpec, NodeMeta, Signature, TensorSpec
 from wholestep.ir.io.arguments import TargetReader
 from wholestep.ir.io.serialize import RecordReader, write_record
 
-FULL = NodeMeta(
-    "model.fc", Location("a.py", 3, "f", "x = 1"), "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True, True
-)
+LINE = Location("a.py", 3, "f", "x = 1")
+FULL = NodeMeta("model.fc", LINE, "optimizer", torch.ops.aten.add_.Tensor, True, "fc.w", 2, 3, True, True)
 
 
 def round_trip(value: Any) -> Any:
