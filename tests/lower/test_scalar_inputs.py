@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lower.graphs import aten, graph_of, interpreted, report
+from selection import each_now
 from wholestep.lower import LowerOptions, partial_lower
 from wholestep.lower.scalar_inputs import _OPERANDS, pack_scalars
 
@@ -136,7 +137,9 @@ def test_the_table_of_operators_is_complete() -> None:
     assert tested | ONLY_IN_LISTS == _OPERANDS - {"atan2"} | (tested & {"atan2"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", each_now([torch.float32, torch.float64, torch.bfloat16], "torch.float32", "torch.bfloat16")
+)
 def test_every_operator_takes_scalar_inputs_as_eager_does(dtype: torch.dtype) -> None:
     gm = lowered_operators(dtype)
     assert len(report(gm).regions) == 1

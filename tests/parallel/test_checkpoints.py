@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, apart, compare, look, numbers, whole_state, world_mesh
 from ranks import run_ranks
+from selection import each_now
 
 CASE = Case("", steps=3)
 
@@ -107,7 +108,7 @@ def test_an_eager_call_between_steps_has_the_whole_model() -> None:
     assert run_ranks(code, 2) == [[], []]
 
 
-@pytest.mark.parametrize("factor", [None, 3.0])
+@pytest.mark.parametrize("factor", each_now([None, 3.0], "3.0"))
 def test_eager_and_compiled_steps_take_turns(factor: float | None) -> None:
     def check(case: Case) -> list[str]:
         mesh = world_mesh()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import wholestep as ws
 from cases.parts import train_step
 from ranks import RanksFailed, run_ranks
+from selection import each_now
 from wholestep import step
 from wholestep.ir.effects import is_collective
 
@@ -62,7 +63,7 @@ def run_forever(job: Job) -> None:
         job.run()
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", each_now(PLANS, "fully shard"))
 def test_a_killed_rank_is_named_by_the_survivors(kind: str) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(killed, 3, kind, deadline=60)
@@ -176,7 +177,7 @@ def ragged(rank: int, kind: str) -> tuple[list[float], int]:
     return losses, len(job.step.graphs)
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", each_now(PLANS, "fully shard"))
 def test_batches_of_other_lengths_run_together(kind: str) -> None:
     (first, known), (second, more) = run_ranks(ragged, 2, kind, deadline=60)
     assert first == pytest.approx(second)  # means over equal rows

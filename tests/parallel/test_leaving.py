@@ -86,7 +86,10 @@ def leaves(rank: int, kind: Any, how: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
-@pytest.mark.parametrize(("kind", "how"), [*((ws.Replicate, how) for how in LEAVING), (ws.FullyShard, "returns")])
+ENDS = [*((ws.Replicate, how) for how in LEAVING), pytest.param(ws.FullyShard, "returns", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("kind", "how"), ENDS)
 def test_a_rank_whose_process_ends_is_named(kind: Any, how: str) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(leaves, 3, kind, how, deadline=60)

@@ -21,6 +21,7 @@ from parallel.pairs import (
     world_mesh,
 )
 from ranks import run_ranks
+from selection import each_now
 
 
 def test_two_by_two_ranks_agree_with_fully_shard_on_the_same_mesh() -> None:
@@ -91,7 +92,7 @@ def test_one_rank_trains_without_collectives() -> None:
     assert run_ranks(code, 1) == [[]]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", each_now([False, True], "True"))
 def test_a_mesh_of_a_part_of_the_world_trains_apart_from_the_rest(sharded: bool) -> None:
     def check(case: Case) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "dp"))["dp"]

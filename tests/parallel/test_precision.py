@@ -104,7 +104,7 @@ def scaled_sides(sharded: bool, clip: bool) -> tuple[Side, Compiled]:
     return torchs, Compiled(Case("", step=Scaled(clip), batch=overflowing, steps=8), plan)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", each_now([False, True], "True"))
 def test_all_ranks_skip_a_step_if_one_overflows(sharded: bool) -> None:
     def check(case: Case) -> list[str]:
         torchs, ours = scaled_sides(sharded, case.name == "clipped")

@@ -90,7 +90,7 @@ def from_the_start(rank: int, kind: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", each_now(PLANS, "replicate"))
 def test_options_that_differ_from_the_start_are_named_before_anything_runs(kind: str) -> None:
     """Batches have other lengths too, so that graphs rightly differ; under FullyShard so do the shards."""
     for found in run_ranks(from_the_start, 2, kind, deadline=90):
@@ -262,7 +262,7 @@ CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("name", each_now(CONSTANTS, "momentum", "argument"))
 def test_a_constant_that_changes_on_one_rank_is_named(name: str) -> None:
     for message in run_ranks(changes_with_a_capture, 2, name, deadline=60):
         assert CONSTANTS[name] in message, message

@@ -24,7 +24,7 @@ from parallel.pairs import (
     world_mesh,
 )
 from ranks import run_ranks
-from selection import some_now
+from selection import each_now, some_now
 from wholestep import errors
 
 
@@ -203,13 +203,13 @@ def test_steps_and_models_have_the_bits_of_ddp(check: Any, cases: list[Case]) ->
     all_of(check, cases)
 
 
-@pytest.mark.parametrize("check", [beside_ddp, beside_fully_shard])
+@pytest.mark.parametrize("check", each_now([beside_ddp, beside_fully_shard], "beside_fully_shard"))
 def test_gradients_that_are_kept_are_added_to_as_torchs_wrappers_do(check: Any) -> None:
     """DDP reduces the sum of old and new, fully_shard only what is new: the same up to rounding."""
     all_of(check, [KEPT])
 
 
-@pytest.mark.parametrize("plan", [ws.Replicate, ws.FullyShard])
+@pytest.mark.parametrize("plan", each_now([ws.Replicate, ws.FullyShard], "FullyShard"))
 def test_steps_that_wrappers_cannot_take_agree_with_one_process(plan: Any) -> None:
     """DDP reduces in the first of two backwards only, fully_shard wants rows in memory one after the other."""
     cases = [Case(step.__name__, step=step, steps=4) for step in (gradient_penalty, by_parts, two_backwards)]

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from ranks import run_ranks
+from selection import each_now
 from wholestep import errors
 from wholestep.step import with_plan_of_models
 
@@ -113,7 +114,7 @@ def plain(rank: int) -> tuple[nn.Module, Step]:
     return model, step
 
 
-@pytest.mark.parametrize("passes", ["default", None])
+@pytest.mark.parametrize("passes", each_now(["default", None], "default"))
 def test_a_model_in_ddp_trains_as_in_eager(passes: Any) -> None:
     (graphs, _) = equal_on_ranks(plain, passes=passes)
     assert graphs[-1]["all_reduce"] == (1 if passes else 6)  # of two layers and a norm; unused layers send nothing
@@ -214,7 +215,7 @@ def sharded(**options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", each_now([None, torch.bfloat16], "torch.bfloat16"))
 def test_a_model_given_to_fully_shard_trains_as_in_eager(dtype: Any) -> None:
     def recipe(rank: int) -> tuple[nn.Module, Step]:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -234,7 +235,7 @@ def test_a_model_given_to_fully_shard_trains_as_in_eager(dtype: Any) -> None:
     assert graphs[-1]["reduce_scatter_tensor"] == 6
 
 
-@pytest.mark.parametrize("where", ["in the step", "around the call"])
+@pytest.mark.parametrize("where", each_now(["in the step", "around the call"], "in the step"))
 def test_fully_shard_without_gradient_sync_adds_gradients_up_as_in_eager(where: str) -> None:
     def recipe(rank: int) -> tuple[nn.Module, Step]:
         model = sharded()

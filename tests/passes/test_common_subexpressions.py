@@ -274,7 +274,7 @@ def test_any_step_computes_the_same(step: StepGraph) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS[::2], ids=name_of)
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_captured_steps_compute_the_same_in_and_out_of_place(name: str, options: dict[str, Any], first: bool) -> None:
     step = optimizer_step(name, options, first=first, clip=True, average=True)
     before, write_backs = Replay(step.gm), step.signature.write_backs

@@ -246,7 +246,7 @@ def with_prerequisites(given_pass: GraphPass) -> Order:
     return [*found, (given_pass, 1e-4, 0)]
 
 
-@pytest.mark.parametrize("name", each_now(NAMES, *NAMES[::3]))
+@pytest.mark.parametrize("name", each_now(NAMES, *NAMES[::6]))
 def test_every_pass_alone_and_the_default_list(name: str) -> None:
     for each in PASSES:
         order = with_prerequisites(each)

@@ -41,7 +41,7 @@ MODELS = {"lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU)
 @pytest.mark.parametrize("model", each_now(MODELS, "lstm", "encoder"))
 def test_results_equal_eager_and_the_peak_equals_the_plan(model):
     eager = Trained(MODELS[model], sequences, eager=True, steps=3)
-    for fraction in (0.0, 0.4, 0.7, 1.0):
+    for fraction in (0.0, 0.5, 1.0):
         ours = Trained(MODELS[model], sequences, steps=3, memory_budget=fraction)
         assert ours.equals(eager), fraction
         assert abs(ours.memory.measured_peak - ours.memory.planned_peak) <= 0.02 * ours.memory.planned_peak
@@ -112,5 +112,5 @@ def test_expanded_gradients_and_scalars_are_counted():
 
 @pytest.mark.parametrize("budget", [0.0, 1.0])
 def test_a_budget_of_just_what_is_needed_is_not_exceeded_by_a_byte(budget):
-    memory = Trained(memory_budget=budget, lower="eager").memory
+    memory = Trained(memory_budget=budget, lower="eager", steps=2).memory
     assert memory.measured_peak <= memory.planned_peak <= memory.budget
