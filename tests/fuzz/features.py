@@ -230,8 +230,10 @@ def depth_by_number(b: Builder) -> None:
 
 
 def cached_function(b: Builder) -> None:
-    """A tensor in functools.lru_cache."""
+    """A tensor in functools.lru_cache. Eager fills the cache in its first call; of calls that ran as a graph nothing
+    stays in it, so what eager does after a refusal may be something else (under another default dtype)."""
     name = b.name("weights")
+    b.add_top("NOT_REPEATABLE = True")
     b.add_top(f"@functools.lru_cache\ndef {name}(n):\n    return torch.linspace(0.5, 1.5, n)")
     b.step("forward", f"h = h * {name}(h.shape[1])")
 
