@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.objects.discover_sources import OtherSources, SourceWalk
 from wholestep.capture.objects.object_search import Chain, has_own_dict, search
-from wholestep.capture.objects.user_code import is_foreign
+from wholestep.capture.objects.user_code import is_foreign, is_installed
 from wholestep.capture.python_reads.stand_ins import IMMUTABLE, with_parts
 from wholestep.errors import UnsupportedError, WrappedError
 from wholestep.ir.captured_step import ObjectLink
@@ -117,8 +117,9 @@ class World:
     """Functions of the user's with their code, by identity."""
     builtin_names: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
     """Global namespaces and the names in user code that they do not have, by identity."""
-    sees_class_dicts: bool = False
-    """Whether user code may look into the dicts of classes: `vars(Config)`."""
+    class_dicts_of: set[str] = field(default_factory=set)
+    """The modules whose classes' dicts code may look into (`vars(Config)`): "" where the user's program does, which may
+    look into any; a module of an installed package looks into those of its own classes."""
     links: dict[int, ObjectLink] = field(default_factory=dict)
     """The link by which the walk reached an object, by identity of the object."""
 
@@ -141,6 +142,10 @@ class World:
         for found in (self.links, self.frontier, self.behind):
             found.clear()
         self.chains.clear()
+
+    def sees_dict_of(self, cls: type) -> bool:
+        """Whether user code may look into the dict of a class."""
+        return "" in self.class_dicts_of or cls.__module__ in self.class_dicts_of
 
     def knows(self, value: Any) -> bool:
         """Whether an optimizer, scheduler, scaler or module was found."""
@@ -423,9 +428,8 @@ class _Walk:
             self.world.variables.append((name, slot, value))
             self.visit(value, name, depth + 1, slot)
         self._sources.module_attributes(fn, fn.__code__, depth)
-        self.world.sees_class_dicts = self.world.sees_class_dicts or bool(
-            _ASKS_FOR_DICTS & {*named, *fn.__code__.co_names}
-        )
+        if _ASKS_FOR_DICTS & {*named, *fn.__code__.co_names}:
+            self.world.class_dicts_of.add(str(fn.__module__) if is_installed(fn.__code__) else "")
 
     def _module(self, root: nn.Module, path: str, depth: int) -> None:
         for name, module in root.named_modules(remove_duplicate=True):

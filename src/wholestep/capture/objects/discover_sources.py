@@ -63,6 +63,8 @@ _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScale
 _LARGEST_TABLE = 200
 _LARGE_MODULES = frozenset({"torch", "numpy"})
 """Modules that user code names often, and that have no abstract classes to ask."""
+AFTER_TRACE = object()
+"""Stands for what a library holds under a name, where that is read when the trace has ended."""
 REPLACED = CLOCKS | UNREPEATABLE
 """Functions that return another value each time, by identity."""
 
@@ -104,6 +106,11 @@ class OtherSources:
     """Whether the step may compute with `decimal`, whose precision is state of the thread."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
     """The same, where no slot holds them."""
+
+    def libraries_after_trace(self) -> Iterator[tuple[ModuleType | type, dict[str, Any]]]:
+        """`libraries` with what they hold now under names that were found in the middle of the trace."""
+        for owner, named in self.libraries.values():
+            yield owner, {n: vars(owner).get(n, ABSENT) if v is AFTER_TRACE else v for n, v in named.items()}
 
 
 class SourceWalk:
@@ -301,7 +308,8 @@ class SourceWalk:
             value = NamesReplaced.originals.get((id(module), name), vars(module).get(name, ABSENT))
             if value is ABSENT or (nested == 0 and id(value) in REPLACED):
                 continue
-            held[name] = value
+            # Code that is found in the middle of a trace names functions that the trace replaced (`math.sqrt`).
+            held.setdefault(name, AFTER_TRACE if NamesReplaced.now else value)
             if isinstance(value, ModuleType) and is_foreign(value) and nested < 3:
                 self._library(value, code, depth, nested + 1)
             elif (
@@ -362,12 +370,23 @@ def imported_modules(namespace: dict[str, Any], code: CodeType) -> dict[str, Mod
         module = sys.modules.get(name)
         if isinstance(module, ModuleType):
             found[name] = module
-    if _LOOKS_UP_MODULES & set(code.co_names) and not any(not is_foreign(module) for module in found.values()):
+    if _looks_up_modules(namespace, code) and all(is_foreign(module) for module in found.values()):
         found |= {name: module for name, module in list(sys.modules.items()) if _is_the_users(module)}
     return found
 
 
 _LOOKS_UP_MODULES = frozenset({"modules", "import_module", "__import__"})
+
+
+def _looks_up_modules(namespace: dict[str, Any], code: CodeType) -> bool:
+    """Whether code may look up a module by a name that it computes. (`model.modules()` does not.)"""
+    named = _LOOKS_UP_MODULES & set(code.co_names)
+    if named != {"modules"}:
+        return bool(named)
+    held = (namespace.get(name) for name in code.co_names)
+    return "sys" in code.co_names or any(value is sys or value is sys.modules for value in held)
+
+
 _PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
 
 

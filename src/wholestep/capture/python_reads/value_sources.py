@@ -6,6 +6,7 @@ it, places that the step read or set are added to its variables, which are guard
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.objects.user_code import is_installed
 from wholestep.capture.python_reads.attribute_reads import AttributeReads, class_values
 from wholestep.capture.python_reads.clocks import Clocks
 from wholestep.capture.python_reads.outside_reads import OutsideReads
@@ -52,6 +54,9 @@ class ValueSources:
         self.changed_arrays: list[ArrayCopy] = []
         self._counts = (0, 0, 0)
         self._active = False
+        self._asks_locks = False
+        """Whether code of the user's program asks for the state of a lock, of as many functions as were looked at."""
+        self._codes_seen = 0
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -96,7 +101,12 @@ class ValueSources:
         """Whether the step may depend on memory or a lock: on a lock only where its code asks for the state."""
         if not tells_state(array):
             return True
-        return any(ASKS_LOCKS & set(code.co_names) for _, code in self._world.codes.values())
+        codes = self._world.codes
+        if not self._asks_locks and len(codes) > self._codes_seen:
+            new = itertools.islice(codes.values(), self._codes_seen, None)
+            self._asks_locks = any(ASKS_LOCKS & set(code.co_names) for _, code in new if not is_installed(code))
+            self._codes_seen = len(codes)
+        return self._asks_locks
 
     def _put_stand_ins(self) -> None:
         places = self._world.sources.stand_ins
@@ -141,7 +151,7 @@ class ValueSources:
             for name, value in values.items():
                 slot = ClassSlot(InputKind.CAPTURED, f"{path}.{name}", None, cls, name)
                 self._lift(slot, value, slot.path)
-            if self._world.sees_class_dicts:
+            if self._world.sees_dict_of(cls):
                 read.update(dict.fromkeys(values))  # a recorder would be visible there
                 for name, value in values.items():
                     self.found(
