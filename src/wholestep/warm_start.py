@@ -101,7 +101,7 @@ def _key_of(call: StepCall, options: ResolvedOptions) -> str:
     """A hash of all that decides the graph of a call and is known before it is looked up."""
     given = {i: leaf for i, leaf in enumerate(call.leaves) if not isinstance(leaf, Tensor)}
     functions = [bound.graph_pass for bound in options.passes]
-    code = Code.of_walk(Walk(call.fn, given), call.fn, *functions, options.policy).table
+    code = Code.of_step(call.fn, given, *functions, options.policy).table
     leaves = [tensor_text(leaf) if isinstance(leaf, Tensor) else class_name(leaf) for leaf in call.leaves]
     parts = (repr(sorted(code.items())), repr(leaves), structure_text(call.structure), _options_text(options))
     return digest(*parts, repr(sorted(versions().items())), _devices())

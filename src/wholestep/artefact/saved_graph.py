@@ -9,7 +9,7 @@ They are compared with those of the call that the graph is to be bound to. Whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,33 +33,38 @@ _KEY_CLASSES = {"NoneType": type(None), "str": str, "int": int, "bool": bool}
 
 
 class Code:
-    """Functions and classes, and the table of their code: made when it is first asked for, because frameworks have
-    tens of thousands of functions and few steps are saved."""
+    """The code that some objects run, as a table: both are made when the table is first asked for, because frameworks
+    lead to tens of thousands of objects and functions, and few steps are saved."""
 
-    def __init__(self, roots: Sequence[Any] = (), table: dict[str, str] | None = None) -> None:
+    def __init__(self, roots: Callable[[], Sequence[Any]] = tuple, table: dict[str, str] | None = None) -> None:
         self._roots = roots
         self._table = table
 
     @classmethod
-    def of_walk(cls, walk: Walk, *functions: Any) -> Code:
-        """Functions, those that objects hold (attributes, hooks), and the classes of all objects."""
-        classes = {type(value) for value in walk.objects}
-        held = [value for value in walk.objects if isinstance(value, FUNCTIONS)]
-        return cls([*functions, *held, *sorted(classes, key=lambda each: f"{each.__module__}.{each.__qualname__}")])
+    def of_step(cls, fn: Callable[..., Any], arguments: Mapping[int, Any], *others: Any) -> Code:
+        """What the function of a step reaches by name, and other functions."""
+        return cls(lambda: [fn, *others, *_with_code(Walk(fn, arguments))])
 
     @classmethod
     def of_objects(cls, captured: CapturedStep) -> Code:
         """The classes of modules, optimizers and what lies in them."""
         specs = captured.guards
         roots = [*(module for module, _ in specs.modules), *specs.optimizers, *specs.scalers]
-        return cls.of_walk(Walk(None, dict(enumerate(roots))))
+        return cls(lambda: _with_code(Walk(None, dict(enumerate(roots)))))
 
     @property
     def table(self) -> dict[str, str]:
         """Hashes by name."""
         if self._table is None:
-            self._table, self._roots = code_of(self._roots), ()
+            self._table, self._roots = code_of(self._roots()), tuple
         return self._table
+
+
+def _with_code(walk: Walk) -> list[Any]:
+    """Functions that objects hold (attributes, hooks), and the classes of all objects."""
+    classes = {type(value) for value in walk.objects}
+    held = [value for value in walk.objects if isinstance(value, FUNCTIONS)]
+    return [*held, *sorted(classes, key=lambda each: f"{each.__module__}.{each.__qualname__}")]
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,13 @@ class CaptureFacts:
 
     @classmethod
     def of(cls, captured: CapturedStep, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> CaptureFacts:
-        """Taken now. Objects of the user's that cannot be read make a refusal: a capture does not fail for it."""
+        """Taken now, but for the code. Objects of the user's that cannot be read make a refusal: a capture does not
+        fail for it."""
         try:
-            step = Code.of_walk(Walk(fn, captured.guards.arguments.constants), fn)
-            return cls(snapshot_of(captured, leaves, structure), step, Code.of_objects(captured))
+            snapshot = snapshot_of(captured, leaves, structure)
         except Exception as error:  # a class of the user's may raise anything where its objects are read
             return cls({}, Code(), Code(), f"{type(error).__name__}: {error}")
+        return cls(snapshot, Code.of_step(fn, captured.guards.arguments.constants), Code.of_objects(captured))
 
 
 class OtherObjectsError(ArtefactError):
@@ -115,6 +121,10 @@ class SavedGraph:
         """A graph with all its passes, and the facts of its capture. ArtefactError names what cannot be saved."""
         if facts.refusal:
             raise ArtefactError(f"the step cannot be saved: its objects could not be read ({facts.refusal}).")
+        try:
+            _ = facts.step.table, facts.objects.table
+        except Exception as error:  # as above
+            raise ArtefactError(f"the step cannot be saved: its objects could not be read ({error}).") from error
         walk = Walk(fn, captured.guards.arguments.constants)
         try:
             document = write_step(captured, walk, write_shard)
@@ -172,7 +182,7 @@ class SavedGraph:
         before = self.facts
         arguments = self._arguments(leaves)
         if not isinstance(fn, Given):
-            now = Code.of_walk(Walk(fn, arguments), fn).table
+            now = Code.of_step(fn, arguments).table
             refuse(code_table.differences(before.step.table, now), "the code is not that of the capture")
         key = "the structure of the arguments"
         calls = ({key: before.snapshot.get(key, "")}, {key: assumed_objects.structure_text(structure)})

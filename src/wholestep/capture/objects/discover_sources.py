@@ -63,8 +63,6 @@ _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScale
 _LARGEST_TABLE = 200
 _LARGE_MODULES = frozenset({"torch", "numpy"})
 """Modules that user code names often, and that have no abstract classes to ask."""
-AFTER_TRACE = object()
-"""Stands for what a library holds under a name, where that is read when the trace has ended."""
 REPLACED = CLOCKS | UNREPEATABLE
 """Functions that return another value each time, by identity."""
 
@@ -106,11 +104,6 @@ class OtherSources:
     """Whether the step may compute with `decimal`, whose precision is state of the thread."""
     fixed: list[tuple[Any, str]] = field(default_factory=list)
     """The same, where no slot holds them."""
-
-    def libraries_after_trace(self) -> Iterator[tuple[ModuleType | type, dict[str, Any]]]:
-        """`libraries` with what they hold now under names that were found in the middle of the trace."""
-        for owner, named in self.libraries.values():
-            yield owner, {n: vars(owner).get(n, ABSENT) if v is AFTER_TRACE else v for n, v in named.items()}
 
 
 class SourceWalk:
@@ -308,8 +301,7 @@ class SourceWalk:
             value = NamesReplaced.originals.get((id(module), name), vars(module).get(name, ABSENT))
             if value is ABSENT or (nested == 0 and id(value) in REPLACED):
                 continue
-            # Code that is found in the middle of a trace names functions that the trace replaced (`math.sqrt`).
-            held.setdefault(name, AFTER_TRACE if NamesReplaced.now else value)
+            held[name] = value
             if isinstance(value, ModuleType) and is_foreign(value) and nested < 3:
                 self._library(value, code, depth, nested + 1)
             elif (

@@ -186,7 +186,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         reads_param_groups=world.reads_param_groups,
         types=tuple(each for each in capture.classes.values() if id(each[0]) not in weakly_held),
         weak=tuple((ref, path) for ref, path in sources.weak.values() if ref() is not None),
-        libraries=tuple(sources.libraries_after_trace()),
+        libraries=tuple(sources.libraries.values()),
         whole_reads=tuple(
             (r.obj, path, r.before.keys() - _overridden(r.obj)) for r, path in capture.readers if r.read_whole
         ),

@@ -1,0 +1,60 @@
+"""Installed packages that a step leads to: what is guarded of them, and what their code makes the search look into."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+import wholestep as ws
+from wholestep.artefact.addresses import Walk
+from wholestep.capture.objects.discover import discover
+from wholestep.capture.objects.discover_sources import imported_modules
+
+
+class Config:
+    scale = 2.0
+
+
+def reads_dicts() -> Any:
+    return vars(Config)["scale"]
+
+
+def names_submodules(model: torch.nn.Module) -> int:
+    return len(list(model.modules()))
+
+
+def looks_up(name: str) -> Any:
+    return sys.modules[name]
+
+
+def installed(fn: FunctionType) -> Any:
+    """The function as one of an installed package."""
+    file = sysconfig.get_paths()["purelib"] + "/a_package/a_file.py"
+    code: CodeType = fn.__code__.replace(co_filename=file)
+    return FunctionType(code, fn.__globals__, fn.__name__)
+
+
+def test_vars_in_a_package_opens_the_classes_of_its_own_module_only() -> None:
+    by_program, by_package = discover(reads_dicts, []), discover(installed(reads_dicts), [])
+    other = type("Other", (), {"__module__": "another_package"})
+    assert by_program.sees_dict_of(Config) and by_program.sees_dict_of(other)
+    assert by_package.sees_dict_of(Config) and not by_package.sees_dict_of(other)
+
+
+def test_submodules_of_a_model_are_not_python_modules_looked_up_by_name() -> None:
+    assert not imported_modules(globals(), names_submodules.__code__)
+    assert __name__ in imported_modules(globals(), looks_up.__code__)
+
+
+def test_a_capture_that_nobody_saves_does_not_walk_all_objects_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def walked(*given: Any) -> None:
+        raise AssertionError("walked")
+
+    monkeypatch.setattr(Walk, "__init__", walked)
+    step = ws.compile(lambda x: x * Config.scale, lower="eager")
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]
