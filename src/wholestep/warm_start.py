@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.artefact.addresses import Walk, class_name
+from wholestep.artefact.addresses import class_name
 from wholestep.artefact.assumed_objects import structure_text, tensor_text, text_of
 from wholestep.artefact.code_table import digest
 from wholestep.artefact.disk_cache import DiskCache
