@@ -38,18 +38,19 @@ class Way:
         self.step = step
         self.forward: Any = self.model
         self.seconds: list[float] = []
+        self.clock = time.perf_counter
         self.first = 0.0
         self.peak = 0.0
         self.first_peak = 0.0
         self.loss = 0.0
 
     def run(self, batch: tuple[Tensor, Tensor], times: int, *, timed: bool) -> None:
-        started = time.perf_counter()
+        started = self.clock()
         for _ in range(times):
             loss = self.step(self.forward, self.optimizer, *batch)
         _wait(batch[0])
         if timed:
-            self.seconds.append((time.perf_counter() - started) / times)
+            self.seconds.append((self.clock() - started) / times)
         self.loss = float(loss.detach())
 
     def warm(self, batch: tuple[Tensor, Tensor]) -> None:
@@ -105,11 +106,12 @@ def memory_alone(name: str, optimizer: str) -> dict[str, list[float]]:
     return found
 
 
-def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, Any]:
+def measure(device: str, name: str, optimizer: str, rounds: int, clock: str = "wall") -> dict[str, Any]:
     """All ways on one shape."""
     ways, batch = ways_of(device, name, optimizer, "")
     ours = ways[0]
     for way in ways:
+        way.clock = time.perf_counter if clock == "wall" else time.process_time
         way.warm(batch)
     times = 20 if (device == "cuda" and name == "small") else (5 if name == "small" or device == "cuda" else 2)
     for _ in range(rounds):
@@ -122,6 +124,7 @@ def measure(device: str, name: str, optimizer: str, rounds: int) -> dict[str, An
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "shape": name,
         "optimizer": optimizer,
+        "clock": clock,
         "ms": {way.name: round(1e3 * statistics.median(way.seconds), 3) for way in ways},
         "first_calls_s": {way.name: round(way.first, 1) for way in ways},
         "best_peer": best.name,
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["small", "large"])
     parser.add_argument("--optimizer", default="fused")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--clock", default="wall", choices=("wall", "process"), help="process: CPU time, one thread")
     parser.add_argument("--json", default="")
     parser.add_argument("--memory", action="store_true", help="CUDA: also peak memory, each way in its own process")
     parser.add_argument("--memory-of", default="", help=argparse.SUPPRESS)
@@ -148,7 +152,7 @@ def main() -> None:
         return
     rows = []
     for name in options.shapes:
-        rows.append(measure(options.device, name, options.optimizer, options.rounds))
+        rows.append(measure(options.device, name, options.optimizer, options.rounds, options.clock))
         if options.memory and options.device == "cuda":
             rows[-1]["peak_gib"] = memory_alone(name, options.optimizer)
         print(json.dumps(rows[-1], indent=2), flush=True)
