@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import os
 import subprocess
 import sys
 import textwrap
@@ -126,7 +127,7 @@ def test_a_step_is_saved_in_one_process_and_runs_in_another(project: Any, tmp_pa
     source = Path(ws.__file__).parent.parent
     for name in ("saved", "loaded"):  # not in this process: packages that tests import replace functions of torch
         command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), name]
-        subprocess.run(command, check=True, env={"PYTHONPATH": str(source)})
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(source)})
     assert equal(torch.load(tmp_path / "loaded.pt"), torch.load(tmp_path / "saved.pt"))
 
 
