@@ -32,7 +32,6 @@ from torch.nn.utils import stateless
 from torch.optim.sgd import sgd
 
 import wholestep as ws
-from wholestep.torch_private.autograd import below_autograd
 
 
 class Narrow(nn.Module):
@@ -135,6 +134,8 @@ def _per_call(name: str, model: nn.Module, device: str) -> dict[str, float]:
 
 
 def _replay(forward: Callable[..., Any], inputs: list[Any]) -> None:
+    from wholestep.torch_private.autograd import below_autograd  # `--before`: older trees do not have it
+
     with below_autograd():
         forward(*inputs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import os
 import subprocess
 import sys
 import textwrap

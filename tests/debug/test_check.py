@@ -244,7 +244,7 @@ def test_a_step_that_capture_refuses_does_not_run_at_all() -> None:
 
 def test_a_plan_is_refused_with_what_to_do_instead() -> None:
     mesh: Any = object.__new__(ws.Replicate)
-    with pytest.raises(ws.errors.OptionError, match="no reference"):
+    with pytest.raises(ws.errors.OptionError, match="cannot serve as the reference"):
         ws.check(train_step, parallel=mesh)
 
 

@@ -20,7 +20,13 @@ from ranks import run_ranks
 from simulate.sharded_steps import fully_sharded
 
 HERE = Path(__file__).parent
-RUN_HERE = ("architecture.md", "concepts.md", "passes/collective_matmul.md", "passes/overlap_communication.md")
+RUN_HERE = (
+    "architecture.md",
+    "concepts.md",
+    "passes/chunk_head.md",
+    "passes/collective_matmul.md",
+    "passes/overlap_communication.md",
+)
 
 
 def pages_with_python() -> Iterator[str]:

@@ -15,7 +15,8 @@ IS_MADE = (Path(sys.prefix) / ".stamp").exists()
 
 
 def pins() -> dict[str, str]:
-    lines = CONSTRAINTS.read_text().splitlines()
+    """Of what `make env` installs; what `make docs` adds stands below."""
+    lines = CONSTRAINTS.read_text().partition("# Only what `make docs`")[0].splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 

@@ -29,6 +29,7 @@ from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
 from wholestep.capture.scalars.scalar_operands import moving_view, with_items
+from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, ItemError, UnsupportedError
 from wholestep.ir.meta import user_location
 from wholestep.torch_private.autograd import is_transformed
@@ -68,6 +69,8 @@ _OF_THE_TENSOR: dict[Any, str] = {
     Tensor.register_post_accumulate_grad_hook: "",
 }
 """What changes a tensor without an operator, with the attribute that it sets."""
+_POWERS = frozenset({torch.pow, Tensor.__rpow__})
+"""`k ** x`: autograd takes the logarithm of the base, which torch has for no symbolic scalar."""
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OF_THE_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__reduce_ex__})
 """Attributes of a real tensor that the real tensor itself returns."""
@@ -156,6 +159,8 @@ class FunctionMode(TorchFunctionMode):
             return packed
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
+        if func in _POWERS and torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in args):
+            args = tuple(_as_base(each) for each in args)
         name = _TAKES_VALUE.get(func)
         if name is None:
             return func(*args, **(kwargs or {}))
@@ -202,6 +207,11 @@ def _asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("wholestep."):
         frame = frame.f_back
     return frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.")
+
+
+def _as_base(value: Any) -> Any:
+    scalar = None if isinstance(value, Tensor) else scalar_of(value)
+    return value if scalar is None else scalar.specialise("the base of a power")
 
 
 def _is_traced(value: Any) -> bool:
