@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 model = Net()
-optimizer = torch.optim.Adam([dict(params=[p], lr=0.02 * (n + 1)) for n, p in enumerate(model.parameters())], lr=0.01)
+optimizer = torch.optim.Adam([{"params": [p], "lr": 0.02 * (n + 1)} for n, p in enumerate(model.parameters())], lr=0.01)
 deep2 = types.SimpleNamespace(
     a=types.SimpleNamespace(
         b=types.SimpleNamespace(
