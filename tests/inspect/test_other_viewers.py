@@ -25,6 +25,7 @@ class Kept(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.root_dir = "a folder"
         self.artefacts: list[tuple[dict[str, Any], str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
