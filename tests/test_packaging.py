@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -30,7 +31,8 @@ def test_every_extra_and_every_tool_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("-", "_") for line in lines if "==" in line}
     asked = [*PROJECT["dependencies"], *(name for group in PROJECT["optional-dependencies"].values() for name in group)]
-    assert [name for name in asked if name.partition(">")[0].lower().replace("-", "_") not in pinned] == []
+    names = [re.split(r"[\[>]", each)[0].lower().replace("-", "_") for each in asked]
+    assert [name for name in names if name not in pinned] == []
     assert {"accelerate", "lightning", "report", "transformers"} <= set(PROJECT["optional-dependencies"])
 
 
