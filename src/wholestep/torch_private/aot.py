@@ -142,7 +142,7 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def trace_log_is_written() -> bool:
-    """Whether torch writes a structured log (`TORCH_TRACE=folder`), which tlparse reads. Handlers that do not write to a
+    """Whether torch writes a structured log (`TORCH_TRACE=folder`), which tlparse reads. Handlers that write to no
     folder do not count: pytest adds its own to every logger. 2.11, 2.13."""
     from torch._logging._internal import trace_log
 
