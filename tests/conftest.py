@@ -51,11 +51,31 @@ def fresh_random_state() -> None:
     torch.manual_seed(0)
 
 
+class _Frozen:
+    """Whether Python's objects are frozen. `gc.get_freeze_count()` would count a million of them, at each test."""
+
+    now = False
+    freeze, unfreeze = staticmethod(gc.freeze), staticmethod(gc.unfreeze)
+
+
+def _freeze() -> None:
+    _Frozen.freeze()
+    _Frozen.now = True
+
+
+def _unfreeze() -> None:
+    _Frozen.unfreeze()
+    _Frozen.now = False
+
+
+gc.freeze, gc.unfreeze = _freeze, _unfreeze
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_earlier_files_left_is_frozen() -> None:
     """Python's collector looks at no object that was there before this file: a capture collects twice, and would walk
     over the modules that earlier tests imported and what they left in caches of torch."""
-    if gc.get_freeze_count():
+    if _Frozen.now:
         gc.collect()
     gc.freeze()
 
@@ -63,7 +83,7 @@ def what_earlier_files_left_is_frozen() -> None:
 @pytest.fixture(autouse=True)
 def what_the_last_test_unfroze_is_frozen() -> None:
     """A search for what a trace left behind may unfreeze all objects: a second for each collection from then on."""
-    if not gc.get_freeze_count():
+    if not _Frozen.now:
         gc.freeze()
 
 
