@@ -50,6 +50,7 @@ def run(passes: list[Any], **options: Any) -> tuple[Tensor, list[Any]]:
     step = ws.compile(train_step, passes=passes, lower="eager", **options)
     loss = step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 3))
     assert step.last is not None
+    assert "nodes" in step.explain()  # also where the graph asks for the device of a tensor (`prim::device`)
     return loss, [node.target for node in step.last.gm.graph.nodes if node.op == "call_function"]
 
 

@@ -82,6 +82,8 @@ FUSED_OPTIMIZER_FUNCTIONS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_f
 def may_copy(op: OpOverload) -> bool:
     """Whether the result of an operator whose schema says that it is a view can be a copy: composite operators such as
     `reshape`, `contiguous`, `to`. `OpOverload._can_decompose` reads the same key. 2.11, 2.13."""
+    if op.namespace == "prim":  # `prim::device`: the dispatcher does not know these
+        return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), "CompositeImplicitAutograd"))
 
 
