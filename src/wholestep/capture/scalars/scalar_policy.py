@@ -33,7 +33,7 @@ from wholestep.ir.deferred import FilledLeaf, FreshContainer, ReplayedCall
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_functions import CHECKS, number_tensor
 from wholestep.ir.graph_walks import ancestors
-from wholestep.ir.meta import node_meta
+from wholestep.ir.meta import location_of_exception, node_meta
 from wholestep.ir.signature import ChangeKind, OutputKind
 from wholestep.torch_private.fake_tensors import without_modes
 from wholestep.torch_private.operators import OpOverload, schema_of
@@ -172,7 +172,11 @@ def _pin(
         captured, error, best = _with_inputs(trace, policy.without(pinned), set())
         if captured is None:
             if pinned == seen and error is not None:
-                raise _needed_as_both(error, where) if isinstance(error, MustBeInputs) else error
+                if isinstance(error, WholestepError):
+                    raise error
+                raise (
+                    _needed_as_both(error, where) if isinstance(error, MustBeInputs) else _needed_plain(error)
+                ) from error
             continue
         difference = first_difference(captured, plain)
         if difference is not None:
@@ -216,6 +220,17 @@ def _needed_as_both(error: MustBeInputs, where: Location | None) -> ItemError:
         "the next one: it would be known only when the graph ran.",
         fix="keep a tensor instead of a number, and compute with tensors (torch.minimum instead of min).",
         location=where,
+    )
+
+
+def _needed_plain(error: BaseException) -> ItemError:
+    """For an error that the step does not raise with plain numbers."""
+    said = str(error).strip().splitlines()[-1:] or [""]
+    return ItemError(
+        "code of torch needs a number itself that the step takes from a tensor or changes in each call "
+        f"({type(error).__name__}: {said[0][:200]}).",
+        fix="pass the number as an argument of the step, or keep it in a variable that the step does not set.",
+        location=location_of_exception(error),
     )
 
 
