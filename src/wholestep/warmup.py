@@ -44,10 +44,8 @@ def warm_up(step: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     pending_updates.suspend()
     try:
         step._take_plan(call)
-        first = _executable_for(step, call)
-        if first.captured.runs_once:
-            with state_after(first.captured):
-                _executable_for(step, call)
+        with state_after(_executable_for(step, call).captured):
+            _executable_for(step, call)
     except CannotCaptureError as error:
         step._refusals.warn(step._name, step._calls, error.refusal)  # its calls will run as the plain function
     finally:
