@@ -336,7 +336,8 @@ class TestCompiling:
             partial_lower(gm, options=ANY, cache=cache)
             torch.testing.assert_close(gm(torch.ones(3)), _plus(float(value))(torch.ones(3)))
 
-    # A number that no run before has seen; a new folder for the cache would cost a minute of compiled headers.
+    # A number that no run before has seen, also where a test before this one seeded `random`: a new folder for the
+    # cache would cost a minute of compiled headers.
     # Pooling comes first: Inductor's decomposition of it needs a part of Inductor that it does not import.
     GRAPH = """
         def pooled(x):
@@ -375,7 +376,9 @@ class TestCompiling:
             torch.manual_seed(0)
         """
         tail = 'print(*(counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")))'
-        program = "\n".join([*map(textwrap.dedent, (head, lines)), tail]).replace("NUMBER", repr(random.random()))
+        program = "\n".join([*map(textwrap.dedent, (head, lines)), tail]).replace(
+            "NUMBER", repr(random.SystemRandom().random())
+        )
         source = str(Path(ws.__file__).parents[1])
         environment = {**os.environ, "PYTHONPATH": source}
         command = [sys.executable, "-c", program]
