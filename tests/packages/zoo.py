@@ -255,9 +255,6 @@ REFUSED = {
     ),
     "WS-ITEM": "pytorch_optimizer/Lookahead",
     "WS-RNG": "pytorch_optimizer/Kron",
-    "WS-UNSUPPORTED": (
-        "torchao/Adam8bit torchao/AdamW8bit torchao/Adam4bit torchao/AdamW4bit torchao/AdamFp8 torchao/AdamWFp8"
-    ),
 }
 """Optimizers that branch on values of tensors, keep objects with tensors in their state, draw from numpy, ..."""
 

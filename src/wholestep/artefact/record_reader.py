@@ -56,7 +56,9 @@ from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.plain_contents import PLAIN, kind_of, own_dict, structure_of
+from wholestep.ir.user_objects.plain_contents import leaves as leaves_of_nest
 from wholestep.ir.user_objects.slots import ABSENT, ModuleSlot, Slot
+from wholestep.ir.user_objects.wrapper_tensors import WrapperForm
 from wholestep.torch_private.fx_graphs import pytree
 
 
@@ -142,9 +144,7 @@ class _StepReader:
     def _change(self, data: list[Any]) -> Change:
         kind, slot, output, constant, unless, deferred, after_calls = data
         value = self._places.value(constant)
-        if not isinstance(value, PLAIN) and not (
-            isinstance(value, tuple | list) and all(isinstance(item, PLAIN) for item in value)
-        ):
+        if not all(isinstance(leaf, (*PLAIN, WrapperForm)) for _, leaf in leaves_of_nest(value)):
             raise wrong(class_name(value), "a constant")
         if type(after_calls) is not bool:
             raise wrong(after_calls, "true or false")

@@ -50,6 +50,7 @@ from wholestep.ir.user_objects.slots import (
     Slot,
     ThreadLocalSlot,
 )
+from wholestep.ir.user_objects.wrapper_tensors import InnerTensorSlot, TensorForm, WrapperForm, is_wrapper_class
 
 SLOTS: dict[str, type[Slot]] = {
     cls.__name__: cls
@@ -65,6 +66,7 @@ SLOTS: dict[str, type[Slot]] = {
         GradSlot,
         GroupParamSlot,
         HyperSlot,
+        InnerTensorSlot,
         LastRateSlot,
         LocalSlot,
         MappingSlot,
@@ -176,6 +178,12 @@ class PlaceWriter:
             return {"size": list(value)}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
+        if isinstance(value, TensorForm):
+            return {"tensor": [list(value.size), list(value.stride), self._plain.write(value.dtype), str(value.device)]}
+        if isinstance(value, WrapperForm):
+            inner = [[name, self.value(form, what)] for name, form in value.inner]
+            kind, context = self.at(value.kind, what), self.value(value.context, what)
+            return {"wrapper": [kind, context, list(value.size), list(value.stride), inner]}
         if isinstance(value, Enum):
             return {"enum": [f"{type(value).__module__}:{type(value).__qualname__}", value.name]}
         if type(value) in (tuple, list) and self.addresses.is_unknown(value):
@@ -266,6 +274,10 @@ class PlaceReader:
             return torch.Size([whole(item) for item in rows(content)])
         if tag == "bytes":
             return bytes.fromhex(text(content))
+        if tag == "tensor":
+            return self._form(content)
+        if tag == "wrapper":
+            return self._wrapper(content)
         if tag == "enum":
             [name, member] = rows(content)
             cls = named(text(name))
@@ -277,10 +289,36 @@ class PlaceReader:
             return tuple(items) if tag == "tuple" else items
         if tag == "pairs":
             return {self.value(k): self.value(v) for k, v in rows(content, 2)}
+        return self._data_of(data, content if tag == "data" else data)
+
+    def _data_of(self, data: Any, content: Any) -> Any:
         try:
-            return self._plain.read(content if tag == "data" else data)
+            return self._plain.read(content)
         except GraphFormatError as error:
             raise wrong(data, "a value") from error
+
+    def _form(self, data: Any) -> TensorForm:
+        [(size, stride, dtype, device)] = rows([data], 4)
+        found = self._data_of(data, dtype)
+        if not isinstance(found, torch.dtype):
+            raise wrong(dtype, "a dtype")
+        try:
+            place = torch.device(text(device))
+        except RuntimeError as error:
+            raise wrong(device, "a device") from error
+        return TensorForm(tuple(map(whole, rows(size))), tuple(map(whole, rows(stride))), found, place)
+
+    def _wrapper(self, data: Any) -> WrapperForm:
+        [(kind, context, size, stride, inner)] = rows([data], 5)
+        found = self.at(kind, type)
+        if not is_wrapper_class(found):
+            raise wrong(class_name(found), "a class of tensors that are made of others")
+        forms = [(text(name), self.value(form)) for name, form in rows(inner, 2)]
+        for _, form in forms:
+            if not isinstance(form, TensorForm | WrapperForm):
+                raise wrong(form, "the form of a tensor")
+        sizes, strides = tuple(map(whole, rows(size))), tuple(map(whole, rows(stride)))
+        return WrapperForm(found, self.value(context), sizes, strides, tuple(forms))
 
 
 def _check(kind: str, made: Mapping[str, Any]) -> None:

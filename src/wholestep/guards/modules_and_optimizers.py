@@ -209,6 +209,7 @@ class SameOptimizer(Guard):
         own = not type(optimizer).__module__.startswith("torch.")
         self._types = [_types(group) if own or specs.reads_param_groups else None for group in optimizer.param_groups]
         """The types of all options, where user code may tell `1` from `1.0`; torch's optimizers do not."""
+        self._order = [list(group) for group in optimizer.param_groups]
         self._owners = list(optimizer.state)
         self._sizes = _sizes(optimizer.state)
         self._passed_version = -1
@@ -244,7 +245,11 @@ class SameOptimizer(Guard):
         return True
 
     def _other_types(self) -> Iterator[str]:
-        for g, (group, types) in enumerate(zip(self._optimizer.param_groups, self._types, strict=False)):
+        groups = zip(self._optimizer.param_groups, self._types, self._order, strict=False)
+        for g, (group, types, order) in enumerate(groups):
+            if types is not None and group.keys() == set(order) and list(group) != order:
+                yield f"the options of {self._path}.param_groups[{g}] are in another order"
+                continue
             for key, now, before in zip(group, _types(group), types or (), strict=False):
                 if now is not before:
                     yield f"{self._path}.param_groups[{g}].{key} has another type than at capture"

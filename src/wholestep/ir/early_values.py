@@ -61,6 +61,21 @@ class KnownValues:
         """Whether a known node depends on no input at all."""
         return all(source.op != "placeholder" for source in ancestors([node]))
 
+    def of_constant(self, node: fx.Node) -> Any | None:
+        """The value of a node that is computed from no input and draws nothing; None for any other."""
+        if node in self._memo:
+            return self._memo[node]
+        sources, seen = [node], {node}
+        for each in sources:
+            if each.op not in ("call_function", "get_attr"):
+                return None
+            sources += [source for source in each.all_input_nodes if source not in seen]
+            seen.update(each.all_input_nodes)
+        for each in sorted(sources):  # in the order of the graph: no deep recursion
+            if self.of(each) is None:
+                return None
+        return self._memo[node]
+
     def _compute(self, node: fx.Node) -> Any | None:
         if node.op == "placeholder":
             value = self._placeholder_value(node)

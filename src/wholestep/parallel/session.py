@@ -26,6 +26,7 @@ from wholestep.ir.graph_functions import own_chunk
 from wholestep.ir.meta import update_node_meta, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.trace_protocol import TracedTensor, TraceRecorder
+from wholestep.ir.user_objects.wrapper_tensors import is_wrapper
 from wholestep.parallel.collectives import Collectives
 from wholestep.parallel.gathering import Gathering, Sharded
 from wholestep.parallel.place_models import placement_of
@@ -167,6 +168,13 @@ class _ParameterSwap:
             placed: dict[Any, Any] = {}
             for key, value in entries.items():
                 held, is_same = before.get(key), value is initial.get(key)
+                if is_wrapper(value):
+                    raise UnsupportedError(
+                        f"state of {type(optimizer).__name__} is a {type(value).__name__}, which cannot be sharded "
+                        "with its parameter.",
+                        fix="use Replicate(mesh), or an optimizer whose state is plain tensors.",
+                        location=user_location(),
+                    )
                 if not isinstance(value, Tensor):
                     placed[key] = value
                 elif is_same and local_of(held) is value:

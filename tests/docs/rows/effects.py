@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
-from docs.rows.page import network, refused, row, run_of, same, train
+from docs.rows.page import network, refused, row, run_of, same, same_function, train
 
 SEEN: list[float] = []
+
+
+@row("the same of a tensor that is computed from no input")
+def rates() -> None:
+    same_function(lambda x: x * torch.linspace(0, 0.3, 12).tolist()[3])
 
 
 @row("`.numpy()`")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
+from capture.halves import assert_same, batch, world
 from capture.odd_places import at_address
 from docs.rows.page import refused, row, same
 
@@ -82,7 +83,16 @@ def written() -> None:
     refused("WS-SIDE-EFFECT", saves)
 
 
-@row("state that is a tensor subclass")
+@row("optimizer state in tensors that are made of other tensors")
+def wrapped_state() -> None:
+    eager, compiled = world(), world()
+    step = ws.compile(compiled[2], lower="eager")
+    for i in range(3):
+        assert torch.equal(eager[2](batch(i)), step(batch(i)))
+    assert_same(eager, compiled)
+
+
+@row("state that is another tensor subclass")
 def leaf_state() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         loss = train(model(x).square().mean(), optimizer)

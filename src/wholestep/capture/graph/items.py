@@ -1,5 +1,6 @@
 """`.item()` and `.tolist()` return symbolic scalars while tracing.
 
+torch.linspace(0, 1, 9)[3].item()    computed from no input: a plain number
 state["step"].item()     known before the step runs: computed from single-element state. A branch on it is a guard
 loss.item()              known after the graph ran. It may be returned, stored, printed and computed with; where it
                          reaches a tensor it is a node of the graph; a branch on it is refused
@@ -61,6 +62,7 @@ class Items:
         self._scalars = scalars
         self._known = KnownValues(self._known_placeholder)
         self._known_batch = KnownValues(self._known_batch_placeholder, single=False)
+        self._constants = KnownValues(lambda placeholder: None, single=False)
         self._taken: dict[tuple[fx.Node, int | None], ScalarNode | Number] = {}
         self._held: dict[fx.Node, fx.Node] = {}
         self._flat: dict[fx.Node, fx.Node] = {}
@@ -78,6 +80,8 @@ class Items:
         if taken is not None and not (isinstance(taken, ScalarNode) and taken.is_deferred):
             return taken.as_python() if isinstance(taken, ScalarNode) else taken
         value = self._known.of(node)
+        if value is None:
+            value = self._constants.of_constant(node)
         if value is None and (asked_by("transformers/masking_utils.py") or is_asked_by_rnn()):
             value = self._known_batch.of(node)  # a property of the batch's mask, or its size; checked at each call
         if value is None:
@@ -136,6 +140,10 @@ class Items:
             raise _value_leaves("tolist", tensor)
         if tensor.dim() == 0:
             return self.item(tensor, node)
+        constant = self._constants.of_constant(node)
+        if constant is not None:
+            with without_modes():
+                return constant.tolist()
         found = [self._deferred(tensor, node, i) for i in range(tensor.numel())]
         for size in reversed(tensor.shape[1:]):
             found = [found[i : i + size] for i in range(0, len(found), size)] if size else []

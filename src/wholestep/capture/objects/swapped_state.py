@@ -38,6 +38,7 @@ from wholestep.ir.user_objects.plain_contents import (
     assign_contents,
     copy_nest,
     copy_of,
+    is_nest,
     map_leaves,
     mutable_nests,
     nested_slot,
@@ -505,7 +506,7 @@ class StateTable:
     def _fake_value(self, value: Any, slot: Slot) -> Any:
         """What the step sees of one value in optimizer state."""
         self._note_containers(value, slot.path)
-        if not isinstance(value, Tensor) and type(value) not in (int, float):
+        if is_nest(value) or (not isinstance(value, Tensor) and type(value) not in (int, float)):
             refuse_sets_of_tensors(value, slot.path)
             self.structures.append((slot, structure_of(value)))
         return map_leaves(value, lambda leaf, keys: self._fake_leaf(leaf, nested_slot(slot, keys)))

@@ -25,11 +25,13 @@ from wholestep.ir.user_objects.plain_contents import (
     NESTS,
     FreshContainersSlot,
     OwnerSlot,
+    is_nest,
     leaves,
     map_leaves,
     mutable_nests,
     nested_slot,
     same_plain,
+    structure_of,
 )
 from wholestep.ir.user_objects.slots import (
     ABSENT,
@@ -42,6 +44,7 @@ from wholestep.ir.user_objects.slots import (
     OptimizerStateSlot,
     Slot,
 )
+from wholestep.ir.user_objects.wrapper_tensors import form_of, is_wrapper
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
 from wholestep.torch_private.modules_and_optimizers import SCALER_TENSORS
@@ -180,7 +183,7 @@ def _bind(
     bindings: Bindings, slot: Slot, old: Any, new: Any, flag: fx.Node | None = None, *, after_calls: bool = False
 ) -> None:
     """Bind what a slot holds now, if it is not what it held before. Containers are compared leaf by leaf."""
-    if isinstance(new, NESTS):
+    if is_nest(new):
         bind_nest(bindings, slot, old, new, flag=flag)
     elif old is not new and not _equal_plain(old, new):
         bindings.bind(slot, new, created=old is ABSENT, flag=flag, after_calls=after_calls)
@@ -208,7 +211,7 @@ def _param_groups(capture: Capture, bindings: Bindings, optimizer: Optimizer, pa
                 if _is_left_to_scheduler(new):
                     continue  # it is called again after each run
                 old = None
-            changed = old is not new and not isinstance(new, NESTS) and not _equal_plain(old, new)
+            changed = old is not new and not is_nest(new) and not _equal_plain(old, new)
             if changed and (optimizer, g) in capture.table.in_tuples:
                 raise SideEffectError(
                     f"the step sets {where}, and a tuple or default argument holds the same param group.",
@@ -240,7 +243,9 @@ def bind_nest(bindings: Bindings, slot: Slot, old: Any, new: Any, *, flag: fx.No
     bindings.refuse_shared(slot.path)
     for container in containers:
         bindings.own_container(container, slot.path)
-    template = map_leaves(new, lambda leaf, keys: leaf if _is_constant(leaf) else None)
+    template = map_leaves(
+        new, lambda leaf, keys: leaf if _is_constant(leaf) else None, wrapper=lambda whole, inner: form_of(whole)
+    )
     fresh = FreshContainersSlot(slot.kind, slot.path, slot.of, slot)
     unless = bindings.skipped(flag)
     bindings.changes.append(Change(ChangeKind.CONSTANT, fresh, constant=template, unless=unless))
@@ -271,6 +276,8 @@ def _with_plain_keys(value: Any) -> Any:
 
 def _same_structure(old: Any, new: Any) -> bool:
     """Whether only leaves differ, each of which can be set on its own."""
+    if is_wrapper(old) or is_wrapper(new):
+        return type(old) is type(new) and bool(structure_of(old) == structure_of(new))
     if not isinstance(old, NESTS) or not isinstance(new, NESTS):
         return not isinstance(old, NESTS) and not isinstance(new, NESTS)
     if type(old) is not type(new) or len(old) != len(new):

@@ -47,6 +47,15 @@ from wholestep.ir.user_objects.opaque_state import (
     write_bytes,
 )
 from wholestep.ir.user_objects.slots import ABSENT, Slot
+from wholestep.ir.user_objects.wrapper_tensors import (
+    InnerName,
+    InnerTensorSlot,
+    WrapperForm,
+    context_of,
+    inner_tensors,
+    is_wrapper,
+    made_of,
+)
 from wholestep.torch_private.guard_checks import DictWatch
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
@@ -398,29 +407,48 @@ class FreshContainersSlot(Slot):
         return self.root.get()
 
     def set(self, value: Any) -> None:
-        self.root.set(copy_nest(value))
+        self.root.set(map_leaves(value, lambda leaf, keys: leaf.build() if type(leaf) is WrapperForm else leaf))
+
+    def remove(self) -> None:
+        self.root.remove()
+
+
+def is_nest(value: Any) -> bool:
+    """Whether the leaves of a value are slots: a container, or a tensor made of other tensors."""
+    return isinstance(value, NESTS) or is_wrapper(value)
 
 
 def copy_nest(value: Any) -> Any:
     """The same leaves in new containers."""
-    return map_leaves(value, lambda leaf, keys: leaf) if isinstance(value, NESTS) else value
+    return map_leaves(value, lambda leaf, keys: leaf) if is_nest(value) else value
 
 
-def map_leaves(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], keys: tuple[Any, ...] = ()) -> Any:
-    """Containers of the same types with other leaves. `change` takes a leaf and its keys."""
+def map_leaves(
+    value: Any,
+    change: Callable[[Any, tuple[Any, ...]], Any],
+    keys: tuple[Any, ...] = (),
+    wrapper: Callable[[Tensor, dict[InnerName, Any]], Any] = made_of,
+) -> Any:
+    """Containers of the same types with other leaves. `change` takes a leaf and its keys, `wrapper` a tensor made of
+    others and what its tensors became."""
+    if isinstance(value, tuple):
+        items = [map_leaves(item, change, (*keys, i), wrapper) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_wrapper(value):
+        inner = inner_tensors(value)
+        return wrapper(value, {name: map_leaves(inner[name], change, (*keys, name), wrapper) for name in inner})
     if not isinstance(value, NESTS):
         return change(value, keys)
-    if isinstance(value, tuple):
-        items = [map_leaves(item, change, (*keys, i)) for i, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    result = copy.copy(value)
+    result: Any = copy.copy(value)
     for key in value if isinstance(value, dict) else range(len(value)):
-        result[key] = map_leaves(value[key], change, (*keys, key))
+        result[key] = map_leaves(value[key], change, (*keys, key), wrapper)
     return result
 
 
 def leaves(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every leaf with its keys."""
+    if is_wrapper(value):
+        value = inner_tensors(value)
     if not isinstance(value, NESTS):
         yield keys, value
         return
@@ -430,6 +458,10 @@ def leaves(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 def structure_of(value: Any, *, numbers: tuple[type, ...] = (int, float)) -> Any:
     """Equal where containers are nested alike and hold the same constants. Tensors and `numbers` count by type."""
+    if is_wrapper(value):
+        form = (value.dtype, tuple(value.shape), value.stride(), skeleton(context_of(value)))
+        inner = inner_tensors(value).items()
+        return type(value), form, tuple((name, structure_of(each, numbers=numbers)) for name, each in inner)
     if isinstance(value, Tensor):
         return Tensor
     if type(value) in numbers:
@@ -452,12 +484,17 @@ def refuse_sets_of_tensors(value: Any, path: str) -> None:
 
 def nested_slot(slot: Slot, keys: tuple[Any, ...]) -> Slot:
     """The slot of a leaf; the slot itself where there are no keys."""
+    if keys and type(keys[-1]) is InnerName:
+        wrapper = nested_slot(slot, keys[:-1])
+        return InnerTensorSlot(slot.kind, f"{wrapper.path}.{keys[-1]}", slot.of, wrapper, str(keys[-1]))
     return NestedSlot(slot.kind, _path(slot.path, keys), slot.of, slot, keys) if keys else slot
 
 
 def mutable_nests(value: Any) -> Iterator[Any]:
     """The containers in a value that can be changed in place."""
-    if isinstance(value, NESTS):
+    if is_wrapper(value):
+        yield value
+    elif isinstance(value, NESTS):
         if not isinstance(value, tuple):
             yield value
         for item in value.values() if isinstance(value, dict) else value:
@@ -465,7 +502,7 @@ def mutable_nests(value: Any) -> Iterator[Any]:
 
 
 def _path(path: str, keys: tuple[Any, ...]) -> str:
-    return path + "".join(f"[{key!r}]" for key in keys)
+    return path + "".join(f".{key}" if type(key) is InnerName else f"[{key!r}]" for key in keys)
 
 
 def _with_leaf(value: Any, keys: tuple[Any, ...], leaf: Any) -> Any:

@@ -42,6 +42,7 @@ from wholestep.ir.user_objects.object_contents import (
     named_by,
 )
 from wholestep.ir.user_objects.plain_contents import PLAIN
+from wholestep.ir.user_objects.wrapper_tensors import inner_tensors, is_wrapper
 from wholestep.torch_private.modules_and_optimizers import MODULE_INTERNALS
 
 
@@ -230,6 +231,13 @@ class _StateWalk:
         return inherited if inherited in _INHERITED else Part.PYTHON
 
     def _tensor(self, tensor: Tensor, path: str, part: Part, observed: bool) -> None:
+        if is_wrapper(tensor):
+            self.found.holders.append(Seen(path, part, tensor, observed))
+            if observed:
+                self._observe(path, part, f"<{type(tensor).__qualname__}>")
+            self._push([(f".{name}", each) for name, each in inner_tensors(tensor).items()], path, part, observed)
+            self._push(children_of(tensor), path, part, observed)
+            return
         self.found.tensors.append(Seen(path, part, tensor, observed))
         if tensor.__dict__:
             self.found.holders.append(Seen(path, part, tensor, observed))
