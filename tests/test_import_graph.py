@@ -53,7 +53,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "shown_step": {"capture", "cross_iteration", "inspect", "lower", "runtime", "step"},
     "cache": {"artefact"},
-    "warm_start": {"artefact", "step"},
+    "stored_graphs": {"artefact", "step"},
     "warmup": {"cross_iteration", "refused_steps", "step"},
     "compiled_step": {
         "artefact",
@@ -65,7 +65,7 @@ IMPORTS: dict[str, set[str]] = {
         "refused_steps",
         "shown_step",
         "step",
-        "warm_start",
+        "stored_graphs",
         "warmup",
     },
     "loaded_step": {"artefact", "compiled_step", "step"},

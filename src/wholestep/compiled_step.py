@@ -59,10 +59,10 @@ from wholestep.step import (
     saved_step,
     with_plan_of_models,
 )
+from wholestep.stored_graphs import StoredGraphs
 from wholestep.torch_private.aot import call_untraced, is_dynamo_tracing
 from wholestep.torch_private.distributed import default_group
 from wholestep.torch_private.modes import AutocastBlock, autocast_caches_casts, mode_that_needs_eager
-from wholestep.warm_start import StoredGraphs
 from wholestep.warmup import warm_up
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ from selection import each_now
 from wholestep.errors import PassError
 from wholestep.options import Options
 from wholestep.passes import approximates, fuse_loss
-from wholestep.passes.engine.float64_reference import InFloat64
+from wholestep.passes.engine.replay import InFloat64
 from wholestep.passes.loss.fuse_loss import RowStatistics, plan_elements, plan_losses
 from wholestep.step import resolve
 

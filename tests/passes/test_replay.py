@@ -18,10 +18,9 @@ from ir.collectives import comm
 from wholestep.errors import OptionError, PassError, VerifyError
 from wholestep.passes import GraphPass, approximates, graph_optimization_pass, merge_common_subexpressions
 from wholestep.passes.engine.contract import Numerics, weakest
-from wholestep.passes.engine.float64_reference import InFloat64
 from wholestep.passes.engine.manager import apply_pass
 from wholestep.passes.engine.pretend_ranks import collective
-from wholestep.passes.engine.replay import Replay
+from wholestep.passes.engine.replay import InFloat64, Replay
 
 aten = torch.ops.aten
 

@@ -28,10 +28,10 @@ import torch
 
 from wholestep.artefact.addresses import class_name, global_names, names_used
 from wholestep.capture.objects.user_code import is_foreign, kind_of_code
+from wholestep.torch_private.aot import behind_lazy_dynamo
+from wholestep.torch_private.modules_and_optimizers import step_behind_hooks
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_LAZY_WRAPPERS = f"{_TORCH}_compile.py"
-"""Functions of torch are wrapped by this file when torch._dynamo is imported first, whoever does so."""
 _IN_NO_STEP = frozenset({("torch", "compile")})
 """Functions of torch that frameworks replace (Lightning) and that code of torch does not call in a step."""
 _MODULES_OF_TORCH = (
@@ -89,9 +89,8 @@ def is_users(function: FunctionType) -> bool:
 
 def function_digest(function: FunctionType) -> str:
     """A hash of one function. Code of torch counts by its place: the version is compared, too."""
+    function = behind_lazy_dynamo(function)
     code = function.__code__
-    if code.co_filename == _LAZY_WRAPPERS and "__wrapped__" in vars(function):
-        return function_digest(vars(function)["__wrapped__"])
     if code.co_filename.startswith(_TORCH):
         return f"{code.co_filename.removeprefix(_TORCH)}:{code.co_firstlineno}"
     return code_digest(code)
@@ -249,8 +248,8 @@ def _members(holder: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(holder).items()):
         if (holder.__name__, name) in _IN_NO_STEP:
             continue
-        if type(value) is FunctionType and vars(value).get("hooked"):
-            value = vars(value)["__wrapped__"]  # the first optimizer of a class wraps `step`, also an inherited one
+        if type(value) is FunctionType and (step := step_behind_hooks(value)) is not value:
+            value = step  # the first optimizer of a class wraps `step`, also an inherited one
             if not value.__qualname__.startswith(f"{holder.__qualname__}."):
                 continue
         yield name, value

@@ -75,7 +75,7 @@ from wholestep.parallel.session import Session
 from wholestep.parallel.torch_wrappers import flags_of
 from wholestep.progress import SILENT, Progress
 from wholestep.torch_private.distributed import is_dtensor, local_of
-from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode, storage_of
+from wholestep.torch_private.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode, storage_key
 from wholestep.torch_private.modules_and_optimizers import SCALER_STEP, SCALER_TENSORS, SCALER_UNSCALE
 
 _one_capture_at_a_time = threading.RLock()
@@ -528,7 +528,7 @@ class Capture:
         """The tensor of the user's whose memory a fake shows, at a place that is the same in each call."""
         if type(fake.storage_offset()) is not int:
             return None
-        return next((t for t in self.table.tracked.values() if storage_of(t.fake) == storage_of(fake)), None)
+        return next((t for t in self.table.tracked.values() if storage_key(t.fake) == storage_key(fake)), None)
 
     def real_value(self, placeholder: fx.Node) -> Any | None:
         """The value that an input has in the call that is traced; None for a generator."""

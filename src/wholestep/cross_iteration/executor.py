@@ -41,7 +41,7 @@ from wholestep.ir.user_objects.slots import GradSlot, ModuleSlot, Slot, in_users
 from wholestep.runtime.executor import Executor
 from wholestep.runtime.python_program import program
 from wholestep.torch_private.distributed import local_of
-from wholestep.torch_private.fake_tensors import storage_of, version_of
+from wholestep.torch_private.fake_tensors import storage_key, version_of
 
 log = logging.getLogger("wholestep")
 
@@ -196,7 +196,7 @@ class Pending:
 
 def _version(tensor: Tensor) -> tuple[int, int]:
     """Differs after every write that torch counts, and after a change of memory (`p.data = ...`, a cast)."""
-    return version_of(tensor), storage_of(local_of(tensor))
+    return version_of(tensor), storage_key(local_of(tensor))
 
 
 def iteration_graphs(step_graph: StepGraph) -> IterationGraphs | None:

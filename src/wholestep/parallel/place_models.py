@@ -28,7 +28,7 @@ from wholestep.parallel.collectives import contiguous_stride, is_dense
 from wholestep.parallel.plan import FullyShard, Plan, check_device
 from wholestep.parallel.torch_wrappers import groups_of
 from wholestep.torch_private.distributed import is_dtensor, local_of, spec_of
-from wholestep.torch_private.modules_and_optimizers import forward_hook_registries, is_fsdp_hook, module_hooks
+from wholestep.torch_private.modules_and_optimizers import forward_hooks, is_fsdp_hook, module_hooks
 
 if TYPE_CHECKING:
     from wholestep.ir.trace_protocol import FoundObjects
@@ -83,7 +83,7 @@ def sharding_hooks(world: FoundObjects) -> list[tuple[dict[Any, Any], Any]]:
     found = []
     for module in world.modules:
         if isinstance(module, FSDPModule):
-            for registry in forward_hook_registries(module):
+            for registry in forward_hooks(module):
                 found += [(registry, key) for key, hook in registry.items() if is_fsdp_hook(hook)]
     return found
 

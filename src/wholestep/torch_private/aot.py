@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -139,6 +140,17 @@ is_dynamo_tracing = torch.compiler.is_dynamo_compiling
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that Dynamo must not trace (`torch._disable_dynamo` imports Dynamo late). 2.11, 2.13."""
     return function(*args)
+
+
+_LAZY_WRAPPERS = torch._compile.__file__
+
+
+def behind_lazy_dynamo(function: FunctionType) -> FunctionType:
+    """A function of torch without the wrapper that it has where somebody imported `torch._dynamo` early (made in
+    `torch/_compile.py`); other functions as they are. 2.11, 2.13."""
+    while function.__code__.co_filename == _LAZY_WRAPPERS and "__wrapped__" in vars(function):
+        function = vars(function)["__wrapped__"]
+    return function
 
 
 def trace_log_is_written() -> bool:

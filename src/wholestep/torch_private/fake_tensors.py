@@ -184,7 +184,8 @@ def has_symbolic_sizes(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the storage of a tensor, equal for all its views (`UntypedStorage._cdata`). 2.11, 2.13."""
+    """Identity of the storage of a tensor, equal for all its views, also without data or elements
+    (`UntypedStorage._cdata`). 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -308,11 +309,6 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the version counter of a tensor whose contents were restored (`_unsafe_set_version_counter`). 2.11, 2.13."""
     if tensor._version != version:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Identity of the storage of a tensor, also without data or elements (`UntypedStorage._cdata`). 2.11, 2.13."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 no_torch_function = torch._C._disabled_torch_function_impl

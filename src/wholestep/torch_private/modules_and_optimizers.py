@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,6 +63,13 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def step_behind_hooks(function: FunctionType) -> FunctionType:
+    """The `step` of an optimizer without the wrapper that runs hooks, which the first optimizer of a class puts around
+    the method (`Optimizer.profile_hook_step`, marked by `hooked`); other functions as they are. 2.11, 2.13."""
+    found: FunctionType = vars(function)["__wrapped__"] if vars(function).get("hooked") else function
+    return found
+
+
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Hooks around `optimizer.step` and the global ones. 2.11, 2.13."""
     from torch.optim import optimizer as _optimizer
@@ -87,25 +95,16 @@ def weight_computing_hooks() -> tuple[type, ...]:
 
 def module_hooks(module: torch.nn.Module) -> list[Any]:
     """Forward and backward hooks of one module. 2.11, 2.13."""
-    found: list[Any] = []
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ):
-        found.extend(hooks.values())
-    return found
+    return [hook for hooks in _hooks_of(module) for hook in hooks.values()]
+
+
+def _hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
 
 
 def packing_functions() -> tuple[Any, Any]:
     """What `pack_padded_sequence` and `pad_packed_sequence` call (`torch._VF`). 2.11, 2.13."""
     return torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
-
-
-def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """The forward hooks of one module by their numbers; to be changed. 2.11, 2.13."""
-    return module._forward_hooks
 
 
 def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
@@ -122,7 +121,7 @@ def hook_registries(modules: Sequence[torch.nn.Module], optimizers: Sequence[tor
         _optimizer._global_optimizer_post_hooks,
     ]
     for m in modules:
-        found += [m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks]
+        found += _hooks_of(m)
     for o in optimizers:
         names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         found += [getattr(o, name, {}) for name in names]  # absent where __init__ of Optimizer was not called
@@ -133,15 +132,13 @@ def global_module_hooks() -> list[Any]:
     """Hooks registered for every module of the process. 2.11, 2.13."""
     from torch.nn.modules import module as _module
 
-    found: list[Any] = []
-    for hooks in (
+    registries = (
         _module._global_forward_pre_hooks,
         _module._global_forward_hooks,
         _module._global_backward_hooks,
         _module._global_backward_pre_hooks,
-    ):
-        found.extend(hooks.values())
-    return found
+    )
+    return [hook for hooks in registries for hook in hooks.values()]
 
 
 def python_function_of(scripted: Any) -> Callable[..., Any] | None:
@@ -160,9 +157,9 @@ SCALER_UNSCALE = "_unscale_grads_"
 # GradScaler's loop over gradients; returns found_inf per device. 2.11, 2.13.
 
 
-def forward_hook_registries(module: Any) -> list[dict[int, Any]]:
-    """The dicts of a module's forward pre-hooks and forward hooks. 2.11, 2.13."""
-    return [module._forward_pre_hooks, module._forward_hooks]
+def forward_hooks(module: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The forward pre-hooks and the forward hooks of a module by their numbers; to be changed. 2.11, 2.13."""
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def is_fsdp_hook(hook: Any) -> bool:

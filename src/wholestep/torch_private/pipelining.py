@@ -159,11 +159,6 @@ class RecordCalls(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def hooks_around(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-    """The forward hooks of a module: before and after (`_forward_pre_hooks`, `_forward_hooks`)."""
-    return list(module._forward_pre_hooks.values()), list(module._forward_hooks.values())
-
-
 Actions = dict[int, list[Any]]
 """Per rank a list of torch's `_Action`, or None for an idle step."""
 

@@ -13,6 +13,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ValueRangesSLoc
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.numbers import int_oo as _int_oo
 from torch.utils._sympy.value_ranges import ValueRanges as _ValueRanges
@@ -45,6 +46,8 @@ def register_symbol(env: ShapeEnv, symbol: Any, hint: int | float | None, lower:
     if hint is not None:
         env.backed_var_to_val[symbol] = sympy.Integer(hint) if symbol.is_integer else sympy.Float(hint)
     env.var_to_sources[symbol] = []
+    here = env._get_sloc()
+    env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)  # read where a comparison narrows the range
     if symbol.is_integer:
         env.var_to_range[symbol] = _ValueRanges(
             -_int_oo if lower is None else lower, _int_oo if upper is None else upper

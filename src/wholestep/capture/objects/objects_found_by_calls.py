@@ -282,13 +282,16 @@ class InstallsHooks(TraceAgain):
 
     def teach(self, earlier: EarlierTraces) -> Callable[[], None]:
         """Install them. Returns the function that removes them."""
-        before = [(module, set(forward_hooks(module)), _INSTALLED in vars(module)) for module in self._model.modules()]
+        before = [
+            (module, forward_hooks(module)[1], set(forward_hooks(module)[1]), _INSTALLED in vars(module))
+            for module in self._model.modules()
+        ]
         self._install(self._model)
 
         def remove() -> None:
-            for module, hooks, installed in before:
-                for added in set(forward_hooks(module)) - hooks:
-                    del forward_hooks(module)[added]
+            for module, registry, hooks, installed in before:
+                for added in set(registry) - hooks:
+                    del registry[added]
                 if not installed:
                     vars(module).pop(_INSTALLED, None)
 

@@ -47,7 +47,7 @@ from wholestep.ir.effects.targets import is_arithmetic, is_fence, may_draw, may_
 from wholestep.ir.graph_walks import reachable, tensors_in
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.torch_private.autograd import MODE_SWITCHES
-from wholestep.torch_private.fake_tensors import storage_of
+from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.operators import HigherOrderOperator, OpOverload
 
 Sources = Callable[[fx.Node], Iterable[fx.Node]]
@@ -437,7 +437,7 @@ def _updated(module: nn.Module) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
+    return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _module_draws(module: nn.Module) -> bool:

@@ -50,7 +50,7 @@ from wholestep.ir.iter.moves import DESTINATIONS, iteration_facts, marked_moves,
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.rewrite_rules import replace_node
 from wholestep.torch_private.distributed import local_of
-from wholestep.torch_private.fake_tensors import storage_of, version_of
+from wholestep.torch_private.fake_tensors import storage_key, version_of
 from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
 
 log = logging.getLogger("wholestep.iter_graph")
@@ -425,7 +425,7 @@ def _identity(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, Tensor):
         return (id(value),)
     local: Tensor = local_of(value)
-    return version_of(value), storage_of(local), value.dtype
+    return version_of(value), storage_key(local), value.dtype
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -437,7 +437,7 @@ def _is_same(one: Any, other: Any) -> bool:
     form = (one.dtype, one.shape, one.stride(), one.storage_offset())
     if form != (other.dtype, other.shape, other.stride(), other.storage_offset()):
         return False
-    return storage_of(local_of(one)) == storage_of(local_of(other))
+    return storage_key(local_of(one)) == storage_key(local_of(other))
 
 
 def marked_graph(main: IterGraph) -> tuple[fx.Graph, dict[int, str]]:

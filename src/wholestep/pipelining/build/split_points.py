@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from wholestep.errors import NoSuchModuleError, OptionError, PipelineError, invalid_value
 from wholestep.pipelining.build.context_regions import is_function_mark
-from wholestep.torch_private.pipelining import define_marker, hooks_around, torchs_markers
+from wholestep.torch_private.modules_and_optimizers import forward_hooks
+from wholestep.torch_private.pipelining import define_marker, torchs_markers
 
 SPLIT = define_marker("wholestep::pipe_split", "() -> ()")
 
@@ -135,7 +136,7 @@ def every_one_called(mod: torch.nn.Module, spec: Iterable[str]) -> Iterator[None
 
 def split_points(module: torch.nn.Module) -> SplitPoint:
     """The split points that `annotate_split_points` set on a module."""
-    before, after = hooks_around(module)
+    before, after = (hooks.values() for hooks in forward_hooks(module))
     points = SplitPoint.BEGINNING if _split_before in before else SplitPoint(0)
     return points | SplitPoint.END if _split_after in after else points
 
