@@ -131,7 +131,7 @@ class _Rank:
         self.pipe, theirs = context.Pipe()
         code = (fn, args, self.number, size, meet, self.stack, theirs, self.pipe, deadline)
         self.process = context.Process(target=_rank_main, args=code, daemon=True, name=f"rank {self.number}")
-        with _fork_from_threads():
+        with fork_from_threads():
             self.process.start()
         theirs.close()
 
@@ -199,7 +199,7 @@ def _dump_stacks(ranks: list[_Rank]) -> None:
 
 
 @contextlib.contextmanager
-def _fork_from_threads() -> Iterator[None]:
+def fork_from_threads() -> Iterator[None]:
     """Python 3.12 warns when a process with threads forks: a lock that another thread holds stays locked in the child.
 
     The other thread here is the one by which a pytest-xdist worker talks to its controller, which a rank never uses;

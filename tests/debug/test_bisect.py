@@ -34,7 +34,11 @@ from wholestep.debug import bisect
 aten = torch.ops.aten
 MANY = {swaps: 6, changes_a_constant: 6, writes_wrong_meta: 4}
 """With the four waits below: twenty."""
-BUGS = [(bug, number) for bug, many in MANY.items() for number in range(many)]
+BUGS = [
+    pytest.param(bug, number, id=f"{bug.__name__}-{number}", marks=() if number in (0, many - 1) else pytest.mark.long)
+    for bug, many in MANY.items()
+    for number in range(many)
+]
 
 
 def step_with(*passes: Any, **options: Any) -> Any:
@@ -58,7 +62,7 @@ def some(names: list[str], number: int, of: int) -> str:
     return names[number * len(names) // of]
 
 
-@pytest.mark.parametrize(("bug", "number"), BUGS, ids=[f"{bug.__name__}-{n}" for bug, n in BUGS])
+@pytest.mark.parametrize(("bug", "number"), BUGS)
 def test_a_bug_in_a_pass_is_localised_to_the_node(bug, number):
     name = some(names_for(bug), number, MANY[bug])
     passes: list[Any] = [looks_around, "remove_dead_collectives", looks_around]
@@ -84,7 +88,8 @@ def test_a_removed_node_is_shown_by_its_user():
     assert f"before  {found.was}" in str(found)
 
 
-def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
+@pytest.mark.parametrize("many", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_waits_that_were_dropped_are_found_on_two_ranks_by_both(many):
     def code(rank: int) -> list[tuple[str, str, str]]:
         call = call_of()
         plan = ws.Replicate(init_device_mesh("cpu", (2,)))
@@ -93,7 +98,7 @@ def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
         right(*call)
         graph = right.last.gm.graph
         answers = []
-        for name in targets(graph, drops_a_wait)[:4]:
+        for name in targets(graph, drops_a_wait)[:many]:
             wait = next(node for node in graph.nodes if node.name == name)
             reader = next(node.name for node in graph.nodes if node in wait.users)
             step = step_with(looks_around, seeded(drops_a_wait, name), looks_around, parallel=plan)
@@ -104,7 +109,7 @@ def test_waits_that_were_dropped_are_found_on_two_ranks_by_both():
 
     first, second = run_ranks(code, 2, deadline=60)
     assert first == second
-    assert len(first) == 4
+    assert len(first) == many
     assert all(node == reader for _, node, reader in first)
 
 

@@ -94,7 +94,7 @@ def two_ranks(rank: int, what: str) -> list[str]:
     stage = build_stage(pipe, rank, "cpu", group)
     microbatches = 2 if what == "microbatches" and rank == 1 else 4
     kind = "1F1B" if what == "kind" and rank == 1 else "GPipe"
-    deadline = 2.0 if what == "never" else 15.0
+    deadline = 1.0 if what == "never" else 60.0  # longer than that of the ranks: what is found is found before
     steps = schedule(kind, stage, microbatches, loss_of, deadline=deadline)
     x, rows = torch.randn(8, 2), 4 if what == "target" else 8
 
@@ -104,10 +104,8 @@ def two_ranks(rank: int, what: str) -> list[str]:
     found: list[str] = []
     if what == "second":
         found.append(error_of(step))
-    begin = time.monotonic()
     if rank == 0 or what not in ("never", "second"):
         found.append(error_of(step))
-    assert time.monotonic() - begin < 14
     return found
 
 

@@ -59,11 +59,9 @@ def run(rank: int, how: str, kind: str, where: int) -> str:
     stage.submod.linear.weight.grad = torch.ones(2, 2)
     loss_fn = failing_loss if how == "loss" else loss_of
     steps: Any = ScheduleGPipe(stage, 4, loss_fn) if kind == "torch" else schedule(kind, stage, 4, loss_fn)
-    begin = time.monotonic()
     try:
         steps.step(*((torch.randn(8, 2),) if rank == 0 else ()), target=torch.randn(8, 2) if rank == 2 else None)
     except Exception as error:
-        assert time.monotonic() - begin < 12
         if kind != "torch":
             assert torch.equal(stage.submod.linear.weight.grad, torch.ones(2, 2))
         return f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -233,16 +234,21 @@ def test_a_rank_that_ran_ahead_with_a_graph_it_knows_is_answered_for():
 
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
+    have_raised = multiprocessing.get_context("fork").Semaphore(0)
+
     def code(rank: int) -> str:
         shown = digest()
         agree(1, shown)
         run(1, step_graph(), shown)
         if rank == 1:
-            time.sleep(4)
-        return outcome(lambda: agree(2, shown, deadline=2.0))
+            assert have_raised.acquire(timeout=30)
+            assert have_raised.acquire(timeout=30)
+        said = outcome(lambda: agree(2, shown, deadline=1.0))
+        have_raised.release()
+        return said
 
     first, second, third = run_ranks(code, 3)
-    assert "DesyncError: [WS-DESYNC] rank 1 did not reach call 2 of train_step within 2 s." in first
+    assert "DesyncError: [WS-DESYNC] rank 1 did not reach call 2 of train_step within 1 s." in first
     assert "rank 1 is outside of any step (last: call 1 of train_step); last heartbeat" in first
     assert first.splitlines()[0] == third.splitlines()[0] == second.splitlines()[0]  # also where it came too late
 
@@ -256,14 +262,18 @@ def test_a_rank_that_never_called_a_step_is_named():
 
 
 def test_a_rank_that_comes_late_with_a_graph_it_knows_does_not_enter_its_collective():
+    has_raised = multiprocessing.get_context("fork").Event()
+
     def code(rank: int) -> str:
         known, shown = step_graph(), digest()
         agree(1, shown)
         run(1, known, shown)
         if rank == 1:
-            time.sleep(3)
+            assert has_raised.wait(30)
             return outcome(lambda: run(2, known, shown))
-        return outcome(lambda: agree(2, digest(extra=True), deadline=1.0))
+        said = outcome(lambda: agree(2, digest(extra=True), deadline=1.0))
+        has_raised.set()
+        return said
 
     assert all("rank 1 did not reach call 2 of train_step within 1 s." in text for text in run_ranks(code, 2))
 
@@ -274,8 +284,8 @@ def test_a_slow_compiler_is_waited_for():
         assert channel is not None
         gm, shown = step_graph(), digest()
         with channel.compiling("train_step", 1):
-            time.sleep(3.5 * rank)
-        agree(1, shown, deadline=1.5)
+            time.sleep(4.0 * rank)
+        agree(1, shown, deadline=3.0)  # a heartbeat says once a second that the other compiles
         return run(1, gm, shown)
 
     assert run_ranks(code, 2) == [[8.0, 6.0, 8.0]] * 2
@@ -327,13 +337,13 @@ def test_the_store_does_not_grow_with_calls():
         known, shown = step_graph(), digest()
         other, newer = step_graph(extra=True), digest(extra=True)
         sizes = []
-        for call in range(1, 201):
+        for call in range(1, 121):
             if call % 10 == 1:
                 fresh = rank == 1 or call % 20 == 1  # else a cache hit on rank 0 only
                 if fresh:
                     agree(call, newer if call % 20 == 1 else shown)
             run(call, *((other, newer) if call % 20 == 1 else (known, shown)))
-            if call in (40, 200):
+            if call in (40, 120):
                 dist.barrier()
                 time.sleep(0.5)
                 store = dist.distributed_c10d._get_default_store()

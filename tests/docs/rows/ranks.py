@@ -488,7 +488,7 @@ def dying() -> None:
     def code(rank: int) -> str:
         model = net()
         optimizer = adamw(model)
-        step = ws.compile(train, parallel=replicate())
+        step = ws.compile(train, parallel=ws.Replicate(world_mesh(), deadline=5))
         step(model, optimizer, numbers(0, rank, 5, 6))
         if rank == 1:
             os._exit(7)
