@@ -32,6 +32,11 @@ LEAVES = {
 
 def answer_of(program: str) -> Any:
     """What a program prints as JSON in a process of its own."""
+    return json.loads(lines_of(program)[-1])
+
+
+def lines_of(program: str) -> list[str]:
+    """What a program prints in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n{program}"],
         capture_output=True,
@@ -39,7 +44,7 @@ def answer_of(program: str) -> Any:
         check=True,
         timeout=300,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
 
 
 def test_importing_wholestep_loads_no_other_module_of_it_and_nothing_of_torch() -> None:
@@ -62,25 +67,30 @@ def test_importing_wholestep_after_torch_loads_no_compiler_no_leaf_package_and_n
 
 def test_every_public_name_is_the_same_object_after_every_submodule_was_imported() -> None:
     program = """
-import json, pkgutil, importlib, wholestep as ws
-if {first}:
-    before = {{name: getattr(ws, name) for name in ws.__all__}}
+import importlib, json, os, pkgutil, sys
+import torch, torch._inductor.compile_fx, torch.distributed.pipelining  # once for both
+first = os.fork() == 0  # the parent imports no submodule of ours until its child has ended
+if not first:
+    os.wait()
+import wholestep as ws
+if first:
+    before = {name: getattr(ws, name) for name in ws.__all__}
 for found in pkgutil.walk_packages(ws.__path__, "wholestep."):
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
-after = {{name: getattr(ws, name) for name in ws.__all__}}
-if {first}:
+after = {name: getattr(ws, name) for name in ws.__all__}
+if first:
     assert all(before[name] is after[name] for name in before)
-inner = {{}}
+inner = {}
 for name in ws._MODULES:
     module = getattr(ws, name)
     for each in getattr(module, "__all__", ()):
-        inner[f"{{name}}.{{each}}"] = type(getattr(module, each)).__name__
-kinds = {{name: type(value).__name__ for name, value in after.items()}}
+        inner[f"{name}.{each}"] = type(getattr(module, each)).__name__
+kinds = {name: type(value).__name__ for name, value in after.items()}
 print(json.dumps([kinds, inner, "wholestep.capture" in sys.modules]))
 """
-    first = answer_of(program.format(first=True))
-    assert first == answer_of(program.format(first=False))
+    first, second = map(json.loads, lines_of(program)[-2:])
+    assert first == second
     kinds, inner, imported = first
     assert imported
     assert {name for name, kind in kinds.items() if kind == "module"} == set(ws._MODULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,13 +42,14 @@ def plan_named(name: str) -> Any:
     return PLANS[name](init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
 
 
-def save_with_a_fake_group(name: str, ranks: int, path: str) -> None:
-    """Capture as rank 0 of so many ranks, of which there is one process."""
+def save_with_a_fake_group(names: Sequence[str], ranks: int, folder: str) -> None:
+    """Capture as rank 0 of so many ranks, of which there is one process; a file for each plan."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    step = ws.compile(train_step, lower="eager", parallel=plan_named(name), progress=False)
-    model, optimizer = made()
-    for call in range(2):
-        step(model, optimizer, batch(0, call))
-    step.save(path)
+    for name in names:
+        step = ws.compile(train_step, lower="eager", parallel=plan_named(name), progress=False)
+        model, optimizer = made()
+        for call in range(2):
+            step(model, optimizer, batch(0, call))
+        step.save(f"{folder}/{name}.ws")

@@ -22,10 +22,10 @@ from wholestep.errors import ArtefactError
 CALLS = 3
 
 
-def saved(name: str, path: Path, ranks: int = 2) -> None:
-    """Make a file in a process of its own: no rank can be forked from one with a fake group."""
+def saved(folder: Path, *names: str, ranks: int = 2) -> None:
+    """Make files in a process of its own: no rank can be forked from one with a fake group."""
     paths = [str(Path(ws.__file__).parent.parent), str(Path(__file__).parents[1])]
-    program = f"from artefact.of_ranks import save_with_a_fake_group as f; f({name!r}, {ranks}, {str(path)!r})"
+    program = f"from artefact.of_ranks import save_with_a_fake_group as f; f({names!r}, {ranks}, {str(folder)!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
@@ -47,10 +47,14 @@ def loaded_beside_compiled(rank: int, name: str, path: str) -> bool:
     return all(map(torch.equal, found, expected)) and len(step.graphs) == 2
 
 
-@pytest.mark.parametrize("name", ["shard", "replicate"])
-def test_two_ranks_load_what_one_process_made_and_have_the_bits_of_a_capture(name: str, tmp_path: Path) -> None:
-    saved(name, tmp_path / "step.ws")
-    assert run_ranks(loaded_beside_compiled, 2, name, str(tmp_path / "step.ws")) == [True, True]
+def test_two_ranks_load_what_one_process_made_and_have_the_bits_of_a_capture(tmp_path: Path) -> None:
+    names = ("shard", "replicate")
+    saved(tmp_path, *names)
+
+    def code(rank: int) -> dict[str, bool]:
+        return {name: loaded_beside_compiled(rank, name, str(tmp_path / f"{name}.ws")) for name in names}
+
+    assert run_ranks(code, 2) == [dict.fromkeys(names, True)] * 2
 
 
 def refusals(rank: int, path: str) -> list[str]:
@@ -65,7 +69,7 @@ def refusals(rank: int, path: str) -> list[str]:
 
 
 def test_another_plan_or_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    saved("shard", tmp_path / "step.ws", ranks=4)
-    [none, other], _ = run_ranks(refusals, 2, str(tmp_path / "step.ws"))
+    saved(tmp_path, "shard", ranks=4)
+    [none, other], _ = run_ranks(refusals, 2, str(tmp_path / "shard.ws"))
     assert "captured with parallel=FullyShard(dp=4" in none
     assert "is loaded with Replicate(dp=2" in other

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import wholestep as ws
 from harness import Run, assert_parity, assert_same_story, batch_of, case, device
+from selection import each_now
 
 VALUES = (1, 2, 3, 2, 1, 3, 3)
 RATES = (0.5, 0.25, 0.75, 0.5, 0.125, 1.0, 0.3)
@@ -185,7 +186,17 @@ def _run(where: torch.device, use: Callable[[Any, torch.Tensor, Any], Any], valu
     return Run(step, arguments, {"model": model, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize("name", [*SIZES, *MEANINGS])
+NOW = """
+    slice-columns slice-window select index-list topk pad repeat view-k narrow arange full chunk unfold roll diagonal
+    as-strided softmax-dim one-hot interpolate randint shape-read-back isinstance type-is type-in dict in-set in-range
+    f-string bit-branch divmod round power-of-tensor power-of-number range list-index list-slice module-list bool
+    chained min-max math numpy complex zero-division equality-with-others match tensor-of compare-tensor clamp dropout
+    seed while helper
+""".split()
+"""One use of each kind; the others, and most of these, are in the fuzzer's programs too."""
+
+
+@pytest.mark.parametrize("name", each_now([*SIZES, *MEANINGS], *NOW))
 def test_an_int_argument_that_changes_means_what_it_means_in_eager(name: str) -> None:
     use = (SIZES | MEANINGS)[name]
     assert_parity(case(lambda where: _run(where, use), name=name, steps=len(VALUES), graphs=None), device())
@@ -216,7 +227,10 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
+WRITTEN_NOW = "slice index two-indices narrow-copy flat as-strided view-of-view index-copy fill-with-it unbind".split()
+
+
+@pytest.mark.parametrize("name", each_now(WRITES, *WRITTEN_NOW))
 def test_a_write_at_a_changing_int_lands_where_eager_writes(name: str) -> None:
     def make(where: torch.device) -> Run:
         run = _run(where, lambda m, h, k: h)

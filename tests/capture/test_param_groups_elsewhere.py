@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import wholestep as ws
 from harness import Case, Run, assert_parity, batch_of, device
+from selection import each_now
 
 Get = Callable[[], dict[str, Any]]
 
@@ -102,13 +103,19 @@ def make_run(way: Callable[[Optimizer], Get], change: Callable[[dict[str, Any], 
     return Run(step, lambda i: (batch_of(device(), i, 4, 4),), watch, after=between)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", [before_forward, from_the_loss])
+@pytest.mark.parametrize("way", each_now(WAYS, "by_variable", "by_attribute", "by_dict", "by_tuple", "by_default"))
+@pytest.mark.parametrize("change", [before_forward])
+def test_a_rate_that_the_step_sets_before_is_that_of_this_update(way: Any, change: Any) -> None:
+    assert_parity(Case("elsewhere", lambda where: make_run(way, change), steps=6, graphs=2), device())
+
+
+@pytest.mark.parametrize("way", each_now(WAYS, "by_variable", "by_list", "by_partial"))
+@pytest.mark.parametrize("change", [from_the_loss])
 def test_a_rate_that_the_step_sets_elsewhere_is_that_of_this_update(way: Any, change: Any) -> None:
     assert_parity(Case("elsewhere", lambda where: make_run(way, change), steps=6, graphs=2), device())
 
 
-@pytest.mark.parametrize("change", [before_forward, from_the_loss])
+@pytest.mark.parametrize("change", each_now([before_forward, from_the_loss], "before_forward"))
 def test_a_wrapper_that_shares_the_groups_of_a_hidden_optimizer(change: Any) -> None:
     def make(where: torch.device) -> Run:
         torch.manual_seed(0)

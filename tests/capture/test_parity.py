@@ -15,6 +15,7 @@ from cases import (
     structure,
 )
 from harness import Case, assert_parity, assert_parity_or_refusal, cases_on, device
+from selection import each_now
 
 
 @pytest.mark.parametrize("each", cases_on("cpu", optimizers.CASES))
@@ -52,7 +53,12 @@ def test_a_network_trains_as_in_eager(each: Case) -> None:
     assert_parity(each, device())
 
 
-@pytest.mark.parametrize("each", cases_on("cpu", huggingface.CASES, huggingface.SMOKE))
+_FAMILIES = [each for each in (*huggingface.CASES, *huggingface.SMOKE) if "cpu" in each.devices]
+_FAMILIES_NOW = [f"training-{name}-True" for name in ("GPT2", "Llama", "Bert", "T5", "Mixtral")]
+_FAMILIES_NOW += ["training_with_recomputation", "training_in_bfloat16", "vision_transformer"]
+
+
+@pytest.mark.parametrize("each", each_now(_FAMILIES, *_FAMILIES_NOW), ids=lambda each: each.name)
 def test_a_hugging_face_model_trains_unmodified(each: Case) -> None:
     assert_parity(each, device())
 
