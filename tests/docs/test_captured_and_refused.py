@@ -12,6 +12,7 @@ for section in (
     "optimizers",
     "randomness_and_modes",
     "python",
+    "numbers",
     "effects",
     "odd_places",
     "leftovers",

@@ -165,6 +165,14 @@ def dictionary(b: Builder, value: str) -> Home:
     return Home(f"{name}['k']", None, f"{name}['k'] = {{}}", in_step=False)
 
 
+def attribute_dictionary(b: Builder, value: str) -> Home:
+    name = b.name("Settings")
+    b.add_top(f"class {name}(dict):\n    __getattr__ = dict.__getitem__\n    __setattr__ = dict.__setitem__")
+    low = name.lower()
+    b.setup.append(f"{low} = {name}(a={name}(k={value}), name='text')")
+    return Home(f"{low}.a.k", None, f"{low}.a.k = {{}}", in_step=False)
+
+
 def nested_dictionary(b: Builder, value: str) -> Home:
     name = b.name("settings")
     b.setup.append(f"{name} = {{'a': {{'b': [{{'k': {value}}}]}}}}")
@@ -297,6 +305,7 @@ HOMES: dict[str, Callable[[Builder, str], Home]] = {
         group_option,
         optimizer_attribute,
         dictionary,
+        attribute_dictionary,
         nested_dictionary,
         list_item,
         large_list,

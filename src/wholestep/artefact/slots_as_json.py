@@ -10,6 +10,7 @@ A reader takes any JSON: what is not of the form or type expected is an Artefact
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import fields
@@ -48,6 +49,7 @@ from wholestep.ir.user_objects.slots import (
     SameMemorySlot,
     SequenceSlot,
     Slot,
+    StoredItemSlot,
     ThreadLocalSlot,
 )
 from wholestep.ir.user_objects.wrapper_tensors import InnerTensorSlot, TensorForm, WrapperForm, is_wrapper_class
@@ -77,13 +79,14 @@ SLOTS: dict[str, type[Slot]] = {
         OwnerSlot,
         SameMemorySlot,
         SequenceSlot,
+        StoredItemSlot,
         ThreadLocalSlot,
     )
 }
 _OBJECTS: dict[str, tuple[type, ...]] = {
     "mapping": (MutableMapping,),
     "module": (nn.Module,),
-    "sequence": (list,),
+    "sequence": (list, deque),
     "cell": (CellType,),
     "optimizer": (Optimizer,),
     "generator": (torch.Generator,),

@@ -311,6 +311,7 @@ class Capture:
             yield
         finally:
             self.sources.reads.stop()
+            self.scalars.restore_items()
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
@@ -348,6 +349,8 @@ class Capture:
         for name, slot, value in self.world.variables:
             if self.numbers.lifts(name) and type(value) in (int, float) and type(slot.get()) in (int, float):
                 slot.set(self.scalars.lift(replace(slot, kind=InputKind.HYPER_PARAMETER), value))
+        for container, path in self.world.containers:
+            self.scalars.lift_items(container, path)
 
     def follow_holder(self, holder: Any, path: str) -> None:
         """Record what the step reads of a plain object, and what it sets."""

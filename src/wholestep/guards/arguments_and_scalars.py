@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.guards.guard import Call, Guard, PerItemGuard, is_other_scalar
+from wholestep.guards.guard import Call, Guard, PerItemGuard, inputs_in_containers, is_other_scalar
 from wholestep.ir.captured_step import AutomaticDim, GuardSpecs, out_of_range
 from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, Contents, is_array, same_plain
@@ -63,7 +63,7 @@ class SameContents(PerItemGuard):
         self._paths = specs.arguments.paths
         leaves = [(leaf, specs.arguments.paths[i]) for i, leaf in specs.arguments.constants.items()]
         containers = [(leaf, path) for leaf, path in leaves if isinstance(leaf, CONTAINERS)]
-        self._contents = Contents(containers)
+        self._contents = Contents(containers, inputs=inputs_in_containers(specs))
         self._arrays = [ArrayCopy(leaf, path) for leaf, path in leaves if is_array(leaf)]
         super().__init__([*containers, *self._arrays])
 
@@ -73,6 +73,9 @@ class SameContents(PerItemGuard):
     def reasons(self, call: Call) -> Iterator[str]:
         changed = [*self._contents.changed(), *(copy.path for copy in self._arrays if not copy.is_same())]
         return (f"the contents of {path} changed" for path in changed)
+
+    def changed_scalars(self, call: Call) -> Iterator[str]:
+        return (path for path, before, now in self._contents.changed_items() if is_other_scalar(now, before))
 
 
 class SameStateArguments(PerItemGuard):
@@ -230,7 +233,7 @@ class SameScalarConditions(PerItemGuard):
 
     def reasons(self, call: Call) -> Iterator[str]:
         values = None if self._scalars is None else [value_in(call, slot) for slot in self._scalars]
-        if values is not None and values == self._passed_values:
+        if values is not None and values == self._passed_values and (0 not in values or self._same_zeros(values)):
             return
         value = self._value_in(call)
         memo: dict[int, Any] = {}
@@ -239,6 +242,10 @@ class SameScalarConditions(PerItemGuard):
                 yield f"{condition.text} no longer holds"
                 return
         self._passed_values = values
+
+    def _same_zeros(self, values: list[Any]) -> bool:
+        """Whether values that are equal to those that passed are zeros of the same sign, too."""
+        return all(map(same_plain, values, self._passed_values or ()))
 
     def _value_in(self, call: Call) -> Callable[[Any], Any]:
         """A function from a leaf of an expression to its value in this call."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.plain_contents import PLAIN, same_plain
-from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, SequenceSlot, StoredItemSlot
 from wholestep.torch_private.guard_checks import DictWatch
 
 
@@ -94,6 +95,17 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     return repr(value)[:80] if isinstance(value, PLAIN) or value is ABSENT else f"a {type(value).__name__}"
+
+
+def inputs_in_containers(specs: GuardSpecs) -> dict[int, set[Any]]:
+    """By identity of a list or dict, the keys of numbers in it that are inputs of the graph."""
+    found: dict[int, set[Any]] = {}
+    for slot, _ in specs.scalar_types:
+        if isinstance(slot, MappingSlot | StoredItemSlot):
+            found.setdefault(id(slot.mapping), set()).add(slot.key)
+        elif isinstance(slot, SequenceSlot):
+            found.setdefault(id(slot.sequence), set()).add(slot.index)
+    return found
 
 
 def is_other_scalar(now: Any, before: Any) -> bool:

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from operator import attrgetter, is_
 from typing import Any
 
-from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_other_scalar
+from wholestep.guards.guard import (
+    Call,
+    Guard,
+    PerItemGuard,
+    change_text,
+    inputs_in_containers,
+    is_other_scalar,
+)
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.plain_contents import (
     ArrayCopy,
@@ -55,7 +62,8 @@ class SameReads(PerItemGuard):
 
     def __init__(self, specs: GuardSpecs) -> None:
         self._reads = [(obj, path, list(values.items())) for obj, path, values in specs.reads]
-        read_from = {id(slot.sequence) for slot in specs.placeholder_slots.values() if isinstance(slot, SequenceSlot)}
+        slots = (*specs.placeholder_slots.values(), *(slot for slot, _ in specs.scalar_types))
+        read_from = {id(slot.sequence) for slot in slots if isinstance(slot, SequenceSlot)}
         values = (value for _, _, items in self._reads for _, value in items)
         self._lists = {id(v): list(v) for v in values if type(v) is list and id(v) not in read_from}
         """Contents of lists that may be replaced by another list with equal contents."""
@@ -117,7 +125,7 @@ class SameContainers(PerItemGuard):
 
     def __init__(self, specs: GuardSpecs) -> None:
         others = (*specs.optimizer_containers, *(written.container for written in specs.written))
-        self._contents = Contents(specs.containers, set(map(id, others)))
+        self._contents = Contents(specs.containers, set(map(id, others)), inputs_in_containers(specs))
         super().__init__(specs.containers)
 
     def holds(self, call: Call) -> bool:
@@ -125,6 +133,9 @@ class SameContainers(PerItemGuard):
 
     def reasons(self, call: Call) -> Iterator[str]:
         return (f"the contents of {path} changed" for path in self._contents.changed())
+
+    def changed_scalars(self, call: Call) -> Iterator[str]:
+        return (path for path, before, now in self._contents.changed_items() if is_other_scalar(now, before))
 
 
 class SameWritten(PerItemGuard):

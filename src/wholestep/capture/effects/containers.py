@@ -233,6 +233,10 @@ class Recorders:
         self._wanted = {id(container): container for container in containers}
         self._made: dict[int, tuple[ContainerRecorder, Any]] = {}
 
+    def will_hold(self, container: Any) -> bool:
+        """Whether writes to a container will be recorded: an earlier trace saw some."""
+        return id(container) in self._wanted
+
     def holds(self, container: Any) -> bool:
         """Whether writes to a container are recorded."""
         return id(container) in self._made

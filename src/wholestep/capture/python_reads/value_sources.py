@@ -136,6 +136,7 @@ class ValueSources:
             self._capture.follow_holder(holder, where)
         for container, where in world.containers[before[1] :]:
             self._capture.copies.append((container, where, copy_of(container)))
+            self._capture.scalars.lift_items(container, where)
         for name, place, held in world.variables[before[2] :]:
             self._lift(place, held, name)
         self._follow_classes()

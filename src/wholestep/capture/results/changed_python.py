@@ -68,6 +68,8 @@ class ChangedPython:
         for key, before, after in snapshot.rebound():
             self._attribute(obj, snapshot.path, key, before, after)
         for key, contents, container in snapshot.mutated():
+            if self._only_swapped(contents, container):
+                continue
             if isinstance(obj, torch.nn.Module) and key == "_buffers":
                 self._buffers(obj, snapshot.path, contents, container)
             else:
@@ -231,15 +233,21 @@ class ChangedPython:
                 ).seen_by(Effect(lambda capture, fn=fn: fn.__code__, operator.is_))  # type: ignore[misc]
 
     def _only_swapped(self, before: Any, now: Any) -> bool:
-        """Whether a container differs only by fakes in the place of their tensors."""
+        """Whether a container differs only by fakes in the place of their tensors, and symbolic scalars in that of
+        their numbers."""
         if len(before) != len(now):
             return False
         if isinstance(before, set):
             return {self._table.real_of(item) for item in now} == before
+        container, is_item = now, self._capture.scalars.is_item
         if isinstance(before, dict):
             now = {self._table.real_of(key): value for key, value in now.items()}
-        pairs = [(before[k], now.get(k)) for k in before] if isinstance(before, dict) else zip(before, now, strict=True)
-        return all(same_plain(b, a) or self._stands_for(b, a) for a, b in pairs)
+        triples = (
+            [(k, before[k], now.get(k)) for k in before]
+            if isinstance(before, dict)
+            else zip(range(len(now)), before, now, strict=True)
+        )
+        return all(same_plain(b, a) or self._stands_for(b, a) or is_item(container, k, b) for k, a, b in triples)
 
     def _is_let_go(self, before: Any, now: Any) -> bool:
         """Whether a weak container only has new entries for tensors that nothing keeps: they go with the call."""

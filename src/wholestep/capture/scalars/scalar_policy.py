@@ -59,6 +59,10 @@ class ScalarPolicy:
         """Whether a number that is a constant at first is an input now."""
         return path in self.lifted and path not in self.pinned and not self.plain
 
+    def lifts_in(self, path: str) -> bool:
+        """Whether some number in a list or dict of this path changed between two calls."""
+        return not self.plain and any(each.startswith(f"{path}[") for each in self.lifted)
+
     def with_changed(self, paths: Iterable[str]) -> ScalarPolicy:
         """The policy after these numbers changed."""
         return replace(self, lifted=self.lifted | frozenset(paths) - self.pinned)

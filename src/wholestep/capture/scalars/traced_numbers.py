@@ -18,7 +18,9 @@ from wholestep.errors import ItemError, Location
 from wholestep.ir.captured_step import HostCall
 from wholestep.ir.deferred import HostLeaf, ItemLeaf, Number, SizeLeaf
 from wholestep.ir.meta import location_of, user_frame, user_location
-from wholestep.ir.user_objects.slots import Slot
+from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_contents import item_slot, stored_items
+from wholestep.ir.user_objects.slots import MappingSlot, SequenceSlot, Slot, StoredItemSlot
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -37,6 +39,8 @@ class TracedScalars:
         self.guards: dict[str, ScalarGuard] = {}
         self.given: list[weakref.ref[Any]] = []
         """Scalars that user code got and whose values are not known yet."""
+        self._items: list[tuple[Slot, Number, Any]] = []
+        """Numbers in lists and dicts that are inputs: the place, the number, the scalar."""
         self._scalars: list[ScalarNode] = []
         self._has_deferred = False
         self.is_size = False
@@ -69,6 +73,38 @@ class TracedScalars:
         """Make a number that changed between two calls symbolic."""
         self.lifted.append((slot, type(value)))
         return self.make(slot, value)
+
+    def lift_items(self, container: Any, path: str) -> None:
+        """Make the numbers in a list or dict symbolic that changed between two calls. Those of one that the step writes
+        are made when they are read; those in the attributes of an object with the other attributes."""
+        capture = self._capture
+        if not self._policy.lifts_in(path) or isinstance(container, set):
+            return
+        if capture.recorded.will_hold(container) or id(container) in capture.dicts_of_attributes():
+            return
+        items = stored_items(container) if isinstance(container, dict) else enumerate(container)
+        for key, value in list(items):
+            if type(value) in (int, float) and self._policy.lifts(where := f"{path}[{key!r}]"):
+                slot = item_slot(container, key, InputKind.HYPER_PARAMETER, where)
+                if slot is not None:
+                    scalar = self.lift(slot, value)
+                    slot.set(scalar)
+                    self._items.append((slot, value, scalar))
+
+    @staticmethod
+    def is_item(container: Any, key: Any, value: Any) -> bool:
+        """Whether a value in a container is the scalar of the number that lay there."""
+        scalar = scalar_of(value)
+        slot = None if scalar is None else scalar.leaf
+        if isinstance(slot, MappingSlot | StoredItemSlot):
+            return slot.mapping is container and bool(slot.key == key)
+        return isinstance(slot, SequenceSlot) and slot.sequence is container and slot.index == key
+
+    def restore_items(self) -> None:
+        """Put the numbers back."""
+        for slot, value, scalar in self._items:
+            if slot.get() is scalar:
+                slot.set(value)
 
     def late(self, call: HostCall, path: str, read: Callable[[], Any], slot: Slot | None = None) -> Any:
         """A symbolic scalar for what a call that follows the graph leaves in Python."""

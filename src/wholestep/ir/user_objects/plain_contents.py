@@ -25,7 +25,7 @@ import gc
 import math
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from operator import is_
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.errors import UnsupportedError
+from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.opaque_state import (
     bytes_of,
     is_memory,
@@ -46,7 +47,7 @@ from wholestep.ir.user_objects.opaque_state import (
     told_state,
     write_bytes,
 )
-from wholestep.ir.user_objects.slots import ABSENT, Slot
+from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, SequenceSlot, Slot, StoredItemSlot
 from wholestep.ir.user_objects.wrapper_tensors import (
     InnerName,
     InnerTensorSlot,
@@ -191,12 +192,32 @@ _DEEPEST_CONTAINER = 200
 _NESTS = (list, dict, set, deque, tuple, frozenset)
 
 
+Inputs = Mapping[int, Set[Any]]
+"""By identity of a container, the keys of numbers in it that are inputs of a graph."""
+
+
+_OF_DICTS = ("__iter__", "__len__", "keys", "values")
+
+
+def item_slot(container: Any, key: Any, kind: InputKind, path: str) -> Slot | None:
+    """The place of an item in a list, deque or dict, past the methods of its class; None where the class decides what
+    is in it."""
+    cls: Any = type(container)
+    if isinstance(container, dict):
+        own = OrderedDict if issubclass(cls, OrderedDict) else dict
+        if any(getattr(cls, name) is not getattr(own, name) for name in _OF_DICTS):
+            return None
+        stored = cls.__getitem__ is dict.__getitem__ and cls.__setitem__ is own.__setitem__ and cls.get is dict.get
+        return (MappingSlot if stored else StoredItemSlot)(kind, path, None, container, key)
+    return SequenceSlot(kind, path, None, container, key) if cls in (list, deque) else None
+
+
 class _Held:
     """One container and what it held."""
 
-    __slots__ = ("container", "items", "keys", "length", "path", "weak")
+    __slots__ = ("container", "inputs", "items", "keys", "length", "path", "weak")
 
-    def __init__(self, container: Any, path: str) -> None:
+    def __init__(self, container: Any, path: str, inputs: Set[Any]) -> None:
         self.container = container
         self.path = path
         self.length = len(container)
@@ -205,6 +226,9 @@ class _Held:
         self.weak = any(isinstance(item, Tensor) and not isinstance(item, nn.Parameter) for item in items)
         # Strong references keep identities unique; tensors, which may be large, are not kept alive.
         self.items = [weakref.ref(item) if isinstance(item, Tensor) else item for item in items] if self.weak else items
+        places = range(self.length) if self.keys is None else self.keys
+        self.inputs = [i for i, key in enumerate(places) if key in inputs] if inputs else []
+        """Where numbers lie that are inputs: they do not count."""
 
     def held(self) -> list[Any]:
         """What the container held; None in the place of a tensor that is gone."""
@@ -217,18 +241,33 @@ class _Held:
         container = self.container
         if len(container) != self.length:
             return False
-        if self.keys is None:
-            return all(map(is_, container, self.held()))
-        return all(map(is_, container, self.keys)) and all(map(is_, container.values(), self.held()))
+        if self.keys is not None and not all(map(is_, container, self.keys)):
+            return False
+        return all(map(is_, self.now(), self.held()))
+
+    def now(self) -> Iterable[Any]:
+        """What the container holds now, with the former values of inputs."""
+        values: Iterable[Any] = self.container if self.keys is None else self.container.values()
+        if self.inputs:
+            values = list(values)
+            for i in self.inputs:
+                values[i] = self.items[i]
+        return values
+
+
+_NO_INPUTS: Inputs = {}
 
 
 class Contents:
     """The contents of some containers, and of all that lie in them."""
 
-    def __init__(self, roots: Iterable[tuple[Any, str]], without: Set[int] = frozenset()) -> None:
-        """`without`: identities of containers whose contents do not count."""
+    def __init__(
+        self, roots: Iterable[tuple[Any, str]], without: Set[int] = frozenset(), inputs: Inputs = _NO_INPUTS
+    ) -> None:
+        """`without`: identities of containers whose contents do not count. `inputs`: the numbers that do not count."""
         self._roots = list(roots)
         self._without = without
+        self._inputs = inputs
         self._take()
 
     def _take(self) -> None:
@@ -238,15 +277,15 @@ class Contents:
             container, path, depth = stack.pop()
             if id(container) in self._by_id or depth > _DEEPEST_CONTAINER or id(container) in self._without:
                 continue
-            held = self._by_id[id(container)] = _Held(container, path)
+            inputs = self._inputs.get(id(container), frozenset())
+            held = self._by_id[id(container)] = _Held(container, path, inputs)
             for key, item in zip(held.keys or range(held.length), held.held(), strict=True):
                 if issubclass(type(item), _NESTS):
                     stack.append((item, f"{path}[{key!r}]", depth + 1))
         every = self._by_id.values()
-        self._listed = [
-            h for h in every if not isinstance(h.container, tuple | frozenset) and type(h.container) is not dict
-        ]
-        self._dicts = [h for h in every if type(h.container) is dict]
+        mutable = [h for h in every if not isinstance(h.container, tuple | frozenset)]
+        self._listed = [h for h in mutable if type(h.container) is not dict or h.inputs]
+        self._dicts = [h for h in mutable if type(h.container) is dict and not h.inputs]
         self._watch: DictWatch | None = None
 
     def is_needed(self) -> bool:
@@ -268,6 +307,19 @@ class Contents:
             if not held.is_same() and not self._equal(held.container, held, 0):
                 yield held.path
 
+    def changed_items(self) -> Iterator[tuple[str, Any, Any]]:
+        """Items of lists and dicts that are other objects, where nothing was added or removed: path, before, now."""
+        for held in self._by_id.values():
+            container = held.container
+            if isinstance(container, set | tuple | frozenset) or len(container) != held.length or held.is_same():
+                continue
+            keys = range(held.length) if held.keys is None else held.keys
+            if held.keys is not None and not all(map(is_, container, keys)):
+                continue
+            for key, before, now in zip(keys, held.held(), held.now(), strict=True):
+                if now is not before and not isinstance(key, Tensor):
+                    yield f"{held.path}[{key!r}]", before, now
+
     def _equal_now(self) -> bool:
         """Whether the values are equal, though some objects are others: these are remembered from then on."""
         if next(self.changed(), None) is not None:
@@ -278,12 +330,14 @@ class Contents:
     def _equal(self, now: Any, held: _Held, depth: int) -> bool:
         if type(now) is not type(held.container) or len(now) != held.length or depth > _DEEPEST_CONTAINER:
             return False
+        if held.inputs and now is not held.container:
+            return False  # the graph reads them from the container that it was captured with
         if isinstance(now, set | frozenset):
             before = held.held()
             return now == set(before) and sorted(map(_type_name, now)) == sorted(map(_type_name, before))
         if held.keys is not None and not all(map(self._same, now, held.keys)):
             return False
-        items = now.values() if isinstance(now, dict) else now
+        items = held.now() if held.inputs else now.values() if isinstance(now, dict) else now
         return all(self._same(item, before, depth + 1) for item, before in zip(items, held.held(), strict=True))
 
     def _same(self, now: Any, before: Any, depth: int = 0) -> bool:

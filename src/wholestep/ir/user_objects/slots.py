@@ -73,6 +73,23 @@ class MappingSlot(Slot):
 
 
 @dataclass(frozen=True, eq=False)
+class StoredItemSlot(Slot):
+    """What a dict stores under a key, past the methods of its class (`class Config(dict)` with a `__setitem__`)."""
+
+    mapping: dict[Any, Any]
+    key: Any
+
+    def get(self) -> Any:
+        return dict.get(self.mapping, self.key, ABSENT)
+
+    def set(self, value: Any) -> None:
+        dict.__setitem__(self.mapping, self.key, value)
+
+    def remove(self) -> None:
+        dict.pop(self.mapping, self.key, None)
+
+
+@dataclass(frozen=True, eq=False)
 class ModuleSlot(MappingSlot):
     """A parameter or buffer of a module."""
 
