@@ -1,13 +1,14 @@
-"""Rows of "Python around the tensors" on numbers that change between calls."""
+"""Rows of "Python around the tensors" on numbers that change between calls, and on schedulers that change them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from docs.rows.page import row, same_function
+from docs.rows.page import row, same, same_function, train
 
 
 class Config(dict[str, Any]):
@@ -30,3 +31,27 @@ def numbers_in_containers() -> None:
         return torch.ones(3)
 
     same_function(step, batch, steps=6, graphs=2)
+
+
+@row("several optimizers with their schedulers")
+def several_schedulers() -> None:
+    held: dict[int, tuple[list[Optimizer], list[Any]]] = {}
+
+    def build(model: nn.Module) -> Optimizer:
+        optimizers = [
+            torch.optim.SGD(layer.parameters(), lr=0.1)
+            for layer in model.children()
+            if any(True for _ in layer.parameters())
+        ]
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+        held[id(optimizers[0])] = optimizers, schedulers
+        return optimizers[0]
+
+    def body(model: nn.Module, first: Optimizer, x: Tensor) -> Any:
+        optimizers, schedulers = held[id(first)]
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            loss = train(model, optimizer, x)
+            scheduler.step()
+        return loss, [scheduler.get_last_lr() for scheduler in schedulers]
+
+    same(body, optimizer=build, steps=6)

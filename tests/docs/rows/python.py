@@ -565,7 +565,7 @@ def scheduler_after() -> None:
     same(body, optimizer=build, steps=6)
 
 
-@row("`scheduler.step()` before an optimizer's step")
+@row("`scheduler.step()` before a step of its own optimizer")
 def scheduler_before() -> None:
     body, build = scheduled("before")
     refused("WS-SIDE-EFFECT", body, optimizer=build)

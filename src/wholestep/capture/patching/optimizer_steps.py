@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.objects.discover import World
@@ -40,7 +41,7 @@ from wholestep.ir.captured_step import HostCall
 from wholestep.ir.deferred import HostLeaf
 from wholestep.ir.meta import user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_contents import own_dict
+from wholestep.ir.user_objects.plain_contents import own_dict, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, HyperSlot, Slot
 from wholestep.parallel.session import Session
 from wholestep.torch_private.distributed import local_of
@@ -82,6 +83,27 @@ class StateAtCalls:
         """The first scheduler is about to be called: what attributes and variables hold, that its lambdas may read."""
         self._attributes = {id(each.now): dict(each.now) for each in snapshots}
         self._variables = {id(slot): slot.get() for _, slot, _ in world.variables}
+
+    def refuse_changed(self, world: World, snapshots: list[Attributes]) -> None:
+        """Another scheduler is about to be called that may run code of the user's: a replay calls it with what the
+        first one found."""
+        paths = [
+            f"{each.path}.{name}"
+            for each in snapshots
+            if not isinstance(each.obj, Optimizer | LRScheduler)
+            for name, value in each.now.items()
+            if not same_plain(value, self.attribute(each.now, name, value))
+        ]
+        paths += [
+            name for name, slot, _ in world.variables if not same_plain(slot.get(), self.variable(slot, slot.get()))
+        ]
+        if paths:
+            raise SideEffectError(
+                f"the step changes {paths[0]} between two calls of schedulers, which a replay makes one after the "
+                "other: the second may read it.",
+                fix="change it before the first or after the last scheduler.step().",
+                location=user_location(),
+            )
 
     def option(self, group: dict[str, Any], key: str, otherwise: Any) -> Any:
         """What an option of a param group held."""
@@ -128,7 +150,7 @@ def replace_optimizer_step(host: StepHost, optimizer: Optimizer) -> None:
     original = optimizer.step
 
     def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        _refuse_step(host)
+        _refuse_step(host, optimizer)
         if closure is not None and host.session is not None:
             raise OptimizerClosureError(
                 "optimizer.step(closure) evaluates the model within the update of a sharded optimizer.",
@@ -203,7 +225,7 @@ class BoundSteps:
         host = self._host
         if host.running_step is optimizer:
             return
-        _refuse_step(host)
+        _refuse_step(host, optimizer)
         if host.session is not None:
             raise UnsupportedError(
                 "step() of a sharded optimizer is called as a bound method that was taken before the step.",
@@ -222,14 +244,26 @@ class BoundSteps:
             self._host.account.end_step(call)
 
 
-def _refuse_step(host: StepHost) -> None:
-    if host.host_calls:
-        raise SideEffectError(
-            f"{host.host_calls[-1].path}.step() comes before an optimizer's step, which would see the new "
-            "learning rate in this same call.",
-            fix="call scheduler.step() after optimizer.step(), as torch asks for.",
-            location=user_location(),
-        )
+def _refuse_step(host: StepHost, optimizer: Optimizer) -> None:
+    """Refuse the step of an optimizer whose options a scheduler has changed in the same call. Other optimizers may
+    step: what the scheduler sets is not theirs."""
+    for call in host.host_calls:
+        if _options_of(call.scheduler.optimizer) & _options_of(optimizer):
+            raise SideEffectError(
+                f"{call.path}.step() comes before a step of its optimizer, which would see the new learning rate in "
+                "this same call.",
+                fix="call scheduler.step() after optimizer.step(), as torch asks for.",
+                location=user_location(),
+            )
+
+
+def _options_of(optimizer: Optimizer) -> set[int]:
+    """Identities of the param groups of an optimizer and of the tensors among their options: a wrapper may share the
+    groups, two optimizers a learning rate."""
+    groups = optimizer.param_groups
+    values = (value for group in groups for key, value in group.items() if key != "params")
+    options = (item for value in values for item in (value if isinstance(value, tuple | list) else (value,)))
+    return {*map(id, groups), *(id(item) for item in options if isinstance(item, Tensor))}
 
 
 def replace_scaler_steps(host: StepHost, scaler: Any) -> None:
@@ -257,6 +291,8 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
         call = HostCall(scheduler, path, args, kwargs)
         if not host.host_calls:
             host.at_calls.note_python(host.world, host.snapshots)
+        elif type(scheduler) not in _BY_FORMULA:
+            host.at_calls.refuse_changed(host.world, host.snapshots)
         host.host_calls.append(call)
         _hide_hyper_parameters(host, call)
         own = own_dict(scheduler)
@@ -275,6 +311,22 @@ def replace_scheduler_step(host: StepHost, scheduler: Any, path: str) -> None:
 
     vars(scheduler)["step"] = step
     vars(scheduler)["get_last_lr"] = get_last_lr
+
+
+_BY_FORMULA = frozenset(
+    {
+        lr_scheduler.StepLR,
+        lr_scheduler.MultiStepLR,
+        lr_scheduler.ConstantLR,
+        lr_scheduler.LinearLR,
+        lr_scheduler.ExponentialLR,
+        lr_scheduler.PolynomialLR,
+        lr_scheduler.CosineAnnealingLR,
+        lr_scheduler.CosineAnnealingWarmRestarts,
+        lr_scheduler.OneCycleLR,
+    }
+)
+"""Schedulers that run no code of the user's."""
 
 
 SCHEDULER_COUNTS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "best", "cooldown_counter"})
