@@ -35,7 +35,7 @@ from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.graph_functions import CHECKS
 from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.meta import warn_user
-from wholestep.ir.step_graph import StepGraph
+from wholestep.ir.step_graph import StepGraph, shown
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.compiled_region import RegionCache
@@ -407,7 +407,11 @@ class Executable:
         timeline = simulate_step(
             graph, machine=machine, peak_bytes=None if graph.memory is None else graph.memory.budget
         )
-        return "\n".join([*lines, *([] if timeline.index.collectives else ["no communication"]), str(timeline)])
+        from wholestep.inspect import memory_timeline
+
+        memory = memory_timeline(graph)
+        peak = f"peak {shown(memory.peak_bytes)} at {memory.peak_at}, inputs {shown(memory.memory.input_bytes)}"
+        return "\n".join([*lines, *([] if timeline.index.collectives else ["no communication"]), timeline.text(peak)])
 
     def __repr__(self) -> str:
         return f"Executable({self.step_graph!r})"

@@ -170,3 +170,4 @@ def test_what_a_step_says_of_itself_is_some_twenty_lines_however_often_it_was_ca
     for word in ("no communication", "nodes after", "memory: peak", "step 0."):
         assert word in text
     assert len(text.splitlines()) < 22
+    assert f"memory: peak {ws.ir.step_graph.shown(step.memory_timeline().peak_bytes)} at" in text

@@ -336,7 +336,11 @@ class StepTimeline:
         return f"{plain(node.target)} of {size} in group {index.groups[index.group[i]]!r}"
 
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), *self._by_kind(), *self._longest()])
+        return self.text(f"peak {shown(self.peak_bytes)} at {self.peak_at}, inputs {shown(self.input_bytes)}")
+
+    def text(self, memory: str) -> str:
+        """The timeline as a table, with another line about memory: that of a run, which updates in place."""
+        return "\n".join([*self._summary(), f"  memory: {memory}", *self._by_kind(), *self._longest()])
 
     def _summary(self) -> list[str]:
         bounds = self.bounds
@@ -347,7 +351,6 @@ class StepTimeline:
             + (f" (on {self.machine})" if self.machine else ""),
             f"  bounds: computation {_ms(bounds.compute)}, longest chain {_ms(bounds.chain)}{links}; "
             f"the step is {self.gap:.1%} above the largest ({bounds.binding})",
-            f"  memory: peak {shown(self.peak_bytes)} at {self.peak_at}, inputs {shown(self.input_bytes)}",
         ]
 
     def _by_kind(self) -> list[str]:
