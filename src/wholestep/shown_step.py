@@ -87,7 +87,7 @@ class ShownStep:
         captured = f"{head} for {self._calls} calls, captured in {self.capture_seconds:.2f} s"
         hidden = len(recompiles) - _MOST_RECOMPILES
         recompiles = [*([f"  {hidden} earlier recompiles"] if hidden > 0 else []), *recompiles[-_MOST_RECOMPILES:]]
-        return "\n".join([captured, *recompiles, self._last.explain(machine)])
+        return "\n".join([captured, *recompiles, _explained(self._last, machine)])
 
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write an HTML page about the graph that ran last; `options` are those of `ws.inspect.report`."""
@@ -111,7 +111,7 @@ class ShownStep:
             return
         frame, number = zlib.crc32(self._name.encode()) % 10_000, len(self._entries) - 1
         graph = entry.step_graph
-        found = {"graph": graph.print_readable(print_output=False), "explain": entry.explain()}
+        found = {"graph": graph.print_readable(print_output=False), "explain": _explained(entry, None)}
         for what, text in found.items():
             write_artefact(frame, number, f"wholestep_{what}", text, "string")
         with suppress(GraphFormatError):  # a graph of operators that have no form in a file
@@ -327,3 +327,11 @@ def _row(node: fx.Node, runs: Sequence[float], regions: dict[str, RegionReport])
 
 def _is_element(node: fx.Node) -> bool:
     return node.op == "call_function" and any(source.op == "call_module" for source in node.all_input_nodes[:1])
+
+
+def _explained(entry: Executable, machine: Machine | None) -> str:
+    """What runs, with the memory of a run, which updates in place."""
+    from wholestep.inspect import memory_timeline
+
+    memory = memory_timeline(entry.step_graph)
+    return entry.explain(machine, memory.peak_line())

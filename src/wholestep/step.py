@@ -35,7 +35,7 @@ from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.graph_functions import CHECKS
 from wholestep.ir.io.arguments import ArgumentWriter
 from wholestep.ir.meta import warn_user
-from wholestep.ir.step_graph import StepGraph, shown
+from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
 from wholestep.ir.verify import verify
 from wholestep.lower.compiled_region import RegionCache
@@ -398,8 +398,9 @@ class Executable:
             self.executor.complete(self.executor.pending)
         return result
 
-    def explain(self, machine: Machine | None = None) -> str:
-        """What runs, as text: passes, what was compiled, memory, and which communication is exposed and why."""
+    def explain(self, machine: Machine | None = None, memory: str | None = None) -> str:
+        """What runs, as text: passes, what was compiled, memory, and which communication is exposed and why. `memory`:
+        what is said of it instead of that of the graph as it stands, in which each update is a new tensor."""
         graph = self.step_graph
         lines = [f"{graph.num_nodes} nodes after {', '.join(applied_passes(graph.gm)) or 'no pass'}"]
         lines += [] if self.lowering is None else [f"lowering: {self.lowering.text(most=5)}"]
@@ -407,11 +408,8 @@ class Executable:
         timeline = simulate_step(
             graph, machine=machine, peak_bytes=None if graph.memory is None else graph.memory.budget
         )
-        from wholestep.inspect import memory_timeline
-
-        memory = memory_timeline(graph)
-        peak = f"peak {shown(memory.peak_bytes)} at {memory.peak_at}, inputs {shown(memory.memory.input_bytes)}"
-        return "\n".join([*lines, *([] if timeline.index.collectives else ["no communication"]), timeline.text(peak)])
+        lines += [] if timeline.index.collectives else ["no communication"]
+        return "\n".join([*lines, str(timeline) if memory is None else timeline.text(memory)])
 
     def __repr__(self) -> str:
         return f"Executable({self.step_graph!r})"

@@ -68,6 +68,10 @@ class StepMemoryTimeline:
         place = self.memory.peak_place
         return self.memory.index.nodes[place].name if place >= 0 else ""
 
+    def peak_line(self) -> str:
+        """The peak in one line."""
+        return f"peak {shown(self.peak_bytes)} at {self.peak_at}, inputs {shown(self.memory.input_bytes)}"
+
     @cached_property
     def by_kind(self) -> dict[str, Integers]:
         """Bytes at each place, by kind, those of the largest share of the peak first."""
