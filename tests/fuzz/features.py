@@ -317,6 +317,26 @@ def queue_of_tensors(b: Builder) -> None:
         b.after(f"{name}.append(torch.full((4,), float(i)))")
 
 
+def recurrent_state(b: Builder) -> None:
+    """State that each call replaces: in a tuple, list or dict; in an attribute, of an object or a module."""
+    name = b.name("recurrent")
+    first, second = b.rng.choice((("[0]", "[1]"), ("['h']", "['c']")))
+    form = "{{'h': {0}, 'c': {1}}}" if first == "['h']" else b.rng.choice(("({0}, {1})", "[{0}, {1}]", "({0}, {1}, 3)"))
+    start = form.format("torch.zeros(4)", "torch.ones(4)")
+    place = f"{name}.state"
+    if b.chance(0.3):
+        place = f"model.{name}"
+        b.net_init.append(f"self.{name} = {start}")
+    else:
+        b.setup.append(f"{name} = types.SimpleNamespace(state={b.rng.choice((start, 'None'))})")
+        b.step("start", f"if {place} is None:\n    {place} = {start}")
+    b.step("loss", f"loss = loss + (h.mean(0) * {place}{first} - {place}{second}).square().mean()")
+    new = b.rng.choice((f"{place}{first} * 0.5", "h.detach().sum(0)", f"{place}{first}"))
+    b.step("end", f"{place} = {form.format('h.detach().mean(0)', new)}")
+    if b.chance(0.3):
+        b.after(f"if i == 2:\n    {place} = {start}")
+
+
 def second_backward(b: Builder) -> None:
     b.step("backward", "(h * 0.5).sum().backward(retain_graph=True)")
 

@@ -29,11 +29,13 @@ from wholestep.capture.graph.refusals import (
     refusal_of,
     refuse_attribute_of_a_tensor,
     refuse_hooks,
+    refuse_shards,
     trace_parameter_hooks,
 )
 from wholestep.capture.graph.tensor_values import may_replace_data
 from wholestep.capture.objects.discover import World, discover
 from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, FoundByCall, TraceAgain, UnknownOptimizers
+from wholestep.capture.objects.rebound_containers import ReboundContainers
 from wholestep.capture.objects.swapped_state import StateTable, Tracked
 from wholestep.capture.objects.user_code import none_swallowed
 from wholestep.capture.patching.conversions import swap_conversions
@@ -59,7 +61,7 @@ from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
 from wholestep.capture.scalars.traced_numbers import TracedScalars
-from wholestep.errors import ItemError, Location, ParameterDataError, SideEffectError, UnsupportedError, WholestepError
+from wholestep.errors import ItemError, Location, ParameterDataError, SideEffectError, WholestepError
 from wholestep.ir.captured_step import CapturedStep, HostCall
 from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.graph_walks import collector_paused
@@ -213,6 +215,7 @@ class Capture:
         self.texts = Texts(self)
         self.effects = ReplayedCalls(self)
         self.recorded: Recorders = Recorders(self, earlier.written)
+        self.rebound: ReboundContainers = ReboundContainers(self, earlier.rebound)
         self.showing: ShowingCalls = ShowingCalls(self)
         self.sources = ValueSources(self)
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
@@ -239,7 +242,7 @@ class Capture:
         try:
             self._build_inputs()
             if self.options.parallel is None:
-                self._refuse_shards()
+                refuse_shards(self.table.tracked.values())
             elif self.options.parallel.wrapped:
                 self.world.variables += flags_of(self.world)
             if not self._traces_hooks:
@@ -260,15 +263,6 @@ class Capture:
             rng.restore()
             self.scalars.release()
         return captured
-
-    def _refuse_shards(self) -> None:
-        for tracked in self.table.tracked.values():
-            if is_dtensor(tracked.real):
-                raise UnsupportedError(
-                    f"{tracked.slot.path} is a shard of a tensor (a DTensor), and this step has no plan.",
-                    fix="compile the step with the parallel= plan that the model was sharded by; for a model that "
-                    "something else sharded, start from the plain model.",
-                )
 
     def _begin_session(self) -> None:
         if self.options.parallel is not None:
@@ -301,6 +295,7 @@ class Capture:
     def _swapped(self) -> Iterator[None]:
         try:
             self.table.remove_hooks(sharding_hooks(self.world))
+            self.rebound.swap_in()
             self.table.swap_in()
             for tracked in list(self.table.tracked.values()):
                 self.inputs.tensor(tracked)
@@ -315,6 +310,7 @@ class Capture:
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
             self.table.restore()
+            self.rebound.restore()
             self.account.restore()
             self._behind.restore()
             for _, slot, value in self.world.variables:
@@ -485,6 +481,7 @@ class Capture:
         self.account, self._bound_steps, self.at_calls = Account(self), BoundSteps(self), StateAtCalls()
         self.effects.release()
         self.recorded.release()
+        self.rebound.release()
         self.recorder.reshaped.clear()
         self.inputs.release()
         self.shapes.release()

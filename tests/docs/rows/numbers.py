@@ -1,4 +1,4 @@
-"""Rows of "Python around the tensors" on numbers that change between calls, and on schedulers that change them."""
+"""Rows of "Python around the tensors" on what changes from call to call: numbers, states, learning rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from docs.rows.page import row, same, same_function, train
+from docs.rows.page import refused, row, same, same_function, train
 
 
 class Config(dict[str, Any]):
@@ -55,3 +55,29 @@ def several_schedulers() -> None:
         return loss, [scheduler.get_last_lr() for scheduler in schedulers]
 
     same(body, optimizer=build, steps=6)
+
+
+@row("the same set to a tuple, list or dict of tensors")
+def recurrent_state() -> None:
+    def build() -> nn.Module:
+        model: Any = nn.Sequential(nn.LSTM(6, 8), nn.Linear(8, 4))
+        model.hidden = None
+        return model
+
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        out, hidden = model[0](x[None], model.hidden)
+        loss = model[1](out).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.hidden = tuple(h.detach() for h in hidden)
+        return loss
+
+    same(body, model=build)
+
+    def own(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, optimizer, x)
+        model.hidden = (x, loss.detach())
+        return loss
+
+    refused("WS-SIDE-EFFECT", own)

@@ -7,6 +7,7 @@ Hooks run while a step is traced and never again, so their Python side is lost: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from wholestep.errors import (
 from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.meta import location_of_exception, user_location
 from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
+from wholestep.torch_private.distributed import is_dtensor
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.modules_and_optimizers import (
     global_module_hooks,
@@ -47,6 +49,17 @@ def refuse_branching_backward(func: Any, args: tuple[Any, ...]) -> None:
             fix="use exp(sum(log(x))), or detach the input.",
             location=user_location(),
         )
+
+
+def refuse_shards(tracked: Iterable[Tracked]) -> None:
+    """Refuse the shards of a plan that the step is not compiled with."""
+    for each in tracked:
+        if is_dtensor(each.real):
+            raise UnsupportedError(
+                f"{each.slot.path} is a shard of a tensor (a DTensor), and this step has no plan.",
+                fix="compile the step with the parallel= plan that the model was sharded by; for a model that "
+                "something else sharded, start from the plain model.",
+            )
 
 
 def higher_order(func: Any) -> UnsupportedError:

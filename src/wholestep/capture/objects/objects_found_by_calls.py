@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from wholestep.capture.objects.discover import World, owns
 from wholestep.errors import CapturedTensorError, SideEffectError, UnsupportedError, WholestepError
 from wholestep.ir.meta import location_of_function, user_location
+from wholestep.ir.user_objects.slots import Slot
 from wholestep.options import Options
 from wholestep.torch_private.distributed import local_of
 from wholestep.torch_private.fake_tensors import FakeTensor
@@ -56,6 +57,8 @@ class EarlierTraces:
         """Code that formats numbers that are not known yet with a text of its own: `"%.3f" % loss.item()`."""
         self.written: list[Any] = []
         """Lists and dicts that outlive the step and that it writes."""
+        self.rebound: list[Slot] = []
+        """Places that the step sets to tuples, lists or dicts of tensors."""
         self._caches: list[tuple[weakref.ref[Any], Any]] = []
         """Functions with an `lru_cache` that the step calls, and the default dtype and device of the first trace."""
 

@@ -115,7 +115,7 @@ class ValueSources:
 
     def found(self, value: Any, path: str, slot: Slot | None = None) -> Any:
         """Follow the result of a read if discovery did not see it. Returns what the step gets."""
-        if not self._active or isinstance(value, _FOUND_AT_FIRST):
+        if not self._active or isinstance(value, _FOUND_AT_FIRST) or self._capture.rebound.is_swapped(value):
             return value
         if slot is not None and self.stand_ins.of(value, path) is not value:
             return self.stand_ins.put(slot, value)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from wholestep.capture.effects.containers import NeedsRecorders
+from wholestep.capture.objects.rebound_containers import NeedsItems
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
+from wholestep.capture.results.changed_state import bind_nest
 from wholestep.capture.results.effect_line import Effect, contents_effect, value_effect
 from wholestep.capture.scalars.scalar_policy import MustBeInputs
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
@@ -48,14 +50,19 @@ class ChangedPython:
         self.elements_read: list[tuple[str, Slot, Any]] = []
         """Elements of these that the step read: path, place, value before the step."""
         self._to_record: list[tuple[Any, SideEffectError]] = []
+        self._to_rebind: list[tuple[Slot, SideEffectError]] = []
 
     def bind(self) -> None:
         for snapshot in self._capture.snapshots:
+            if names := self._capture.rebound.names_in(snapshot.now):
+                self.volatile.setdefault(id(snapshot.obj), set()).update(names)
             self._attributes(snapshot)
         self._variables()
         self._containers()
         self._classes_and_code()
         self._recorded()
+        if self._to_rebind:
+            raise NeedsItems([slot for slot, _ in self._to_rebind], self._to_rebind[0][1])
         if self._to_record:
             raise NeedsRecorders([container for container, _ in self._to_record], self._to_record[0][1])
         if self._not_inputs:
@@ -82,6 +89,8 @@ class ChangedPython:
         if scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == where:
             self.volatile.setdefault(id(obj), set()).add(key)  # an input of the graph that the step only read
             return
+        kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
+        slot = MappingSlot(kind, where, None, own_dict(obj), key)
         plain = isinstance(after, PLAIN_CONSTANTS) or after is ABSENT
         if not (plain or isinstance(after, Tensor) or scalar is not None):
             if isinstance(obj, torch.amp.GradScaler) and not after:
@@ -89,12 +98,13 @@ class ChangedPython:
             if not holds_tensor(after) and isinstance(obj, torch.nn.Module):
                 self._keep_object(obj, where, key, after)
                 return
-            raise SideEffectError(
+            error = SideEffectError(
                 f"the step sets {where} to a {type(after).__name__}, which a replay cannot repeat.",
                 fix="return it from the step and store it outside.",
             ).seen_by(value_effect(partial(own_dict(obj).get, key, ABSENT)))
-        kind = InputKind.BUFFER if isinstance(obj, torch.nn.Module) else InputKind.CAPTURED
-        slot = MappingSlot(kind, where, None, own_dict(obj), key)
+            at_call = self._capture.at_calls.attribute(own_dict(obj), key, after)
+            self._rebound(slot, before, at_call, after, error)
+            return
         at_call = self._capture.at_calls.attribute(own_dict(obj), key, after)
         self._bind_around_calls(slot, before, at_call, after)
         if not (isinstance(after, Tensor) or before is ABSENT or scalar is not None):
@@ -106,6 +116,19 @@ class ChangedPython:
         self.volatile.setdefault(id(obj), set()).add(key)
         if was_read:
             self.kinds.append((own_dict(obj), key, where, kind_of(self._real(before))))
+
+    def _rebound(self, slot: Slot, before: Any, at_call: Any, after: Any, error: SideEffectError) -> None:
+        """The step made a container and set a place to it."""
+        places = self._capture.rebound
+        refuse_clocks(after, slot.path)
+        if at_call is not after or (places.holds(slot) and not places.may_be_set(before, after)):
+            raise error
+        if places.holds(slot):
+            bind_nest(self._bindings, slot, before, after, replaced=not isinstance(after, tuple))
+        elif places.may_hold(slot, before, after):
+            self._to_rebind.append((slot, error))
+        else:
+            raise error
 
     def _bind_around_calls(self, slot: Slot, before: Any, at_call: Any, after: Any) -> None:
         """Bind what the step set before it called a scheduler, and after the scheduler ran what it set then."""
@@ -156,6 +179,8 @@ class ChangedPython:
         seen: set[tuple[int, Any]] = set()
         for name, slot, before in self._capture.world.variables:
             after = slot.get()
+            if self._capture.rebound.holds(slot):
+                before = self._capture.rebound.found(slot)
             where = (id(getattr(slot, "cell", None) or getattr(slot, "mapping", None)), name)
             scalar = scalar_of(after)
             unread = scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == name
@@ -165,10 +190,12 @@ class ChangedPython:
                 continue
             seen.add(where)
             if not (isinstance(after, (*PLAIN_CONSTANTS, Tensor)) or scalar is not None):
-                raise SideEffectError(
+                error = SideEffectError(
                     f"the step binds {name} to a {type(after).__name__}, which a replay cannot repeat.",
                     fix="return it from the step and bind it outside.",
                 ).seen_by(value_effect(slot.get))
+                self._rebound(slot, before, self._capture.at_calls.variable(slot, after), after, error)
+                continue
             self._bind_around_calls(slot, before, self._capture.at_calls.variable(slot, after), after)
             if scalar is not None and self._is_assumed(before, name):
                 continue

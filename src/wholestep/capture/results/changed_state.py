@@ -229,11 +229,14 @@ def _equal_plain(old: Any, new: Any) -> bool:
     return isinstance(old, PLAIN_CONSTANTS) and same_plain(new, old)
 
 
-def bind_nest(bindings: Bindings, slot: Slot, old: Any, new: Any, *, flag: fx.Node | None = None) -> None:
-    """After the graph ran, the slot holds containers like `new`; before the step it held `old`."""
+def bind_nest(
+    bindings: Bindings, slot: Slot, old: Any, new: Any, *, flag: fx.Node | None = None, replaced: bool = False
+) -> None:
+    """After the graph ran, the slot holds containers like `new`; before the step it held `old`. `replaced`: other
+    containers, also where only leaves differ."""
     containers = list(mutable_nests(new))
     new = _with_plain_keys(new)
-    if _same_structure(old, new):
+    if not replaced and _same_structure(old, new):
         before = dict(leaves(old))
         for keys, leaf in leaves(new):
             if not _is_same(before[keys], leaf):

@@ -168,7 +168,7 @@ def _guard_specs(capture: Capture, bindings: Bindings, python: ChangedPython, it
         nested_state=tuple(table.structures),
         same_tensors=tuple(table.same_tensors),
         tensor_attributes=tuple(table.attributes.specs()),
-        variables=(*world.variables, *python.elements_read),
+        variables=(*(each for each in world.variables if not capture.rebound.holds(each[1])), *python.elements_read),
         rebound_variables=python.rebound_variables,
         volatile=python.volatile,
         kinds=tuple(python.kinds),
