@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -31,6 +32,20 @@ def numbers_in_containers() -> None:
         return torch.ones(3)
 
     same_function(step, batch, steps=6, graphs=2)
+
+
+@row("a size computed from a float that changes")
+def derived_sizes() -> None:
+    cfg = types.SimpleNamespace(fraction=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        return x.topk(int(cfg.fraction * x.numel())).values * float(cfg.fraction)
+
+    def batch(i: int) -> Tensor:
+        cfg.fraction = 0.9 - 0.02 * i
+        return torch.arange(10.0)
+
+    same_function(step, batch, steps=9, graphs=4)
 
 
 @row("several optimizers with their schedulers")

@@ -1,4 +1,5 @@
-"""`float(x)`, `int(x)`, `len(x)`, `max(a, b)`, `min(a, b)` in user code, of scalars that only a run knows.
+"""`float(x)`, `int(x)`, `len(x)`, `max(a, b)`, `min(a, b)` in user code, of scalars that only a run knows; `float(x)`
+also of numbers that changed between two calls.
 
 They are written in C and must return a plain number, or compare plain numbers, at once. So a trace that meets such a
 call ends, and the step is traced again with a stand-in for the name in the global namespace of the calling function:
@@ -62,8 +63,8 @@ def ask_by_stand_in(frame: FrameType, refusal: WholestepError) -> None:
 class NeedsConversion(TraceAgain):
     """Ends a trace: a function converts to a plain number by a name that can be replaced."""
 
-    def __init__(self, namespace: Namespace, name: str, refusal: WholestepError) -> None:
-        super().__init__(f"{name}() of a number that is not known yet")
+    def __init__(self, namespace: Namespace, name: str, refusal: WholestepError | None = None) -> None:
+        super().__init__(f"{name}() of a symbolic scalar")
         self.namespace = namespace
         self.name = name
         self.refusal = refusal

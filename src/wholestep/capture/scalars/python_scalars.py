@@ -104,7 +104,7 @@ def _converted(kind: type) -> Callable[[Any], Any]:
     def operation(self: Any) -> Any:
         node: ScalarNode = self.node
         node.before_conversion(kind.__name__)
-        return kind(node.specialise(f"{kind.__name__}()"))
+        return kind((node.truncated() if kind is int else node).specialise(f"{kind.__name__}()"))
 
     return operation
 

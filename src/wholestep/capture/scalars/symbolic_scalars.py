@@ -49,7 +49,7 @@ class ScalarHost(Protocol):
 
     def note_scalar(self, node: ScalarNode) -> None: ...
 
-    def before_conversion(self, name: str) -> None: ...
+    def before_conversion(self, name: str, node: ScalarNode | None = None) -> None: ...
 
     def decide(self, scalar: ScalarNode) -> Number | None: ...
 
@@ -79,7 +79,10 @@ class ScalarGuard:
 
     def holds(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> bool:
         """Whether it holds for the current values of the leaves."""
-        value = self.expression.evaluate(leaf_value, memo)
+        try:
+            value = self.expression.evaluate(leaf_value, memo)
+        except (ArithmeticError, ValueError):  # as Python raises in another call: `math.floor(nan)`
+            return False
         if value == self.expected:
             return value != 0 or not isinstance(value, float) or _sign(value) == _sign(self.expected)
         return value != value and self.expected != self.expected
@@ -286,6 +289,13 @@ class ScalarNode:
             self._host.add_guard(ScalarGuard(self, self.hint, why, self._host.location_here()))
         return self.hint
 
+    def truncated(self) -> ScalarNode:
+        """The whole part of a number that `int(x)` converts: all values with the same one make the same graph."""
+        if self.kind is not float or self.hint is None or not math.isfinite(self.hint):
+            return self
+        self.apply("abs").apply("lt", math.inf).specialise("int()")
+        return self.apply("trunc")
+
     def text(self, function: Callable[..., str], *args: Any) -> str:
         """`function` (str, repr, format) of the number: filled in after the run where it is not known yet."""
         if self.hint is None and self._host is not None:
@@ -316,8 +326,8 @@ class ScalarNode:
 
     def before_conversion(self, name: str) -> None:
         """User code calls `float(x)` or `int(x)`, which must return a plain number."""
-        if self.hint is None and self._host is not None:
-            self._host.before_conversion(name)
+        if self._host is not None and (self.hint is None or name == "float"):
+            self._host.before_conversion(name, self)
 
     def note_given(self, value: Any) -> None:
         """User code gets a scalar that is not known yet."""

@@ -138,10 +138,15 @@ class TracedScalars:
         own_optimizer = not all(map(is_of_torch, self._capture.world.optimizers))
         return bool(self._seen) and (bool(self.lifted) or own_optimizer)
 
-    def before_conversion(self, name: str) -> None:
-        """A function needs the plain number for a scalar that is not known yet: the next trace may replace the
-        name by which it converts."""
+    def before_conversion(self, name: str, node: ScalarNode | None = None) -> None:
+        """A function needs the plain number for a scalar that is not known yet, or changed between two calls: the next
+        trace may replace the name by which it converts."""
         frame = user_frame(2)
+        if node is not None and node.hint is not None:
+            changed = any(isinstance(leaf, Slot) and self._policy.lifts(leaf.path) for leaf in node.leaves())
+            if changed and frame is not None and name in frame.f_code.co_names and name not in frame.f_globals:
+                raise NeedsConversion(frame.f_globals, name)
+            return
         codes = [] if frame is None else formats_with_own_text(frame)
         if codes and not self._capture.knows_formats(codes):
             raise NeedsFormatText(
