@@ -23,6 +23,8 @@ def rebound_buffer(b: Builder) -> None:
 
 
 def none_at_first(b: Builder) -> None:
+    if any("AveragedModel" in line for line in b.setup):
+        return  # it averages the buffers that there were when it was made, and torch refuses another number of them
     b.net_init.append("self.register_buffer('previous', None)")
     b.step("loss", "if model.previous is not None:\n    loss = loss + (h.mean(0) - model.previous).square().mean()")
     b.step("end", "model.previous = h.detach().mean(0)")
@@ -96,6 +98,8 @@ def average_of_weights(b: Builder) -> None:
 
 
 def swa(b: Builder) -> None:
+    if any("'previous', None" in line for line in b.net_init):
+        return  # as above
     name = b.name("average")
     b.setup.append(f"{name} = torch.optim.swa_utils.AveragedModel(model)")
     if b.chance(0.5):
