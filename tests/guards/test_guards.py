@@ -101,3 +101,19 @@ def test_what_does_not_matter_needs_no_new_graph() -> None:
             model.load_state_dict(model.state_dict())
         step(model, optimizer, torch.randn(5, 3), 1.0)
     assert len(step.graphs) == 2
+
+
+def test_the_first_use_of_torch_compile_in_a_process_needs_no_new_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ws.compile(train_step, lower="eager")
+    step(model, optimizer, torch.randn(5, 3), 1.0)
+    disable: Any = torch._dynamo.disable  # what Dynamo does to methods of modules and optimizers, once in a process
+    monkeypatch.setattr(nn.Linear, "forward", disable(nn.Linear.forward))
+    monkeypatch.setattr(torch.optim.SGD, "_init_group", disable(vars(torch.optim.SGD)["_init_group"]))
+    step(model, optimizer, torch.randn(5, 3), 1.0)
+    assert len(step.graphs) == 1
+    monkeypatch.setattr(nn.Linear, "forward", disable(lambda self, x: x @ self.weight.T))
+    step(model, optimizer, torch.randn(5, 3), 1.0)
+    assert len(step.graphs) == 2
+    assert "Linear.forward is another object" in step.recompiles[-1].reason

@@ -28,7 +28,7 @@ import torch
 
 from wholestep.artefact.addresses import class_name, global_names, names_used
 from wholestep.capture.objects.user_code import is_foreign, kind_of_code
-from wholestep.torch_private.aot import behind_lazy_dynamo
+from wholestep.torch_private.aot import behind_dynamo
 from wholestep.torch_private.modules_and_optimizers import step_behind_hooks
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -89,7 +89,7 @@ def is_users(function: FunctionType) -> bool:
 
 def function_digest(function: FunctionType) -> str:
     """A hash of one function. Code of torch counts by its place: the version is compared, too."""
-    function = behind_lazy_dynamo(function)
+    function = behind_dynamo(function)
     code = function.__code__
     if code.co_filename.startswith(_TORCH):
         return f"{code.co_filename.removeprefix(_TORCH)}:{code.co_firstlineno}"

@@ -13,13 +13,14 @@ import builtins
 import gc
 from collections.abc import Iterator
 from operator import attrgetter, is_
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from wholestep.guards.guard import Call, Guard
 from wholestep.ir.captured_step import GuardSpecs, NamesReplaced
 from wholestep.ir.user_objects.plain_contents import registered, same_plain
 from wholestep.ir.user_objects.slots import ABSENT
+from wholestep.torch_private.aot import behind_dynamo
 from wholestep.torch_private.guard_checks import DictWatch
 
 _HEAP_TYPE = 1 << 9
@@ -124,8 +125,14 @@ class SameLibraries(Guard):
         for attributes, path, named in self._modules:
             for name, before in named.items():
                 now = attributes.get(name, ABSENT)
-                if now is not before and not same_plain(now, before):
+                if now is not before and not same_plain(now, before) and not _differ_by_dynamo(now, before):
                     yield f"{path}.{name} is another object"
+
+
+def _differ_by_dynamo(now: Any, before: Any) -> bool:
+    """Whether Dynamo wrapped a function of torch since: `nn.Module.__init__` at the first use of `torch.compile`."""
+    both = isinstance(now, FunctionType) and isinstance(before, FunctionType)
+    return both and behind_dynamo(now) is behind_dynamo(before)
 
 
 class SameRegistries(Guard):

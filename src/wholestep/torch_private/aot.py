@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -142,15 +143,27 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_LAZY_WRAPPERS = torch._compile.__file__
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo") + "/"
+_EARLY_WRAPPERS = torch._compile.__file__
 
 
-def behind_lazy_dynamo(function: FunctionType) -> FunctionType:
-    """A function of torch without the wrapper that it has where somebody imported `torch._dynamo` early (made in
-    `torch/_compile.py`); other functions as they are. 2.11, 2.13."""
-    while function.__code__.co_filename == _LAZY_WRAPPERS and "__wrapped__" in vars(function):
-        function = vars(function)["__wrapped__"]
-    return function
+def behind_dynamo(function: FunctionType) -> FunctionType:
+    """A function of torch without the wrappers that Dynamo gives it. 2.11, 2.13.
+
+    torch/_compile.py                  functions that it must not trace, where somebody imported `torch._dynamo` early
+    torch/_dynamo/eval_frame.py        methods of optimizers and more, from the first use of `torch.compile` on
+    torch/_dynamo/mutation_guard.py    `nn.Module.__init__` and `__setstate__`, likewise
+    """
+    while True:
+        file, cells = function.__code__.co_filename, function.__closure__ or ()
+        if file == _EARLY_WRAPPERS and "__wrapped__" in vars(function):
+            function = vars(function)["__wrapped__"]
+        elif file.startswith(_DYNAMO) and "_torchdynamo_orig_callable" in vars(function):
+            function = vars(function)["_torchdynamo_orig_callable"]
+        elif file == f"{_DYNAMO}mutation_guard.py" and len(cells) == 1:
+            function = cells[0].cell_contents
+        else:
+            return function
 
 
 def trace_log_is_written() -> bool:

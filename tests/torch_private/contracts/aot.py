@@ -138,7 +138,7 @@ def torchscript_adds_no_casts_and_removes_writes() -> None:
     assert "add_(" not in str(scripted.graph)
 
 
-@of("is_dynamo_tracing", "call_untraced", "behind_lazy_dynamo")
+@of("is_dynamo_tracing", "call_untraced", "behind_dynamo")
 def code_knows_whether_dynamo_traces_it_and_can_be_left_out() -> None:
     seen = list[bool]()
     compiled = Compiled()
@@ -163,8 +163,12 @@ def code_knows_whether_dynamo_traces_it_and_can_be_left_out() -> None:
     torch._dynamo.reset()
     wrapped = torch._disable_dynamo(noted)
     assert isinstance(wrapped, types.FunctionType)
-    assert aot.behind_lazy_dynamo(wrapped) is noted
-    assert aot.behind_lazy_dynamo(noted) is noted
+    assert aot.behind_dynamo(wrapped) is noted
+    assert aot.behind_dynamo(noted) is noted
+    for name in ("__init__", "__setstate__"):
+        tagged = vars(torch.nn.Module)[name]
+        own = aot.behind_dynamo(tagged)
+        assert (tagged.__module__, own.__module__) == ("torch._dynamo.mutation_guard", "torch.nn.modules.module")
 
 
 @of("trace_log_is_written", "write_artefact")
