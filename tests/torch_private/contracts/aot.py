@@ -165,6 +165,8 @@ def code_knows_whether_dynamo_traces_it_and_can_be_left_out() -> None:
     assert isinstance(wrapped, types.FunctionType)
     assert aot.behind_dynamo(wrapped) is noted
     assert aot.behind_dynamo(noted) is noted
+    disable: Any = torch._dynamo.disable
+    assert aot.behind_dynamo(disable(noted)) is noted
     for name in ("__init__", "__setstate__"):
         tagged = vars(torch.nn.Module)[name]
         own = aot.behind_dynamo(tagged)
