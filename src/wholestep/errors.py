@@ -9,19 +9,30 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Self
 
 
 @dataclass(frozen=True)
 class Location:
-    """A line of the user's code."""
+    """A line of code outside of torch and wholestep: the user's, or one of an installed package that the user called."""
 
     file: str
     line: int
     function: str = ""
     text: str = ""
+    called_from: Location | None = None
+    """The user's line that led here, if this one is in an installed package."""
+    inside: Location | None = None
+    """The line of an installed package that this one, the user's, led to: the other way round, as errors show it."""
+
+    @property
+    def users_first(self) -> Location:
+        """The same place with the user's line first, and that of the package in `inside`."""
+        if self.called_from is None:
+            return self
+        return replace(self.called_from, inside=replace(self, called_from=None))
 
     def __str__(self) -> str:
         where = f"{_short(self.file)}:{self.line}"
@@ -45,7 +56,7 @@ class WholestepError(ValueError):
         self.what = what
         self.fix = fix
         self.node = node
-        self.location = location
+        self.location = None if location is None else location.users_first
         self.around = tuple(around)
         self.effect: object = None
         """How a second trace detects the refused effect, to find its line (`capture/results/effect_line.py`)."""
@@ -64,10 +75,10 @@ class WholestepError(ValueError):
 
     def _render(self) -> str:
         lines = [f"[{self.code}] {self.what}"]
-        if self.location is not None:
-            lines.append(f"  at    {self.location}")
-            if self.location.text:
-                lines.append(f"            {self.location.text}")
+        for word, place in (("at", self.location), ("in", self.location and self.location.inside)):
+            if place is not None:
+                lines.append(f"  {word}    {place}")
+                lines += [f"            {place.text}"] if place.text else []
         if self.node:
             lines.append(f"  node  {self.node}")
         if self.around:

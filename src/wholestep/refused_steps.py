@@ -60,7 +60,7 @@ class Refusal:
         lines = str(error).strip().splitlines()
         text = f"[WS-CAPTURE] the trace raised {type(error).__name__}: {lines[0] if lines else ''}"
         if where is not None:
-            text += f"\n  at    {where}\n            {where.text}"
+            text += f"\n  at    {where.users_first}\n            {where.users_first.text}"
         fix = "capture what can be captured: compile a smaller function, and do this outside of it."
         return cls(f"{text}\n  fix   {fix}", f"{type(error).__name__} {where}", may_be_the_users=True)
 

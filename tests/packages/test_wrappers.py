@@ -98,6 +98,7 @@ def test_a_default_dtype_that_fabric_sets_is_refused_with_a_line(precision: Any)
     with pytest.raises(errors.UnsupportedError, match="get_default_dtype") as caught:
         ws.compile(run.step)(*run.arguments(0))
     assert caught.value.location is not None
+    assert caught.value.location.file == __file__
 
 
 def test_fabric_clips_as_in_eager() -> None:
@@ -109,7 +110,11 @@ def test_a_check_of_fabric_for_finite_gradients_is_refused_with_a_line() -> None
     run = in_fabric(device(), clips={"max_norm": 0.1})
     with pytest.raises(errors.ControlFlowError) as caught:
         ws.compile(run.step)(*run.arguments(0))
-    assert caught.value.location is not None
+    where = caught.value.location
+    assert where is not None and where.inside is not None
+    assert (where.file, where.text) == (__file__, "fabric.clip_gradients(model, prepared, **clips)")
+    assert "lightning" in where.inside.file
+    assert f"  in    {where.inside}" in str(caught.value)
 
 
 def test_a_checkpoint_that_is_loaded_through_fabric_is_used() -> None:

@@ -42,7 +42,8 @@ def lines_of_users(packages: tuple[str, ...], written: Callable[[], Any]) -> Ite
         yield
     except WholestepError as error:
         folders = (_HERE, *map(_folder, packages))
-        if error.location is not None and not error.location.file.startswith(folders):
+        named = error.location and (error.location.inside or error.location)
+        if named is not None and not named.file.startswith(folders):
             raise
         raised = error.__context__ or error  # a capture raises again, with the line
         place = location_of_exception(raised, besides=folders) or location_of_function(written())

@@ -4,7 +4,8 @@ wholestep's capture records the origin of a node in `NodeMeta`. Graphs of dynamo
 `stack_trace` and an `nn_module_stack` instead (`fwd_nn_module_stack` on nodes of the backward). This is the one place
 that answers where a node, a frame, an exception or a function comes from.
 
-Which line of the user's code is running: the nearest frame that is neither torch's nor ours.
+Which line of the user's code is running: the nearest frame that is neither torch's nor ours. Where that is in an installed
+package (a trainer, a metric), the line has the one that called it (`called_from`), and errors show the user's first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import warnings
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
@@ -78,6 +80,10 @@ _FRAME = re.compile(
 )
 _FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
 _FOREIGN_FILES = (contextlib.__file__, copy.__file__, "<frozen", "<string>")
+_PATHS = sysconfig.get_paths()
+_PACKAGES = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STANDARD = tuple(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib"))
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
@@ -95,7 +101,13 @@ def location_of_node(node: fx.Node, *, user_only: bool = False) -> Location | No
     if not own and (user_only or not frames):
         return None
     found = (own or frames)[-1]
-    return Location(found["file"], int(found["line"]), found["function"], found["text"].strip())
+    callers = [frame for frame in own if not is_library_file(frame["file"])]
+    caller = callers[-1] if callers and callers[-1] is not found else None
+    return _traced(found, None if caller is None else _traced(caller))
+
+
+def _traced(frame: re.Match[str], called_from: Location | None = None) -> Location:
+    return Location(frame["file"], int(frame["line"]), frame["function"], frame["text"].strip(), called_from)
 
 
 def nearest_location(node: fx.Node | None) -> Location | None:
@@ -175,13 +187,60 @@ def asked_by(file: str) -> bool:
     return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(file)
 
 
+def is_installed_file(file: str) -> bool:
+    """Whether a file is one of an installed package."""
+    return file.startswith(_PACKAGES) or any(folder in file for folder in _PACKAGE_FOLDERS)
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file belongs to an installed package or to Python: no code that the user wrote for this program."""
+    return file.startswith(("<frozen", *_STANDARD)) or is_installed_file(file)
+
+
 def location_of(frame: FrameType | None, *, with_text: bool = False) -> Location | None:
-    """The location a frame stands at."""
+    """The location a frame stands at; with the user's line that called it, where it is in an installed package."""
     if frame is None:
         return None
+    caller = _frame_of_the_user(frame)
+    if caller is None or caller is frame:
+        return _standing_at(frame, with_text)
+    if not is_installed_file(frame.f_code.co_filename):  # the standard library: the line that called it says more
+        frame = _frame_of_installed(frame, caller)
+        if frame is caller:
+            return _standing_at(caller, with_text)
+    return _standing_at(frame, with_text, _standing_at(caller, with_text=True))
+
+
+def _standing_at(frame: FrameType, with_text: bool, called_from: Location | None = None) -> Location:
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno).strip() if with_text else ""
-    return Location(code.co_filename, frame.f_lineno, code.co_name, text)
+    return Location(code.co_filename, frame.f_lineno, code.co_name, text, called_from)
+
+
+def _frame_of_the_user(frame: FrameType) -> FrameType | None:
+    """The nearest frame, this one or above, of code that is in no package at all."""
+    above: FrameType | None = frame
+    while above is not None and not _is_own_code(above.f_code):
+        above = above.f_back
+    return above
+
+
+def _frame_of_installed(frame: FrameType, last: FrameType) -> FrameType:
+    """The nearest frame of an installed package that is neither torch nor wholestep, up to `last`."""
+    while frame is not last and not (is_users_code(frame.f_code) and is_installed_file(frame.f_code.co_filename)):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+_own_code: dict[CodeType, bool] = {}
+
+
+def _is_own_code(code: CodeType) -> bool:
+    known = _own_code.get(code)
+    if known is None:
+        known = _own_code[code] = is_users_code(code) and not is_library_file(code.co_filename)
+    return known
 
 
 def user_location(*, with_text: bool = True) -> Location | None:
@@ -204,6 +263,7 @@ def location_of_exception(error: BaseException, besides: tuple[str, ...] = ()) -
     """The deepest line of the user's code in a traceback. `besides`: folders of code that is not the user's."""
     foreign = (*_FOREIGN, *_FOREIGN_FILES, *besides)
     found: Location | None = None
+    users: Location | None = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -211,8 +271,11 @@ def location_of_exception(error: BaseException, besides: tuple[str, ...] = ()) -
         if not name.startswith(foreign):
             text = linecache.getline(name, trace.tb_lineno).strip()
             found = Location(name, trace.tb_lineno, code.co_name, text)
+            users = users if is_library_file(name) else found
         trace = trace.tb_next
-    return found
+    if found is None or users is None or users is found:
+        return found
+    return replace(found, called_from=users) if is_installed_file(found.file) else users
 
 
 def location_of_function(fn: Any) -> Location | None:

@@ -15,7 +15,7 @@ import torch
 
 import wholestep
 from wholestep.errors import MADE_WHILE_TRACING, CaptureError, Location, WholestepError
-from wholestep.ir.meta import location_of
+from wholestep.ir.meta import is_installed_file, location_of
 
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
@@ -86,7 +86,7 @@ def kind_of_code(code: CodeType) -> str:
 
 def is_installed(code: CodeType) -> bool:
     """Whether code is that of an installed package."""
-    return code.co_filename.startswith(_PACKAGES)
+    return is_installed_file(code.co_filename)
 
 
 def _kind(code: CodeType) -> str:

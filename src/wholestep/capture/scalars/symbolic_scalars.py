@@ -94,7 +94,9 @@ class ScalarGuard:
             what = f"{self.expression.key} == {self.expected!r}"
         if not self.why or self.location is None:
             return what
-        return f"{what} ({self.why} at {self.location.file}:{self.location.line})"
+        where = self.location.users_first
+        inside = "" if where.inside is None else f", in {where.inside}"
+        return f"{what} ({self.why} at {where.file}:{where.line}{inside})"
 
 
 def is_scalar_method(name: object, operands: int) -> bool:

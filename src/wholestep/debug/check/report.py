@@ -290,9 +290,11 @@ class FirstDifference:
         part = {"pass": f"pass {self.pass_name}", "lowering": f"lowering, {self.region or 'no region'}"}
         lines = [f"{part.get(self.stage, self.stage)}: {self.what}"]
         lines += [f"  node  {self.text or self.node}"] if self.node else []
-        lines += [f"  at    {self.location}"] if self.location is not None else []
-        if self.location is not None and self.location.text:
-            lines.append(f"            {self.location.text}")
+        where = None if self.location is None else self.location.users_first
+        for word, place in (("at", where), ("in", where and where.inside)):
+            if place is not None:
+                lines.append(f"  {word}    {place}")
+                lines += [f"            {place.text}"] if place.text else []
         return "\n".join(lines)
 
 
