@@ -25,6 +25,7 @@ from wholestep.artefact.saved_graph import CaptureFacts, SavedGraph
 from wholestep.artefact.shards import ThisRank
 from wholestep.capture.objects.discover import find_models, plan_of_models
 from wholestep.capture.objects.objects_found_by_calls import EarlierTraces
+from wholestep.capture.results.state_after import refuse_what_grows
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy, trace_with_scalars
 from wholestep.capture.trace import is_tracing, trace_step
 from wholestep.cross_iteration import pending_updates
@@ -234,6 +235,7 @@ def compile_step(
             trace_step, start.fn, start.args, start.kwargs, options, earlier=shared.earlier, progress=shared.progress
         )
         captured, shared.scalars = trace_with_scalars(trace, shared.scalars)
+        refuse_what_grows(captured, functools.partial(trace_with_scalars, trace, shared.scalars))
         # guards/, runtime/executor.py: bind the graph to the user's objects.
         graph = BoundGraph.of(captured, start)
         # passes/: ours, then those of the user; the graph is verified after each.

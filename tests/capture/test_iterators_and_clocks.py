@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import datetime
 import functools
 import itertools
@@ -12,6 +13,7 @@ import queue
 import random
 import resource
 import secrets
+import sys
 import time
 import timeit
 import uuid
@@ -30,6 +32,7 @@ from torch import nn
 
 import wholestep as ws
 from capture.followed import assert_follows, assert_refused
+from harness import marked_line
 
 # Iterators.
 
@@ -522,3 +525,47 @@ def test_random_bytes_of_the_system_are_refused_with_the_line(draw: str) -> None
     assert error.location is not None
     assert error.location.file == __file__
     assert len(os.urandom(4)) == 4
+
+
+def rewinds(generator: torch.Generator, x: torch.Tensor) -> torch.Tensor:
+    state = generator.get_state()
+    drawn = torch.rand(3, generator=generator)
+    generator.set_state(state)  # <- here
+    return x + drawn
+
+
+@pytest.mark.parametrize("profiler", ["function", "cProfile"])
+def test_a_generator_that_is_set_to_its_state_is_seen_while_a_profiler_is_active(profiler: str) -> None:
+    generator, seen = torch.Generator().manual_seed(3), []
+    profile = cProfile.Profile()
+    before = generator.get_state()
+    if profiler == "function":
+        sys.setprofile(lambda frame, event, arg: seen.append(frame.f_code.co_name))
+    else:
+        profile.enable()
+    active = sys.getprofile()
+    try:
+        with pytest.raises(ws.errors.RandomStateError) as caught:
+            ws.compile(lambda x: rewinds(generator, x), lower="eager")(torch.ones(3))
+        assert sys.getprofile() is active
+    finally:
+        sys.setprofile(None)
+        profile.disable()
+    assert caught.value.location is not None
+    assert caught.value.location.line == marked_line(rewinds)
+    assert torch.equal(generator.get_state(), before)
+    assert profiler != "function" or "rewinds" in seen
+
+
+class ProfilerInC:
+    """A profiler without a function: `sys.getprofile()` returns its state."""
+
+
+def test_a_profiler_that_capture_could_not_start_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator()
+    monkeypatch.setattr(sys, "getprofile", ProfilerInC)
+    step = ws.compile(lambda x: rewinds(generator, x), lower="eager")
+    with pytest.raises(ws.errors.UnsupportedError, match="ProfilerInC"):
+        step(torch.ones(3))
+    drawing = ws.compile(lambda x: x + torch.rand(3, generator=generator), lower="eager")
+    assert drawing(torch.zeros(3)).shape == (3,)

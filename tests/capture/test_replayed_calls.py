@@ -159,14 +159,20 @@ def test_contents_that_the_step_made_may_be_read() -> None:
     holds(effect)
 
 
-def test_a_list_that_is_emptied_between_calls_is_a_guard() -> None:
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_list_that_the_step_empties_may_be_read(at_the_end: bool) -> None:
     features: list[Tensor] = []
 
     def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        if not at_the_end:
+            features.clear()
         features.append(model[0](x))  # type: ignore[index]
-        return train(model, optimizer, x) + features[0].detach().sum()
+        loss = train(model, optimizer, x) + features[0].detach().sum() * len(features)
+        if at_the_end:
+            features.clear()
+        return loss
 
-    same(body, between=lambda i, model, optimizer: features.clear(), watch={"features": features})
+    same(body, watch={"features": features})
 
 
 def test_a_list_that_the_step_reads_and_makes_longer_is_refused_with_the_line() -> None:
@@ -180,6 +186,63 @@ def test_a_list_that_the_step_reads_and_makes_longer_is_refused_with_the_line() 
         ws.compile(run_with(holder, effect).step)(batch_of(device(), 0, 5, 6))
     assert "len(holder.losses)" in str(caught.value)
     assert holder.losses == [0.0]
+
+
+GROWING: dict[str, Callable[[Holder, Tensor], Any]] = {
+    "length": lambda holder, loss: (holder.losses.append(loss), loss * len(holder.losses)),
+    "sum": lambda holder, loss: (holder.losses.append(loss.item()), sum(holder.losses)),
+    "before": lambda holder, loss: (loss * len(holder.losses), holder.losses.append(1.0)),
+    "stack": lambda holder, loss: (holder.losses.append(loss), torch.stack(holder.losses)),
+    "truth": lambda holder, loss: (loss * 2 if holder.losses else loss, holder.losses.append(1)),
+    "deque": lambda holder, loss: (holder.last.append(loss), sum(holder.last)),
+    "key": lambda holder, loss: holder.ordered.__setitem__(str(len(holder.ordered)), loss),
+    "new list": lambda holder, loss: (holder.by_name["a"].append(loss), len(holder.by_name["a"])),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_list_that_is_empty_at_first_read_and_grows_is_refused_at_the_first_call(name: str) -> None:
+    def body(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
+        loss = train(model, optimizer, x).detach()
+        return GROWING[name](holder, loss)
+
+    holder = Holder()
+    refused("WS-SIDE-EFFECT", body, watch={"held": Everything(holder)})
+    assert not holder.losses and not holder.last and not holder.by_name and not holder.ordered
+
+
+def test_ordered_dicts_keep_their_order_where_the_step_copies_them_and_makes_new_ones() -> None:
+    def effect(holder: Holder, loss: Tensor, x: Tensor) -> Any:
+        holder.ordered["b"] = loss.detach()
+        holder.ordered["a"] = x.mean()
+        holder.logs["made"] = OrderedDict(z=loss.detach(), y=OrderedDict(x=1.0))
+        read = [*holder.ordered.values()], [*holder.ordered.items()], [*holder.ordered.keys()]
+        return read, dict(holder.ordered), holder.ordered.copy(), list(reversed(holder.ordered))
+
+    holds(effect)
+
+
+def test_containers_that_are_filled_once_are_captured() -> None:
+    def effect(holder: Holder, loss: Tensor, x: Tensor) -> Any:
+        if not holder.losses:
+            holder.losses.extend([x.mean(), 2.0])
+        holder.names.add("a")
+        holder.ordered["a"] = loss.detach()
+        holder.by_name["a"] = [loss.detach()]
+        return sum(holder.losses), len(holder.names), sum(holder.ordered.values()), len(holder.by_name)
+
+    holds(effect)
+
+
+def test_a_list_that_the_step_writes_and_returns_is_refused_by_its_name() -> None:
+    holder = Holder()
+
+    def step(x: Tensor) -> Any:
+        holder.losses.append(x.sum())
+        return holder.losses
+
+    with pytest.raises(ws.errors.SideEffectError, match=r"result is holder\.losses, which the step also writes"):
+        ws.compile(step, lower="eager")(torch.ones(2))
 
 
 def test_a_write_past_the_name_of_the_list_is_refused() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from wholestep.errors import Location
+from wholestep.ir.user_objects.plain_contents import set_items
 from wholestep.ir.user_objects.slots import BatchSlot, Slot
 from wholestep.torch_private.autograd import identity_named
 
@@ -98,7 +99,7 @@ def fill(template: Template, leaf: Callable[[FilledLeaf], Any], made: dict[int, 
     items = [fill(item, leaf, made) for item in template.items]
     if isinstance(new, dict):
         assert template.keys is not None
-        dict.update(new, zip(template.keys, items, strict=True))
+        set_items(new, zip(template.keys, items, strict=True))
     elif isinstance(new, list | deque):
         new.extend(items)
     else:

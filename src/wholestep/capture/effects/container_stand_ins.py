@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wholestep.errors import SideEffectError
 from wholestep.ir.meta import user_location
+from wholestep.ir.user_objects.plain_contents import set_items
 
 if TYPE_CHECKING:
     from wholestep.capture.effects.containers import ContainerRecorder
@@ -119,7 +120,7 @@ def _plain(value: Any) -> Any:
     if isinstance(real, dict):
         items = recorder.items()
         made = copy_of_type(real)
-        dict.update(made, zip(real, items, strict=True))
+        set_items(made, zip(real, items, strict=True))
         return made
     made = copy_of_type(real)
     (made.update if isinstance(made, set) else made.extend)(recorder.items())

@@ -49,6 +49,10 @@ class NeedsRecorders(TraceAgain):
         return lambda: None
 
 
+class GrowsEachCallError(SideEffectError):
+    """The step reads a list or dict whose length it changes in each call."""
+
+
 class ContainerRecorder:
     """What one trace does to one container."""
 
@@ -189,7 +193,7 @@ class ContainerRecorder:
                 fix="call its methods by its name in the step, or return the value and store it outside.",
             )
         if self.read_at is not None and self.is_structured and len(self.before) and not self._same_structure():
-            raise SideEffectError(
+            raise GrowsEachCallError(
                 f"the step reads {self.path} and makes it longer or shorter: each call would need another graph.",
                 fix="read it outside of the step; or keep what the step needs of it in a number or tensor.",
                 location=self.read_at if self.read_at.file else None,
@@ -198,6 +202,8 @@ class ContainerRecorder:
     def _same_structure(self) -> bool:
         if isinstance(self.real, dict):
             return list(self.real) == list(self.before)
+        if isinstance(self.real, set):
+            return bool(self.real == self.before)
         return isinstance(self.real, list | deque) and len(self.real) == len(self.before)
 
     def is_written(self, slot: Slot) -> bool:

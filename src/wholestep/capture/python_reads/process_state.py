@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ from wholestep.ir.meta import location_of, user_location
 from wholestep.torch_private.guard_checks import cuda_is_initialized, generator_key
 from wholestep.torch_private.modes import MODES, kernel_modes, read_modes, read_old_precision, same_mode, set_modes
 
+_BY_NAME = frozenset({"getattr", "methodcaller"})
 _SETTERS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
 
 
@@ -61,15 +63,32 @@ class RandomState:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """See the block set generators, also to the state that they have. Those methods are C code, so a profile
-        function sees them; only where user code names one of them, because it is called for each call of Python."""
-        if not self._may_set or sys.getprofile() is not None:
+        function sees them; only where user code names one of them, because it is called for each call of Python.
+
+        A profiler that is active sees the block too if it is a function; cProfile pauses; any other one cannot be
+        started again from here."""
+        if not self._may_set:
             yield
             return
-        sys.setprofile(self._see)
+        active: Any = sys.getprofile()
+        if active is not None and not callable(active) and not hasattr(active, "enable"):
+            raise UnsupportedError(
+                f"a profiler written in C ({type(active).__name__}) is active while a step that names methods of random "
+                "generators is captured: capture needs its place to see them set.",
+                fix="call the step before the profiler starts.",
+            )
+        sys.setprofile(self._see if not callable(active) else partial(self._see_and_call, active))
         try:
             yield
         finally:
-            sys.setprofile(None)
+            if active is None or callable(active):
+                sys.setprofile(active)
+            else:
+                active.enable()
+
+    def _see_and_call(self, active: Any, frame: FrameType, event: str, function: Any) -> None:
+        self._see(frame, event, function)
+        active(frame, event, function)
 
     def _see(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _SETTERS and self._set is None:
@@ -122,7 +141,7 @@ class RandomState:
 
 def _names_setters(world: World) -> bool:
     names = {name for _, code in world.codes.values() if is_user_code(code) for name in code.co_names}
-    return "default_generator" in names or (bool(world.generators) and not names.isdisjoint(_SETTERS))
+    return "default_generator" in names or (bool(world.generators) and not names.isdisjoint(_SETTERS | _BY_NAME))
 
 
 def _seeds(path: str, location: Location | None = None) -> RandomStateError:

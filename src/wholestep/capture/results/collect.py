@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.effects.container_stand_ins import StandInContainer
 from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.graph.functional_forms import add_write_backs
 from wholestep.capture.objects.user_code import is_installed, is_user_code
@@ -31,7 +32,7 @@ from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_python import ChangedPython
 from wholestep.capture.results.changed_state import bind_changed_state
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
-from wholestep.errors import ParameterDataError, UnsupportedError
+from wholestep.errors import ParameterDataError, SideEffectError, UnsupportedError
 from wholestep.ir.captured_step import (
     ArgumentSpec,
     CallResult,
@@ -411,6 +412,11 @@ def leaf_of(capture: Capture, bindings: Bindings, leaf: Any, path: str) -> tuple
         return bindings.output(OutputKind.RESULT, path, node)
 
     refuse_clocks(leaf, path)
+    if isinstance(leaf, StandInContainer) and path.startswith("result"):
+        raise SideEffectError(
+            f"{path} is {leaf.wholestep_recorder.path}, which the step also writes: a replay cannot return it.",
+            fix="return what is new in it, and read it outside of the step.",
+        )
     leaf = capture.table.whole_of(real_of(leaf))
     if is_dtensor(leaf):
         return "sharded", (output(capture.recorder.node_of(local_of(leaf))), spec_of(leaf))

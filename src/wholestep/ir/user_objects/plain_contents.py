@@ -139,6 +139,13 @@ def stored_items(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
 
 
+def set_items(container: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
+    """Store items in a dict of any kind: a Counter would add up, and an OrderedDict keeps its order besides."""
+    store: Any = OrderedDict.__setitem__ if isinstance(container, OrderedDict) else dict.__setitem__
+    for key, value in items:
+        store(container, key, value)
+
+
 def same_contents(before: Any, now: Any) -> bool:
     """Whether a container holds what its copy holds: the same objects, or the same plain values."""
     if len(before) != len(now):
