@@ -54,7 +54,7 @@ IMPORTS: dict[str, set[str]] = {
     "shown_step": {"capture", "cross_iteration", "inspect", "lower", "runtime", "step"},
     "cache": {"artefact"},
     "stored_graphs": {"artefact", "step"},
-    "warmup": {"cross_iteration", "refused_steps", "step"},
+    "warmup": {"capture", "cross_iteration", "refused_steps", "step"},
     "compiled_step": {
         "artefact",
         "capture",

@@ -16,7 +16,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Location:
-    """A line of code outside of torch and wholestep: the user's, or one of an installed package that the user called."""
+    """A line of code outside of torch and wholestep: the user's, or one of an installed package."""
 
     file: str
     line: int

@@ -77,7 +77,8 @@ def test_a_refusal_in_a_package_names_the_line_that_called_it_and_that_of_the_pa
     with pytest.raises(ws.errors.CaptureError) as caught:
         ws.compile(step, lower="eager")(torch.eye(2))
     where = caught.value.location
-    assert where is not None and where.inside is not None
+    assert where is not None
+    assert where.inside is not None
     assert (where.file, where.line) == (__file__, marked_line(step))
     assert (where.inside.file, where.inside.function) == (of_package.__code__.co_filename, of_package.__name__)
     again = caught.value.at(where)
@@ -88,7 +89,8 @@ def test_a_node_of_a_package_has_its_line_and_that_which_called_it() -> None:
     graph = ws.capture(lambda x: DOUBLE(x), torch.ones(2)).gm.graph
     (node,) = (node for node in graph.nodes if node.op == "call_function" and "mul" in str(node.target))
     where = location_of_node(node)
-    assert where is not None and where.called_from is not None
+    assert where is not None
+    assert where.called_from is not None
     assert (where.function, where.called_from.file) == ("doubles", __file__)
 
 

@@ -208,7 +208,10 @@ def test_a_list_that_is_empty_at_first_read_and_grows_is_refused_at_the_first_ca
 
     holder = Holder()
     refused("WS-SIDE-EFFECT", body, watch={"held": Everything(holder)})
-    assert not holder.losses and not holder.last and not holder.by_name and not holder.ordered
+    assert not holder.losses
+    assert not holder.last
+    assert not holder.by_name
+    assert not holder.ordered
 
 
 def test_ordered_dicts_keep_their_order_where_the_step_copies_them_and_makes_new_ones() -> None:

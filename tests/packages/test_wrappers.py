@@ -111,7 +111,8 @@ def test_a_check_of_fabric_for_finite_gradients_is_refused_with_a_line() -> None
     with pytest.raises(errors.ControlFlowError) as caught:
         ws.compile(run.step)(*run.arguments(0))
     where = caught.value.location
-    assert where is not None and where.inside is not None
+    assert where is not None
+    assert where.inside is not None
     assert (where.file, where.text) == (__file__, "fabric.clip_gradients(model, prepared, **clips)")
     assert "lightning" in where.inside.file
     assert f"  in    {where.inside}" in str(caught.value)

@@ -4,8 +4,9 @@ wholestep's capture records the origin of a node in `NodeMeta`. Graphs of dynamo
 `stack_trace` and an `nn_module_stack` instead (`fwd_nn_module_stack` on nodes of the backward). This is the one place
 that answers where a node, a frame, an exception or a function comes from.
 
-Which line of the user's code is running: the nearest frame that is neither torch's nor ours. Where that is in an installed
-package (a trainer, a metric), the line has the one that called it (`called_from`), and errors show the user's first.
+Which line of the user's code is running: the nearest frame that is neither torch's nor ours. Where that is in an
+installed package (a trainer, a metric), the line has the one that called it (`called_from`), and errors show the user's
+first.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class RandomState:
         active: Any = sys.getprofile()
         if active is not None and not callable(active) and not hasattr(active, "enable"):
             raise UnsupportedError(
-                f"a profiler written in C ({type(active).__name__}) is active while a step that names methods of random "
-                "generators is captured: capture needs its place to see them set.",
+                f"a profiler written in C ({type(active).__name__}) is active while a step is captured that names "
+                "methods of random generators: capture needs its place to see them set.",
                 fix="call the step before the profiler starts.",
             )
         sys.setprofile(self._see if not callable(active) else partial(self._see_and_call, active))
