@@ -27,7 +27,7 @@ from wholestep.ir.effects import draws
 from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.signature import ChangeKind
 from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of
-from wholestep.ir.user_objects.slots import ABSENT, BatchAttributeSlot, Slot
+from wholestep.ir.user_objects.slots import ABSENT, BatchAttributeSlot, BatchSlot, SequenceSlot, Slot
 from wholestep.torch_private.distributed import dtensor_over
 
 _MOST_EVALUATED = 1000
@@ -68,16 +68,18 @@ def state_after(captured: CapturedStep) -> Iterator[None]:
     """The user's objects as they would be after a run, as far as graphs depend on it: which gradients and which
     optimizer state there are, and what lists and dicts hold. What is there already keeps its values. Everything is put
     back."""
-    outputs = captured.step_graph.gm.graph.find_nodes(op="output")[0].args[0]
+    values = _Values(captured)
     states = [_StateBefore(optimizer) for optimizer in captured.stepped]
     contents = [(each.container, copy_of(each.container)) for each in captured.guards.written]
     before: list[tuple[Slot, Any]] = []
     try:
         for change in captured.changes:
             if change.deferred is None and change.unless is None and not isinstance(change.slot, BatchAttributeSlot):
-                before.append((change.slot, change.slot.get()))
-                _apply(change, outputs)
-        _write(captured, outputs)
+                held = _held(change.slot)
+                if held is not ABSENT or not isinstance(change.slot, SequenceSlot):
+                    before.append((change.slot, held))
+                    _apply(change, values)
+        _write(captured, values)
         yield
     finally:
         for container, held in contents:
@@ -88,35 +90,62 @@ def state_after(captured: CapturedStep) -> Iterator[None]:
             state.restore()
 
 
-def _apply(change: Change, outputs: Sequence[Any]) -> None:
+def _held(slot: Slot) -> Any:
+    try:
+        return slot.get()
+    except ValueError:  # a variable that is not bound yet
+        return ABSENT
+
+
+def _apply(change: Change, values: _Values) -> None:
     if change.output is not None:
-        change.slot.set(_stand_in(outputs[change.output]))
+        change.slot.set(values.of_output(change.output))
     elif change.kind is ChangeKind.REMOVED:
         change.slot.remove()
     else:
         change.slot.set(change.constant)
 
 
-def _write(captured: CapturedStep, outputs: Sequence[Any]) -> None:
+def _write(captured: CapturedStep, values: _Values) -> None:
     """Make the calls that write into lists and dicts."""
     written = {id(each.container) for each in captured.guards.written}
     made: dict[int, Any] = {}
     for call in captured.effects:
         if id(getattr(call.function, "__self__", None)) in written:
-            call.make(lambda leaf: _value_of_leaf(leaf, outputs), made)
+            call.make(values.of_leaf, made)
 
 
-def _value_of_leaf(leaf: FilledLeaf, outputs: Sequence[Any]) -> Any:
-    if leaf.kind == "deferred":
-        return leaf.value.trial
-    if leaf.kind == "sharded":
-        return dtensor_over(_stand_in(outputs[leaf.value[0]]), leaf.value[1])
-    return _stand_in(outputs[leaf.value]) if isinstance(leaf.value, int) else leaf.value
+class _Values:
+    """What stands for the values of a run."""
+
+    def __init__(self, captured: CapturedStep) -> None:
+        graph = captured.step_graph.gm.graph
+        self._outputs: Sequence[Any] = graph.find_nodes(op="output")[0].args[0]
+        self._slots = dict(zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
+
+    def of_output(self, number: int) -> Any:
+        """The user's tensor, where the graph returns one that it was given; otherwise an empty one."""
+        node = self._outputs[number]
+        if not isinstance(node, fx.Node):
+            return node
+        source = node.args[0] if node.target is torch.ops.aten.copy_.default else node
+        slot = self._slots.get(source) if isinstance(source, fx.Node) else None
+        return _stand_in(node) if slot is None or isinstance(slot, BatchSlot) else slot.get()
+
+    def of_leaf(self, leaf: FilledLeaf) -> Any:
+        """What a list or dict is given."""
+        if leaf.kind == "deferred":
+            return leaf.value.trial
+        if leaf.kind == "sharded":
+            return dtensor_over(self.of_output(leaf.value[0]), leaf.value[1])
+        return leaf.value if leaf.kind == "value" else self.of_output(leaf.value)
 
 
-def _stand_in(node: fx.Node) -> Tensor:
+def _stand_in(node: fx.Node) -> Any:
     """A tensor of the form of what a node computes; a single element has its value, if no input decides it."""
     fake = node.meta["val"]
+    if not isinstance(fake, Tensor):
+        return fake if isinstance(fake, int | float) else size_hint(fake)
     sizes, strides = ([size_hint(size) for size in each] for each in (fake.shape, fake.stride()))
     found = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
     if found.numel() == 1:
@@ -147,16 +176,21 @@ def _value_of(node: fx.Node) -> Tensor | None:
 
 
 class _StateBefore:
-    """The entries of an optimizer's state."""
+    """The entries of an optimizer's state, and its param groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._entries = [
             (owner, entry, dict(entry) if isinstance(entry, dict) else None) for owner, entry in optimizer.state.items()
         ]
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
 
     def restore(self) -> None:
-        """Remove entries that were added, and what was added to others."""
+        """Remove entries that were added, and what was added to others; options are the same objects as before."""
+        for group, options in self._groups:
+            if len(group) != len(options) or any(group.get(name) is not value for name, value in options.items()):
+                group.clear()
+                group.update(options)
         state = self._optimizer.state
         known = {id(owner) for owner, _, _ in self._entries}
         for owner in [each for each in state if id(each) not in known]:

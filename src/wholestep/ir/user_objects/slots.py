@@ -127,6 +127,9 @@ class CellSlot(Slot):
     def set(self, value: Any) -> None:
         self.cell.cell_contents = value
 
+    def remove(self) -> None:
+        del self.cell.cell_contents
+
 
 @dataclass(frozen=True, eq=False)
 class FixedSlot(Slot):
@@ -202,6 +205,9 @@ class HyperSlot(Slot):
             items = list(group[self.key])
             items[self.index] = value
             group[self.key] = type(group[self.key])(items)
+
+    def remove(self) -> None:
+        del self.optimizer.param_groups[self.group][self.key]
 
 
 @dataclass(frozen=True, eq=False)
