@@ -62,6 +62,44 @@ def test_a_public_name_of_theirs_is_ours_and_takes_every_argument_of_theirs(modu
         assert set(theirs.__members__) <= set(ours.__members__)
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_a_name_that_theirs_only_imports_is_found_by_the_changed_prefix_too(module: str) -> None:
+    theirs, ours = importlib.import_module(module), importlib.import_module(MODULES[module])
+    names = [name for name, value in vars(theirs).items() if not name.startswith("__") and not inspect.ismodule(value)]
+    assert [name for name in names if not hasattr(ours, name)] == []
+
+
+def test_submodules_are_ours_and_not_torchs() -> None:
+    package = importlib.import_module("wholestep.compat.pipelining")
+    for name in ("_IR", "_backward", "_utils", "microbatch", "schedules", "stage"):
+        with pytest.raises(AttributeError):  # so that `from package import name` imports it
+            package.__getattr__(name)
+
+
+SPMD = {
+    "api": "compile Override COMPILED_OBJECT_KEY",
+    "data_parallel": "DataParallelStyle",
+    "gm_transformation": "GraphModuleTransformation",
+    "graph_optimization": "enable_graph_optimization_dump graph_optimization_pass CommBlock get_comm_block "
+    "get_all_comm_blocks comm_fusion_with_concat schedule_comm_wait remove_copy_from_optimizer AdamArgs "
+    "ForeachAddBlock FusedAdamBlock get_fused_optimizer_block get_all_fused_optimizer_blocks split_fused_optimizer "
+    "iter_move_grads_and_optimizers find_all_descendants",
+    "graph_utils": "OP CommType get_node_tensor_metadata get_output find_node is_leaf_subgraph clone_subgraph "
+    "rebuild_graph dump_graphs_to_files",
+    "iter_graph_module": "IterGraph IterGraphModule",
+    "parallel_mode": "ParallelMode DataParallel DTensorExpandMode",
+    "partial_lower": "partial_lower",
+}
+"""Public names of `torch.distributed._spmd` in torch 2.3, its last release; the strategies of `data_parallel`, which
+are about a graph that is sharded after it was traced, are not among them."""
+
+
+@pytest.mark.parametrize("module", SPMD)
+def test_public_names_of_spmd_are_there(module: str) -> None:
+    ours = importlib.import_module(f"wholestep.compat.spmd.{module}")
+    assert [name for name in SPMD[module].split() if not hasattr(ours, name)] == []
+
+
 def is_behaviour(value: Any) -> bool:
     return callable(value) or isinstance(value, property | staticmethod | classmethod)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 GetattrAndDir = tuple[Callable[[str], Any], Callable[[], list[str]]]
@@ -25,7 +26,8 @@ def forwarded_names(module: str, own: Mapping[str, Any]) -> GetattrAndDir:
 
     def getattr_(name: str) -> Any:
         found = importlib.import_module(module)
-        if name.startswith("__") or not hasattr(found, name):
+        # A module is not forwarded: `from wholestep.compat.pipelining import schedules` means ours.
+        if name.startswith("__") or not hasattr(found, name) or isinstance(getattr(found, name), ModuleType):
             raise AttributeError(f"neither {own['__name__']} nor {module} has {name!r}")
         return getattr(found, name)
 

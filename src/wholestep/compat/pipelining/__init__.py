@@ -7,6 +7,7 @@ from wholestep.compat.pipelining.microbatch import TensorChunkSpec, split_args_k
 Cutting, stages, microbatches and both halves of a backward are ours. Schedules are torch's, which our stages run under.
 """
 
+from wholestep.compat import forwarded_names
 from wholestep.pipelining import Pipe as Pipe
 from wholestep.pipelining import PipelineStage as PipelineStage
 from wholestep.pipelining import PipeSplitWrapper as PipeSplitWrapper
@@ -44,3 +45,5 @@ __all__ = [
     "split_into_equal_size",
     "split_on_size_threshold",
 ]
+
+__getattr__, __dir__ = forwarded_names("torch.distributed.pipelining", globals())
