@@ -136,6 +136,11 @@ def test_a_name_that_does_not_exist_raises_an_attribute_error() -> None:
         ws.compille  # noqa: B018
 
 
+def test_a_misspelt_name_gets_the_one_that_was_meant() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'compil'\. Did you mean: 'compile'"):
+        _ = ws.compil
+
+
 def test_a_public_name_can_be_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ws.capture
     monkeypatch.setattr(ws, "capture", len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
@@ -76,6 +77,10 @@ def test_a_misspelt_option_says_which_was_meant(wrong: str, meant: str) -> None:
         ({"disable_passes": ["reinplace_tail"]}, "no pass runs"),
         ({"dump_passes": 3}, "the path of a folder"),
         ({"name": 3}, "what messages call this step"),
+        ({"passes": "fuse_loss"}, r"write a list: passes=\[\"fuse_loss\"\]"),
+        ({"passes": [train_step]}, "the function train_step is no pass"),
+        ({"parallel": "ddp"}, "whole like DDP"),
+        ({"lower_options": {"max_autotune": True}}, "Settings of Inductor go to"),
     ],
 )
 def test_a_wrong_value_says_what_to_write(given: dict[str, Any], text: str) -> None:
@@ -118,6 +123,36 @@ def test_a_wrong_value_is_told_in_sentences(options: dict[str, Any]) -> None:
     assert caught.value.what.endswith(".")
     assert len(caught.value.what.split()) > 3
     assert caught.value.fix.endswith(".")
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "compile": (lambda: ws.compile(3), "ws.compile got an object of type int, which cannot be called"),  # type: ignore[call-overload]
+    "capture": (lambda: ws.capture(torch.ones(2)), "ws.capture got an object of type Tensor"),  # type: ignore[arg-type]
+    "build": (lambda: ws.build(train_step), "ws.build got the function train_step"),  # type: ignore[arg-type]
+    "load": (lambda: ws.load(None), "ws.load got None"),  # type: ignore[arg-type]
+    "run_passes": (lambda: ws.passes.run_passes(train_step, []), "run_passes got the function train_step"),
+    "draw": (lambda: ws.inspect.draw(torch.nn.Linear, "step.svg"), "draw got the class Linear"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_public_function_says_what_it_got_and_what_to_give_it(name: str) -> None:
+    wrong, text = WRONG_ARGUMENTS[name]
+    with pytest.raises(OptionError, match=f"{text}.*\n  fix   (pass|build|give) "):
+        wrong()
+
+
+def test_a_dimension_that_no_tensor_has_is_refused() -> None:
+    step = ws.compile(lambda x: x + 1, dynamic={"x": {7: ws.Dim(min=1, max=9)}}, lower="eager")
+    with pytest.raises(ws.errors.DynamicShapeError, match="dimension 7 of 'x', and no tensor there has so many"):
+        step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("text", ["3kB", "3KB", "3 kb", "3000"])
+def test_bytes_are_read_in_any_case(text: str) -> None:
+    budget = resolved(memory_budget=text).memory_budget
+    assert budget is not None
+    assert budget.most == 3000
 
 
 def test_auto_rewrites_compiled_steps_and_no_others_where_nothing_communicates() -> None:

@@ -133,7 +133,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from difflib import get_close_matches
+
+        near = [] if name.startswith("_") else get_close_matches(name, __all__, 1)
+        hint = f". Did you mean: {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
     globals()[name] = value
     return value

@@ -12,7 +12,7 @@ from torch import fx
 
 from wholestep.compiled_step import BoundStep, CompiledStep, has_parameter
 from wholestep.cross_iteration import pending_updates
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.ir.step_graph import StepGraph
 from wholestep.lower.options import LowerOptions
 from wholestep.options import Dim, Options
@@ -241,6 +241,11 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     `fn`: a function, or a step of `ws.compile`, whose options are used.
     """
     function, given = _function_and_options(fn)
+    if not callable(function):
+        raise OptionError(
+            f"ws.capture got {called(fn)}, which cannot be called.",
+            fix="pass the function that does one step, then its arguments: ws.capture(train_step, batch).",
+        )
     return capture_call(function, args, kwargs, given or Options())
 
 
@@ -259,6 +264,11 @@ def build(
 
     The options are those of `ws.compile`. Ranks do not compare their graphs as those of a compiled step do.
     """
+    if not isinstance(step_graph, StepGraph):
+        raise OptionError(
+            f"ws.build got {called(step_graph)}.",
+            fix="build a captured graph: ws.build(ws.capture(train_step, batch)).",
+        )
     if not isinstance(step_graph, BoundGraph):
         raise OptionError(
             "ws.build got a StepGraph that is not bound to a model: it was read from a file, or made by hand.",

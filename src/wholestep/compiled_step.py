@@ -34,6 +34,7 @@ from wholestep.errors import (
     OptionError,
     RecompileWarning,
     UnsupportedError,
+    called,
 )
 from wholestep.ir.meta import user_location, warn_user
 from wholestep.ir.signature import InputKind
@@ -96,7 +97,7 @@ class CompiledStep(ShownStep, Generic[P, R]):
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
         if not callable(fn):
             raise OptionError(
-                f"ws.compile got a {type(fn).__name__}, which cannot be called.",
+                f"ws.compile got {called(fn)}, which cannot be called.",
                 fix="pass the function that does one step: ws.compile(train_step, ...).",
             )
         functools.update_wrapper(self, fn)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Self
 
 
@@ -233,6 +234,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """The fix for a name that does not exist: the most similar of the known ones; `otherwise` if none is similar."""
     near = get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def called(value: object) -> str:
+    """What a wrong argument is, for a message: "the function train_step", "an object of type Linear"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
+        return f"the function {value.__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def invalid_value(name: str, value: object, fix: str) -> OptionError:

@@ -15,7 +15,7 @@ from wholestep.artefact.addresses import Given
 from wholestep.artefact.file_format import SavedStep, read_saved
 from wholestep.artefact.saved_graph import OtherObjectsError
 from wholestep.compiled_step import CompiledStep
-from wholestep.errors import ArtefactError
+from wholestep.errors import ArtefactError, OptionError, called
 from wholestep.ir.io.arguments import ArgumentReader, TargetReader
 from wholestep.options import Options
 from wholestep.step import BoundGraph, Executable, StepCall, bound_graph, compile_step, within_budget
@@ -77,12 +77,15 @@ def load_step(
     allow_ops: Sequence[str],
 ) -> LoadedStep:
     """Read a file, check what can be checked before the first call, and make the step."""
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"ws.load got {called(path)}.", fix="give the path that step.save(path) wrote.")
     name = os.fspath(path)
     try:
         raw = Path(name).read_bytes()
     except OSError as error:
         raise ArtefactError(
-            f"{name} cannot be read: {error}.", fix="give the path that step.save(path) wrote."
+            f"{name} cannot be read: {(error.strerror or str(error)).lower()}.",
+            fix="give the path that step.save(path) wrote.",
         ) from error
     saved = read_saved(raw, name)
     options = _options(saved, lower, parallel, trust_kernels)

@@ -109,7 +109,8 @@ def resolve(options: Options) -> ResolvedOptions:
         )
     if options.parallel is not None and not isinstance(options.parallel, Plan):
         raise OptionError(
-            f"parallel={options.parallel!r} is not a plan.", fix="use ws.Replicate(mesh) or ws.FullyShard(mesh)."
+            f"parallel={options.parallel!r} is not a plan.",
+            fix="use ws.Replicate(mesh), which keeps parameters whole like DDP, or ws.FullyShard(mesh), like FSDP.",
         )
     given |= {"lower_options": lower_options, "memory_budget": budget, "disable_passes": (), "given": options}
     return ResolvedOptions(**given | {"passes": _passes_to_run(options, lower_options)})

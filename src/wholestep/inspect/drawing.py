@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import Tensor, fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.inspect.layered_layout import Placed, place
 from wholestep.ir.io.arguments import describe_target
 from wholestep.ir.meta import location_of_node, module_path, phase
@@ -119,6 +119,11 @@ def draw(
             f"a PNG needs graphviz, and there is no program `{command[0]}` here.", fix="draw an .svg instead."
         )
     gm = graph.gm if isinstance(graph, StepGraph) else graph
+    if not isinstance(gm, fx.GraphModule):
+        raise OptionError(
+            f"draw got {called(gm)}.",
+            fix="give a graph: ws.capture(train_step, batch), or step.last of a compiled step.",
+        )
     found = drawing(gm, collapse, names)
     if not shapes:
         found = Drawing([replace(box, lines=[]) for box in found.boxes], dict.fromkeys(found.edges, ""))

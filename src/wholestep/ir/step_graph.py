@@ -98,7 +98,7 @@ def shown(count: float) -> str:
 _UNITS = {"": 1, "B": 1}
 _UNITS.update({f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)})
 _UNITS.update({f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)})
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", re.IGNORECASE)
 _FIX = 'use bytes (12_000_000_000) or a text ("12GiB", "800MB").'
 
 
@@ -116,7 +116,8 @@ def as_bytes(given: Any, name: str) -> float | None:
 def bytes_in(text: str, name: str, fix: str) -> int:
     """The bytes that a text names."""
     match = _TEXT.fullmatch(text)
-    count = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
+    unit = match[2].upper().replace("I", "i") if match is not None else ""
+    count = float(match[1]) * _UNITS[unit] if match is not None and unit in _UNITS else 0.0
     if not 1 < count < 2**63:  # "0.5" is not a fraction
         raise invalid_value(name, text, fix)
     return int(count)

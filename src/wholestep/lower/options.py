@@ -8,7 +8,7 @@ from typing import Any
 
 from wholestep.errors import OptionError, did_you_mean, invalid_value
 from wholestep.lower.regions import MIN_ATEN_OPS
-from wholestep.torch_private.inductor import unknown_inductor_settings
+from wholestep.torch_private.inductor import inductor_settings, unknown_inductor_settings
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class LowerOptions:
             raise invalid_value(name, given, fix)
         for key in given or {}:
             if key not in known:
+                fix += ' Settings of Inductor go to "config": {"config": {"max_autotune": True}}.'
                 raise OptionError(f"{name}= has no option {key!r}.", fix=did_you_mean(str(key), known, fix))
         return cls(**(given or {}))
 
@@ -85,7 +86,8 @@ def _check_settings(name: str, settings: Any) -> None:
         raise invalid_value(name, settings, 'use a dict of Inductor settings: {"max_autotune": True}.')
     unknown = unknown_inductor_settings(settings)
     if unknown:
+        otherwise = 'use names of torch._inductor.config, such as "max_autotune" or "cpp.simdlen".'
         raise OptionError(
             f"{name} has {', '.join(map(repr, unknown))}, which Inductor does not know.",
-            fix='use names of torch._inductor.config, such as "max_autotune" or "cpp.simdlen".',
+            fix=did_you_mean(str(unknown[0]), inductor_settings(), otherwise),
         )

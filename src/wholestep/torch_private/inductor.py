@@ -146,13 +146,16 @@ def _random_ops_not_merged(gm: fx.GraphModule) -> Iterator[None]:
 def unknown_inductor_settings(settings: Iterable[Any]) -> list[Any]:
     """The names that `torch._inductor.config` does not have. Imports Inductor only if there are any. 2.11, 2.13."""
     names = list(settings)
-    if not names:
-        return []
+    known = inductor_settings() if names else ()
+    return [name for name in names if name not in known]
+
+
+def inductor_settings() -> frozenset[str]:
+    """The names of Inductor's settings (`torch._inductor.config`). 2.11, 2.13."""
     with _warnings_of_torch_ignored():
         from torch._inductor import config
 
-        known = config.get_config_copy()
-    return [name for name in names if name not in known]
+        return frozenset(config.get_config_copy())
 
 
 def saved_kernels() -> bytes:

@@ -27,7 +27,7 @@ def product() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-@of("decomposed", "unknown_inductor_settings", "keeps_roundings", "keeps_order_of_random_ops")
+@of("decomposed", "unknown_inductor_settings", "inductor_settings", "keeps_roundings", "keeps_order_of_random_ops")
 def a_trace_has_inductors_decompositions_and_settings() -> None:
     mode = new_fake_mode(None)
     x = new_fake(mode, torch.zeros(2, 3))
@@ -47,6 +47,7 @@ def a_trace_has_inductors_decompositions_and_settings() -> None:
     assert inductor.unknown_inductor_settings([]) == []
     names = ["max_autotune", "triton.cudagraphs", "fallback_random", "no_such_setting"]
     assert inductor.unknown_inductor_settings(names) == ["no_such_setting"]
+    assert set(names[:3]) <= inductor.inductor_settings()
     assert inductor.keeps_roundings() == inductor.keeps_order_of_random_ops()
 
 

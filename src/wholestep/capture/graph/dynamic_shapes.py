@@ -272,6 +272,7 @@ def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[
     found: dict[int, dict[int, Dim]] = {}
     for declared, dims in (options.dynamic or {}).items():
         matched = False
+        missing = dict.fromkeys(dims, 0)
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
             inside = path == declared or (path.startswith(declared) and path[len(declared)] in ".[")
             if not inside or not isinstance(leaf, Tensor):
@@ -279,12 +280,18 @@ def dynamic_dims(options: Options, paths: list[str], leaves: list[Any]) -> dict[
             matched = True
             for dim, spec in dims.items():
                 if -leaf.dim() <= dim < leaf.dim():
+                    missing.pop(dim, None)
                     found.setdefault(i, {})[dim % leaf.dim()] = spec
         if not matched:
             tensors = [p for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
             raise DynamicShapeError(
                 f"dynamic names {declared!r}, and no tensor argument has that path.",
                 fix=f"the tensor arguments are {', '.join(tensors) or 'none'}.",
+            )
+        if missing:
+            raise DynamicShapeError(
+                f"dynamic names dimension {next(iter(missing))} of {declared!r}, and no tensor there has so many.",
+                fix="count dimensions from 0, or from the end: -1 is the last.",
             )
     return found
 

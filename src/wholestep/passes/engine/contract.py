@@ -32,7 +32,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import fx, nn
 
-from wholestep.errors import OptionError, PassOrderError, VerifyError, invalid_value
+from wholestep.errors import OptionError, PassOrderError, VerifyError, called, invalid_value
 from wholestep.ir.collectives import comm_block
 from wholestep.ir.effects import is_collective, is_wait
 from wholestep.ir.graph_walks import epilogue
@@ -165,7 +165,7 @@ class GraphPass:
 
     def _no_graph(self, given: Any) -> OptionError:
         return OptionError(
-            f"{self.name} got a {type(given).__name__}.",
+            f"{self.name} got {called(given)}.",
             fix="give an fx.GraphModule, an IterGraphModule or a StepGraph; for an fx.Graph the module that owns it.",
         )
 

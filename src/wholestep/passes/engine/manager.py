@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
-from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError
+from wholestep.errors import IterMoveError, OptionError, PassError, PassOrderError, VerifyError, WholestepError, called
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_walks import collector_paused, erase_unread
 from wholestep.ir.iter.graph import IterGraph, single_graph
@@ -74,6 +74,11 @@ def run_passes(
     """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
     from wholestep.passes.engine.registry import resolve  # it imports our passes, which import this module
 
+    if not isinstance(step_graph, StepGraph | fx.GraphModule):
+        raise OptionError(
+            f"run_passes got {called(step_graph)}.",
+            fix="give a graph: run_passes(ws.capture(train_step, batch), passes); a compiled step runs passes=.",
+        )
     dump = current_dump() if dump is None else dump
     saved: _Saved | None = None
     found = resolve(passes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from wholestep.errors import OptionError, did_you_mean, invalid_value
+from wholestep.errors import OptionError, called, did_you_mean, invalid_value
 from wholestep.passes.collective_matmul import collective_matmul
 from wholestep.passes.comm_fusion import bucket_all_gather, bucket_reduce_scatter, comm_fusion_with_concat
 from wholestep.passes.common_subexpressions import merge_common_subexpressions
@@ -84,6 +84,8 @@ def resolve(passes: Any, disabled: Sequence[str] = ()) -> tuple[BoundPass, ...]:
         chosen = DEFAULT
     elif isinstance(passes, Iterable) and not isinstance(passes, str):
         chosen = passes
+    elif isinstance(passes, str) and (passes in known_passes() or entry_points(group=GROUP, name=passes)):
+        raise OptionError(f"passes={passes!r} is the name of one pass.", fix=f'write a list: passes=["{passes}"].')
     else:
         raise invalid_value(
             "passes", passes, 'use "auto", "default", None, or a list of passes and names, "default" among them.'
@@ -118,7 +120,7 @@ def _bound(given: Any) -> BoundPass:
     if isinstance(given, str):
         return _bound(_named(given))
     raise OptionError(
-        f"{given!r} is no pass.",
+        f"{called(given)} is no pass.",
         fix="declare the function with @ws.passes.graph_optimization_pass(...), or give the name of a pass.",
     )
 
