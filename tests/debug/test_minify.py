@@ -129,7 +129,7 @@ def test_lists_of_tensors_become_shorter():
     assert found.inputs[0].tolist() == [3.0]
 
 
-def test_symbolic_inputs_become_ints_that_follow_the_shapes():
+def test_symbolic_inputs_of_a_minified_graph_become_ints_that_follow_the_shapes():
     def model(x: Tensor, y: Tensor) -> Tensor:
         return (x.cos() * y).view(x.shape[0] * x.shape[1]).log().sum()
 

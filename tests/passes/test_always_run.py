@@ -17,6 +17,7 @@ from passes.optimizers import OPTIMIZERS, name_of, optimizer_step
 from passes.pretend import run
 from passes.test_optimizer_blocks import the_block
 from wholestep.errors import OptionError, WholestepError
+from wholestep.ir.effects import in_place_variant
 from wholestep.passes.engine.contract import applied_passes, graph_optimization_pass
 from wholestep.passes.engine.replay import Replay
 from wholestep.passes.redundant_collectives import (
@@ -25,7 +26,7 @@ from wholestep.passes.redundant_collectives import (
     remove_dead_collectives,
     remove_duplicate_collectives,
 )
-from wholestep.passes.reinplace_tail import in_place_twin, reinplace_tail
+from wholestep.passes.reinplace_tail import reinplace_tail
 
 
 def test_collectives_that_are_repeated_or_dead_go() -> None:
@@ -108,10 +109,10 @@ def test_updates_of_graphs_from_elsewhere_become_in_place(step: Callable[..., An
 
 
 def test_an_operator_has_a_twin_that_takes_the_same_arguments() -> None:
-    assert in_place_twin(aten.add.Tensor) is aten.add_.Tensor
-    assert in_place_twin(aten._foreach_mul.Scalar) is aten._foreach_mul_.Scalar
-    assert in_place_twin(aten.mm.default) is None
-    assert in_place_twin(aten.add_.Tensor) is None
+    assert in_place_variant(aten.add.Tensor) is aten.add_.Tensor
+    assert in_place_variant(aten._foreach_mul.Scalar) is aten._foreach_mul_.Scalar
+    assert in_place_variant(aten.mm.default) is None
+    assert in_place_variant(aten.add_.Tensor) is None
 
 
 def test_a_graph_that_writes_in_the_middle_is_left_alone() -> None:

@@ -83,7 +83,7 @@ def test_each_reduction_crosses_with_its_own_optimizer_and_write_backs() -> None
     assert graph.gm.meta[STAYS] == {}
 
 
-def test_the_deadline_is_the_first_use_of_the_parameter() -> None:
+def test_an_update_runs_before_the_first_use_of_its_parameter() -> None:
     graph = captured()
     overlap_optimizer_with_next_forward(graph)
     uses = []

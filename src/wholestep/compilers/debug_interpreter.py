@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from wholestep.compilers.run_unchanged import Compiled, boxed, graph_module
 from wholestep.errors import DebugError, Location
-from wholestep.ir.effects import draws, written_positions
+from wholestep.ir.effects import declares_writes, draws, fresh_results, written_positions
 from wholestep.ir.graph_functions import call_on_copies
 from wholestep.ir.meta import KEY, location_of_node, module_path, node_meta
 from wholestep.ir.readable import format_node
@@ -438,7 +438,7 @@ class DebugInterpreter(fx.Interpreter):
             return None  # the kernel may preserve the storage offset, in new memory; the fake kernel does not
         if isinstance(node.target, OpOverload) and not _is_fresh(node.target):
             args = [arg.meta.get("val") for arg in node.all_input_nodes]
-            if schema_of(node.target).is_mutable or not any(shares_storage(fake, wanted) for fake in args):
+            if declares_writes(node.target) or not any(shares_storage(fake, wanted) for fake in args):
                 return None  # metadata does not say which storage it is in
         if not self._shifts or not isinstance(result, Tensor) or not _is_strided(result):
             return [0]
@@ -479,7 +479,7 @@ def _is_fresh(op: OpOverload) -> bool:
 
     Composite operators do not obey it: dropout returns its argument outside of training.
     """
-    return not may_copy(op) and not any(each.alias_info is not None for each in schema_of(op).returns)
+    return not may_copy(op) and fresh_results(op) == len(schema_of(op).returns)
 
 
 def _numbers_in(args: Any) -> list[Tensor]:

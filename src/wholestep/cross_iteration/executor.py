@@ -1,4 +1,4 @@
-"""Run a graph some of whose updates are moved to the next iteration.
+"""Run a compiled step some of whose updates are moved to the next iteration.
 
     setup        the iteration without pending updates: the graph without the moved nodes; it returns the carried values
     piece        the moved nodes of one move: a wait, the optimizer, the write-backs

@@ -27,7 +27,7 @@ from wholestep.debug import bisect_checks as checks
 from wholestep.debug.bisect_checks import Verdict, judge_meta
 from wholestep.debug.compare import Note, compare_versions, run_nodes
 from wholestep.debug.minifier.isolation import apart
-from wholestep.debug.minifier.minify import minify
+from wholestep.debug.minifier.minify import Minified, minify
 from wholestep.debug.minifier.search import Case, Edit, apply_edit
 from wholestep.debug.minifier.trial import Outcome, copy_of
 from wholestep.debug.step_versions import CapturedCall, Version, captured_call, options_of, with_passes
@@ -221,41 +221,31 @@ class _Bisect:
         """The repro of a graph that fails; None where it does not fail alone, or not on this rank."""
         if not self._minimise:
             return None
+        found = self._minified(graph.gm, self._call.inputs, predicate, max_trials=_MOST_TRIALS, shapes=shapes)
+        return None if found is None else found.repro_path
+
+    def _minified(self, gm: fx.GraphModule, inputs: Sequence[Any], predicate: Any, **limits: Any) -> Minified | None:
         try:
-            found = minify(
-                graph.gm,
-                self._call.inputs,
+            return minify(
+                gm,
+                inputs,
                 predicate,
                 folder=self._folder / "repro",
                 progress=False,
                 crash=True,
                 hang=True,
-                max_trials=_MOST_TRIALS,
-                shapes=shapes,
                 timeout=self._timeout,
+                **limits,
             )
         except MinifyError as error:
             self._right.append(f"(no repro: {error.what})")
             return None
-        return found.repro_path
 
     def _shrink_region(self, graph: StepGraph, inside: list[str], outside: list[str]) -> tuple[Path, str] | None:
         case = region_case(graph.gm, self._call.inputs, inside, outside)
-        try:
-            found = minify(
-                case.gm,
-                case.inputs,
-                LowersWrong(self._options.lower_options),
-                folder=self._folder / "repro",
-                progress=False,
-                crash=True,
-                hang=True,
-                max_trials=_MOST_COMPILED,
-                shapes=False,
-                timeout=self._timeout,
-            )
-        except MinifyError as error:
-            self._right.append(f"(no repro: {error.what})")
+        lowers_wrong = LowersWrong(self._options.lower_options)
+        found = self._minified(case.gm, case.inputs, lowers_wrong, max_trials=_MOST_COMPILED, shapes=False)
+        if found is None:
             return None
         # `getitem` takes one of several results, and cannot be wrong.
         calls = [n for n in found.gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]

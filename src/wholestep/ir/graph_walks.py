@@ -61,14 +61,19 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, copy_graph(gm.graph), type(gm).__name__)
 
 
+def written_back(node: fx.Node) -> fx.Node | None:
+    """The input that a `copy_` node writes back to; None for other nodes."""
+    target = node.args[0] if node.target is _COPY and node.args else None
+    return target if isinstance(target, fx.Node) and target.op == "placeholder" else None
+
+
 def epilogue(graph: fx.Graph) -> list[fx.Node]:
     """The `copy_` nodes into inputs right before the output, in order: nothing reads what they write."""
     found: list[fx.Node] = []
     for node in reversed(graph.nodes):
         if node.op == "output":
             continue
-        target = node.args[0] if node.target is _COPY and len(node.args) > 1 else None
-        if not isinstance(target, fx.Node) or target.op != "placeholder":
+        if written_back(node) is None:
             break
         found.append(node)
     return found[::-1]

@@ -23,7 +23,16 @@ from torch import fx
 
 from wholestep.ir.call_arguments import nodes_in
 from wholestep.ir.collectives import collective_of, comm_block
-from wholestep.ir.effects import is_collective, is_needed, is_wait, shared_inputs, writes, written_positions
+from wholestep.ir.effects import (
+    declares_writes,
+    fresh_results,
+    is_collective,
+    is_needed,
+    is_wait,
+    shared_inputs,
+    writes,
+    written_positions,
+)
 from wholestep.ir.graph_functions import CHECKS, call_on_copies
 from wholestep.ir.graph_walks import copy_graph, reachable
 from wholestep.ir.meta import node_meta
@@ -192,7 +201,7 @@ class _Reinplace:
         self, node: fx.Node, op: OpOverload, args: tuple[Any, ...], written: list[tuple[fx.Node, fx.Node]]
     ) -> None:
         schema = schema_of(op)
-        fresh = _fresh_results(op)
+        fresh = fresh_results(op)
         pieces = [] if written and written[0][0] is node else list(node.users)
         node.target = op
         node.args = args
@@ -250,15 +259,11 @@ class _Reinplace:
                 self.nodes[point].append(copy)
 
 
-def _fresh_results(op: OpOverload) -> int:
-    return sum(1 for result in schema_of(op).returns if result.alias_info is None)
-
-
 def _written_values(
     node: fx.Node, op: OpOverload, positions: tuple[int, ...], args: tuple[Any, ...], targets: list[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The nodes of the values that an update gives, each with what it is written to in place."""
-    fresh = _fresh_results(op)
+    fresh = fresh_results(op)
     flat = node.target is call_on_copies
     single = len(positions) == 1 and fresh == 0 and not flat
     if single and not _is_list(node):
@@ -303,7 +308,7 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    return not schema_of(node.target).is_mutable and bool(shared_inputs(node))
+    return not declares_writes(node.target) and bool(shared_inputs(node))
 
 
 def _written_positions(node: fx.Node, op: OpOverload) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -26,6 +26,7 @@ from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import tensor_bytes
 from wholestep.ir.readable import describe_value
 from wholestep.lower.options import LowerOptions
+from wholestep.lower.pieces import argument_form
 from wholestep.lower.regions import Region, order_of
 from wholestep.lower.retrace import Retraced, device_of
 from wholestep.lower.scalar_inputs import SizeConditions
@@ -334,7 +335,7 @@ def region_key(retraced: Retraced) -> tuple[Any, ...]:
             lines.append(("get_attr", id(_attribute(retraced.gm, str(node.target)))))
             continue
         target = node.target if node.op == "call_function" else node.op
-        lines.append((target, _form(node.args, number), _form(dict(node.kwargs), number)))
+        lines.append((target, argument_form(node.args, number), argument_form(dict(node.kwargs), number)))
     return tuple(lines)
 
 
@@ -342,16 +343,6 @@ def _layout(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return (type(value), str(value))
     return (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
-
-
-def _form(value: Any, number: dict[fx.Node, int]) -> Any:
-    if isinstance(value, fx.Node):
-        return ("node", number[value])
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, *(_form(item, number) for item in value))
-    if isinstance(value, dict):
-        return tuple((key, _form(item, number)) for key, item in value.items())
-    return (type(value).__name__, repr(value))
 
 
 def _attribute(gm: fx.GraphModule, path: str) -> Any:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.ir.effects import draws, written_inputs
+from wholestep.ir.effects import declares_writes, draws, written_inputs
 from wholestep.ir.graph_walks import tensors_in
 from wholestep.ir.io.node_values import is_packed, size_hint
 from wholestep.lower.scalar_inputs import ScalarInput, call
@@ -53,7 +53,7 @@ _OTHER_NAMES = {"norm": "linalg_vector_norm", "max": "amax", "copy": "copy", "ze
 
 def is_foreach(op: OpOverload) -> bool:
     """True if an operator is a functional `_foreach_*`."""
-    return op_name(op).startswith(_PREFIX) and not schema_of(op).is_mutable
+    return op_name(op).startswith(_PREFIX) and not declares_writes(op)
 
 
 @lru_cache(maxsize=512)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +177,7 @@ class PieceGraph:
                 lines.append(("get_attr", id(_attribute(self.gm, str(node.target)))))
                 continue
             meta = tuple(_plain(name, value) for name, value in node.meta.items() if name not in _NOT_READ)
-            form = (_form(node.args, number), _form(dict(node.kwargs), number))
+            form = (argument_form(node.args, number), argument_form(dict(node.kwargs), number))
             lines.append((node.target, form, _layout(node.meta.get("val")), meta))
         lines.append(tuple(number[node] for node in piece.outputs))
         return tuple(lines)
@@ -396,13 +396,14 @@ def _layout(val: Any, *, offset: bool = False) -> Any:
     return (*found, val.storage_offset()) if offset else found
 
 
-def _form(value: Any, number: dict[fx.Node, Any]) -> Any:
+def argument_form(value: Any, number: Mapping[fx.Node, Any]) -> Any:
+    """An argument as a value that can be compared and hashed; `number`: what stands for a node."""
     if isinstance(value, fx.Node):
         return ("node", number[value])
     if isinstance(value, list | tuple):
-        return (type(value).__name__, *(_form(item, number) for item in value))
+        return (type(value).__name__, *(argument_form(item, number) for item in value))
     if isinstance(value, dict):
-        return tuple((key, _form(item, number)) for key, item in value.items())
+        return tuple((key, argument_form(item, number)) for key, item in value.items())
     return (type(value).__name__, repr(value))
 
 

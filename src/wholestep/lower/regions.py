@@ -383,11 +383,7 @@ def elements_after_their_tuple(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return order
     found: list[fx.Node] = []
     for node in order:
-        stack = [node]
-        while stack:
-            each = stack.pop()
-            found.append(each)
-            stack += reversed(parts.get(each, ()))
+        found += reachable([node], lambda each: reversed(parts.get(each, ())))
     return found
 
 

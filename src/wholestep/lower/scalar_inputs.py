@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from wholestep.ir.effects import is_measure
+from wholestep.ir.effects import declares_writes, is_measure
 from wholestep.torch_private.operators import (
     OpOverload,
     argument_names,
@@ -67,7 +67,7 @@ def accepts_scalar_inputs(node: fx.Node) -> bool:
         return False
     name = plain_name(node.target)
     if name.startswith("_foreach_"):
-        return name.removeprefix("_foreach_") in _OPERANDS and not schema_of(node.target).is_mutable
+        return name.removeprefix("_foreach_") in _OPERANDS and not declares_writes(node.target)
     if name in _JUMPS and any(_is_rounded(source.meta.get("val")) for source in node.all_input_nodes):
         return False
     return name in _OPERANDS

@@ -46,7 +46,7 @@ from torch import Tensor, fx
 from wholestep.errors import invalid_value
 from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import WriteWindows, is_communication, may_draw, may_write
-from wholestep.ir.graph_walks import reachable
+from wholestep.ir.graph_walks import postorder, reachable
 from wholestep.ir.groups import group_size
 from wholestep.ir.meta import node_meta
 from wholestep.passes.buckets import Member, Positions, find_members, plan_buckets
@@ -398,14 +398,7 @@ class LateUses:
 
     def late(self, wait: fx.Node) -> float:
         """The last position before which a wait can be placed."""
-        stack = [wait]
-        while stack:
-            node = stack[-1]
-            missing = [user for user in node.users if user not in self._late and self._moves(user)]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
+        for node in postorder([wait], lambda n: (u for u in n.users if u not in self._late and self._moves(u))):
             uses = [self._late[user] if self._moves(user) else self._place[user] for user in node.users]
             next_write = self._windows.around([node, *node.all_input_nodes], self._place[node])[1]
             self._late[node] = min(self._end, next_write, *uses)

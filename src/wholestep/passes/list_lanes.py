@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.ir.effects import declares_writes
 from wholestep.ir.meta import node_meta
 from wholestep.torch_private.operators import OpOverload, op_name, schema_of
 
@@ -83,7 +84,7 @@ def element_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 @lru_cache(maxsize=1024)
 def _list_positions(op: OpOverload) -> tuple[tuple[int, str], ...]:
     schema = schema_of(op)
-    if not op_name(op).startswith(_PREFIXES) or schema.is_mutable or not schema.returns:
+    if not op_name(op).startswith(_PREFIXES) or declares_writes(op) or not schema.returns:
         return ()
     if any(str(result.type) != "List[Tensor]" for result in schema.returns):
         return ()

@@ -48,7 +48,7 @@ from wholestep.ir.effects import (
     writes,
 )
 from wholestep.ir.graph_functions import call_on_copies
-from wholestep.ir.graph_walks import erase_unread
+from wholestep.ir.graph_walks import erase_unread, written_back
 from wholestep.ir.groups import group_of, replace_group
 from wholestep.ir.io.arguments import ArgumentWriter, target_name
 from wholestep.ir.meta import node_meta
@@ -85,7 +85,7 @@ def plan_merges(graph: fx.Graph) -> list[Merge]:
     """Collectives, their parts and their waits that repeat earlier ones, in graph order."""
     if sum(1 for node in graph.nodes if communicates(node)) < 2:
         return []
-    if any(writes(node) and not _is_write_back(node) for node in graph.nodes):
+    if any(writes(node) and written_back(node) is None for node in graph.nodes):
         return []
     return _MergePlanner().plan(graph)
 
@@ -107,7 +107,7 @@ class _MergePlanner:
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            if _is_write_back(node):
+            if written_back(node) is not None:
                 self._known.clear()
             elif communicates(node) and node.target is not call_on_copies:
                 if is_collective(node.target):
@@ -176,12 +176,7 @@ def _take_the_place(node: fx.Node, of: fx.Node) -> None:
 
 def _written_back(graph: fx.Graph) -> set[fx.Node]:
     """Values that write-backs of a signature name."""
-    return {value for node in graph.nodes if _is_write_back(node) for value in node.all_input_nodes[1:]}
-
-
-def _is_write_back(node: fx.Node) -> bool:
-    target = node.args[0] if node.target is aten.copy_.default and node.args else None
-    return isinstance(target, fx.Node) and target.op == "placeholder"
+    return {value for node in graph.nodes if written_back(node) is not None for value in node.all_input_nodes[1:]}
 
 
 @graph_optimization_pass(numerics="exact", allow_rerun=True)

@@ -19,18 +19,16 @@ and so is the last pass.  Numerics: exact.  Cost: one walk over the graph.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from wholestep.ir.effects import sharing_with_outputs, writes
+from wholestep.ir.effects import in_place_variant, sharing_with_outputs, writes
 from wholestep.ir.graph_walks import epilogue
 from wholestep.ir.meta import node_meta, update_node_meta
 from wholestep.ir.reinplace import reinplace
 from wholestep.passes.engine.contract import graph_optimization_pass
-from wholestep.torch_private.operators import OpOverload, op_name, schema_of
+from wholestep.torch_private.operators import OpOverload
 
 
 @graph_optimization_pass(numerics="exact", ends_normal_form=True)
@@ -57,30 +55,12 @@ def note_updates(graph: fx.Graph, write_backs: Iterable[fx.Node]) -> None:
         if not isinstance(node.target, OpOverload):
             stack += node.all_input_nodes  # an element of a list
             continue
-        twin = in_place_twin(node.target)
+        twin = in_place_variant(node.target)
         if twin is None or not node.args or node_meta(node).in_place is not None or not _is_known(node):
             continue
         update_node_meta(node, in_place=twin)
         first = node.args[0]
         stack += list(first) if isinstance(first, list | tuple) else [first]
-
-
-@lru_cache(maxsize=1024)
-def in_place_twin(op: OpOverload) -> OpOverload | None:
-    """The operator with the same arguments that writes the first one: `add_.Tensor` for `add.Tensor`."""
-    schema = schema_of(op)
-    if schema.is_mutable:
-        return None
-    namespace, _, name = op_name(op).partition("::")
-    base, _, overload = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base + "_", None)
-    twin = getattr(packet, overload or "default", None)
-    if not isinstance(twin, OpOverload):
-        return None
-    arguments = schema_of(twin).arguments
-    same = [(a.name, str(a.type)) for a in arguments] == [(a.name, str(a.type)) for a in schema.arguments]
-    info = arguments[0].alias_info if arguments else None
-    return twin if same and info is not None and info.is_write else None
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Run a prepared graph: `Gather` reads inputs, `Executor` runs, applies changes and returns results (without autograd).
+"""Run a prepared graph: `Gather` reads inputs, `Executor` runs, applies changes, returns results without a backward.
 
 `Gather` reads in one pass over the slots, grouped by their type.
 

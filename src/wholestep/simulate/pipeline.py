@@ -210,14 +210,18 @@ def schedule_of(given: Any) -> Schedule:
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards. Each of the two phases ends by waiting for its sends."""
     for back in (False, True):
-        sent = []
-        for microbatch in range(microbatches):
-            receive, compute, send = _around(rank, ranks, microbatch, back)
-            yield from _exchange(receive)
-            yield compute
-            yield from send
-            sent += send
-        yield from _await(sent)
+        yield from _phase(rank, ranks, microbatches, back)
+
+
+def _phase(rank: int, ranks: int, microbatches: int, back: bool) -> Iterator[Action]:
+    sent = []
+    for microbatch in range(microbatches):
+        receive, compute, send = _around(rank, ranks, microbatch, back)
+        yield from _exchange(receive)
+        yield compute
+        yield from send
+        sent += send
+    yield from _await(sent)
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -256,14 +260,7 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterat
 
 def forward_only(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """The forwards, as `schedule.eval` runs them."""
-    sent = []
-    for microbatch in range(microbatches):
-        receive, compute, send = _around(rank, ranks, microbatch, False)
-        yield from _exchange(receive)
-        yield compute
-        yield from send
-        sent += send
-    yield from _await(sent)
+    return _phase(rank, ranks, microbatches, back=False)
 
 
 def _loop(name: str, ranks: int, microbatches: int) -> Schedule:

@@ -331,7 +331,7 @@ def test_arbitrary_text_is_refused(text: str) -> None:
 
 
 @given(st.integers(0, len(BASE) - 1), st.integers(1, 40), st.text(max_size=4))
-def test_text_with_a_hole_in_it_is_read_or_refused(start: int, length: int, filling: str) -> None:
+def test_json_of_a_graph_with_a_part_missing_is_read_or_refused(start: int, length: int, filling: str) -> None:
     text = BASE[:start] + filling + BASE[start + length :]
     with contextlib.suppress(GraphFormatError):
         StepGraph.from_json(text)

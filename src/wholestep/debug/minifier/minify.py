@@ -1,4 +1,4 @@
-"""The smallest graph and inputs that still fail.
+"""`minify`: the smallest graph and inputs (symbolic ones as ints) that still fail, and a script that shows it.
 
     found = ws.debug.minify(gm, inputs, predicate)               predicate(gm, inputs) -> bool
     found = ws.debug.minify(gm, inputs, error=RuntimeError)      the graph raises: same type, message and node

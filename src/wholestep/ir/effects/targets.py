@@ -123,16 +123,21 @@ def written_positions(op: OpOverload) -> tuple[int, ...]:
     return tuple(sorted(set(declared)))
 
 
+def declares_writes(op: OpOverload) -> bool:
+    """Whether the schema of an operator says that it writes. Batch norm, whose schema does not, writes statistics."""
+    return bool(schema_of(op).is_mutable)
+
+
 @lru_cache(maxsize=4096)
 def write_condition(op: OpOverload) -> str:
     """The boolean argument that must be true for an operator to write ("" where it always does)."""
-    return "" if schema_of(op).is_mutable else _UPDATES_STATISTICS.get(plain_name(op), "")
+    return "" if declares_writes(op) else _UPDATES_STATISTICS.get(plain_name(op), "")
 
 
 @lru_cache(maxsize=4096)
 def returned_position(op: OpOverload) -> int | None:
     """The argument that an in-place operator writes and returns, if it is one tensor passed by position."""
-    written = written_positions(op) if schema_of(op).is_mutable else ()
+    written = written_positions(op) if declares_writes(op) else ()
     if len(written) != 1 or len(schema_of(op).returns) != 1:
         return None
     argument, result = schema_of(op).arguments[written[0]], schema_of(op).returns[0]
@@ -176,7 +181,7 @@ def shared_positions(op: OpOverload) -> tuple[int, ...]:
 
 def is_view_of_first(op: OpOverload) -> bool:
     """Whether a schema says that results share memory with the first argument, and with no other."""
-    return not schema_of(op).is_mutable and shared_positions(op) == (0,)
+    return not declares_writes(op) and shared_positions(op) == (0,)
 
 
 def is_unsafe_split(target: Any) -> bool:
@@ -310,8 +315,28 @@ def operator_facts(op: OpOverload) -> OperatorFacts:
         functional=functional,
         lost_defaults=_lost_defaults(op, functional) if functional is not None else (),
         out_names=tuple(a.name for a in schema.arguments if a.is_out),
-        fresh_results=sum(1 for r in schema.returns if r.alias_info is None),
+        fresh_results=fresh_results(op),
     )
+
+
+@lru_cache(maxsize=4096)
+def fresh_results(op: OpOverload) -> int:
+    """How many results of an operator have memory of their own, by its schema."""
+    return sum(1 for result in schema_of(op).returns if result.alias_info is None)
+
+
+@lru_cache(maxsize=1024)
+def in_place_variant(op: OpOverload) -> OpOverload | None:
+    """The operator with the same arguments that writes the first one: `add_.Tensor` for `add.Tensor`."""
+    if declares_writes(op):
+        return None
+    namespace, _, name = op_name(op).partition("::")
+    base, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base + "_", None)
+    found = getattr(packet, overload or "default", None)
+    if not isinstance(found, OpOverload) or 0 not in written_positions(found):
+        return None
+    return found if _typed_arguments(found) == _typed_arguments(op) else None
 
 
 @lru_cache(maxsize=4096)
@@ -334,7 +359,7 @@ def functional_variant(op: OpOverload) -> OpOverload | None:
 def view_variant(op: OpOverload) -> OpOverload | None:
     """`transpose.int` for `transpose_`: the operator that returns the view which `op` turns its argument into."""
     for candidate in find_overloads(_namespace(op), _base_name(op).removesuffix("_")):
-        if not schema_of(candidate).is_mutable and _typed_arguments(candidate) == _typed_arguments(op):
+        if not declares_writes(candidate) and _typed_arguments(candidate) == _typed_arguments(op):
             return candidate
     return None
 
@@ -342,10 +367,10 @@ def view_variant(op: OpOverload) -> OpOverload | None:
 def _returns_what_is_written(candidate: OpOverload, op: OpOverload) -> bool:
     """Whether an operator takes what `op` takes, aliases nothing, and returns one more value per written argument."""
     schema = schema_of(op)
-    if schema_of(candidate).is_mutable or shared_positions(candidate):
+    if declares_writes(candidate) or shared_positions(candidate):
         return False
     written = sum(1 for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    fresh = sum(1 for r in schema.returns if r.alias_info is None)
+    fresh = fresh_results(op)
     same = _typed_arguments(candidate) == _typed_arguments(op)
     return same and len(schema_of(candidate).returns) == fresh + written
 

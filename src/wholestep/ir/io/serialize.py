@@ -1,4 +1,4 @@
-"""A StepGraph as versioned JSON, and back without pickle, eval or import.
+"""A StepGraph as versioned JSON, and back without pickle, eval or import; damaged text is refused.
 
     {"format": "wholestep.step_graph", "version": 1, "torch": "2.13.0",
      "signature": {..},        typed inputs, outputs, write-backs, state changes     (`write_record`)

@@ -1,4 +1,4 @@
-"""A graph module that runs its first, its last and all other iterations as different graphs.
+"""A graph module with graphs for its first, its last and all other iterations; a write to pending state raises.
 
     igm = IterGraphModule(gm)
     igm.graph.move_to_next_iter_before([wait, update, copy], first_use)
@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen, PythonCode
 
 from wholestep.errors import OptionError, PendingError
 from wholestep.ir.effects import writes
-from wholestep.ir.graph_walks import copy_graph
+from wholestep.ir.graph_walks import copy_graph, written_back
 from wholestep.ir.iter.graph import (
     IterGraph,
     cleanup_graph,
@@ -54,8 +53,6 @@ from wholestep.torch_private.fake_tensors import storage_key, version_of
 from wholestep.torch_private.fx_graphs import codegen_of, has_plain_codegen
 
 log = logging.getLogger("wholestep.iter_graph")
-
-_COPY = torch.ops.aten.copy_.default
 
 
 class IterGraphModule(nn.Module):
@@ -459,18 +456,16 @@ def marked_graph(main: IterGraph) -> tuple[fx.Graph, dict[int, str]]:
             after = after.next
         destinations[number] = after.name
     written = [node for node in graph.nodes if writes(node)]
-    if all(_is_write_back(node) for node in written):
+    if all(map(_is_final, written)):
         output = find_output(graph)
         for node in written:
             output.prepend(node)
     return graph, destinations
 
 
-def _is_write_back(node: fx.Node) -> bool:
-    target = node.args[0] if node.target is _COPY else None
-    return (
-        isinstance(target, fx.Node) and target.op == "placeholder" and all(user.op == "output" for user in node.users)
-    )
+def _is_final(write: fx.Node) -> bool:
+    """Whether a write goes back to an input and nothing but the output reads it."""
+    return written_back(write) is not None and all(user.op == "output" for user in write.users)
 
 
 def make_marked_moves(graph: IterGraph, meta: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes may run in the next iteration, and what they have to be given there: planning, nothing is edited.
+"""Which nodes may run in the next iteration, before which node they must, and what they are given there: planning only.
 
 a graph module     passes mark nodes (`NodeMeta.move`) and record their destinations; the graph computes as before
 a StepGraph        the runtime builds the graphs of the first and of other iterations from the marks

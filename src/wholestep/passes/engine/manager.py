@@ -74,7 +74,7 @@ def run_passes(
     """Run passes in order on a StepGraph or a graph module, each verified at a level. Names and "default" are fine."""
     from wholestep.passes.engine.registry import resolve  # it imports our passes, which import this module
 
-    if not isinstance(step_graph, StepGraph | fx.GraphModule):
+    if not isinstance(step_graph, StepGraph | fx.GraphModule | IterGraphModule):
         raise OptionError(
             f"run_passes got {called(step_graph)}.",
             fix="give a graph: run_passes(ws.capture(train_step, batch), passes); a compiled step runs passes=.",

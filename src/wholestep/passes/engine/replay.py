@@ -1,4 +1,4 @@
-"""Run a graph before and after a pass on the same real tensors, in one process, and hold the pass to its contract.
+"""Run a graph before and after a pass on the same real tensors; compare the results as closely as its contract says.
 
     exact            the same bits, and no result that has become one of the inputs
     reassociates     as far apart as sums in another order may be: some rounding errors of the largest element, and what

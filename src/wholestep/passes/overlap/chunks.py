@@ -78,7 +78,7 @@ def with_sizes(node: fx.Node, chunk: Chunked, parts: int, arguments: tuple[Any, 
         if sizes[chunk.dim] != -1:
             sizes[chunk.dim] //= parts
         args[1] = sizes
-    elif node.target is aten.split.Tensor and _dim(node, 2) == chunk.dim:
+    elif node.target is aten.split.Tensor and _dim(node) == chunk.dim:
         args[1] //= parts
     elif node.target is comm.all_to_all_single.default and chunk.dim == 0:
         args[1], args[2] = ([piece // parts for piece in pieces] for pieces in args[1:3])
@@ -161,9 +161,9 @@ def _permuted(node: fx.Node, found: Found) -> Chunked | None:
     return replace(chunk, dim=order.index(chunk.dim))
 
 
-def _dim(node: fx.Node, position: int) -> int:
+def _dim(node: fx.Node) -> int:
     """The dimension that a node is given, as one of its first tensor."""
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    given = argument(node, "dim", 0)
     first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     shape = shape_of(first)
     assert isinstance(given, int)
@@ -172,7 +172,7 @@ def _dim(node: fx.Node, position: int) -> int:
 
 def _split(node: fx.Node, found: Found) -> Chunked | None:
     chunk, size = _only(node, found), node.args[1]
-    if chunk is None or not isinstance(size, int) or _dim(node, 2) != chunk.dim:
+    if chunk is None or not isinstance(size, int) or _dim(node) != chunk.dim:
         return chunk if isinstance(size, int) else None
     block = chunk.size * chunk.inner
     if size % block or (chunk.outer * block) % size:
@@ -188,7 +188,7 @@ def _cat(node: fx.Node, found: Found) -> Chunked | None:
     first = chunks[0]
     if first is None or any(c is None or replace(c, outer=first.outer) != first for c in chunks):
         return None
-    if _dim(node, 1) == first.dim:
+    if _dim(node) == first.dim:
         return replace(first, outer=sum(c.outer for c in chunks if c is not None))
     return first if all(c == first for c in chunks) else None
 
@@ -248,7 +248,7 @@ def _of_whole(source: fx.Node, shape: tuple[int, ...], chunk: Chunked) -> bool:
 
 def _reduced(node: fx.Node, found: Found) -> Chunked | None:
     chunk, shape = _only(node, found), shape_of(node.args[0])
-    given = _ints(node.args[1]) if len(node.args) > 1 else []
+    given = _ints(argument(node, "dim") or [])
     if chunk is None or shape is None or not given:
         return None
     dims = {dim % len(shape) for dim in given}
