@@ -21,6 +21,7 @@ import wholestep as ws
 from capture.refused import World, assert_points_at, assert_refused, assert_unchanged_and_trainable, plain_step
 from cases.parts import adamw, mlp, plain_run, train_step
 from harness import Run, Story, assert_same_story
+from selection import each_now
 
 Switch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -168,8 +169,16 @@ def sensitive_run(where: torch.device) -> Run:
     return plain_run(where, model, optimizer, step)
 
 
+SWITCHED_NOW = """
+    deterministic fill_uninitialized matmul_precision_medium mkldnn_matmul_bf16 bf16_reduction cudnn_benchmark
+    mkldnn_enabled nnpack flash_sdp sdp_priority default_dtype default_device autocast autocast_dtype mha_fastpath
+    flush_denormal checkpoint_early_stop dual_level no_saved_hooks
+""".split()
+"""One setting of each place where torch keeps such."""
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration", "ignore:In CPU autocast", "ignore:.*CUDA is not available")
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", each_now(SWITCHES, *SWITCHED_NOW))
 def test_a_setting_switched_after_the_capture_is_honoured_and_named(name: str) -> None:
     switch, said = SWITCHES[name]
     recaptured = []

@@ -39,6 +39,7 @@ from harness import (
     frame,
     marked_line,
 )
+from selection import each_now
 
 Wrapper = Callable[[torch.optim.Optimizer], Any]
 
@@ -117,7 +118,14 @@ class Watched:
         return {"value": self._read(self._obj)}
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+WRAPPED_NOW = """
+    InPrivateAttribute InSlots ByGetattr InSlotDataclass AsBoundMethods InDeepLists ByWeakReference InClassAttribute
+    InDeque InMappingProxy InClosure InContextVariable InProperty InCache WithSameGroups OfTwo Accumulating
+    LikeAccelerate LikeFabric
+""".split()
+
+
+@pytest.mark.parametrize("wrap", each_now(WRAPPERS, *WRAPPED_NOW), ids=lambda wrap: wrap.__name__)
 def test_a_wrapped_optimizer_trains(wrap: Wrapper) -> None:
     assert_parity(Case("wrapped", lambda where: wrapped_run(where, wrap), graphs=None), device())
 

@@ -13,7 +13,6 @@ CHOSEN = (
     "Hugging Face: images, audio, other heads/clip",
     "Hugging Face: images, audio, other heads/resnet",
     "PEFT/lora",
-    "diffusers/unet_with_ema_model",
     "recipes/gan",
     "recipes/maml",
     "recipes/moco",

@@ -83,7 +83,7 @@ def test_what_was_built_for_a_budget_is_what_runs(monkeypatch):
         return built[-1]
 
     monkeypatch.setattr(sys.modules["wholestep.lower.partial_lower"], "retrace", counted)
-    ours = Trained(shallow, memory_budget="1GiB", lower="inductor", steps=2)
+    ours = Trained(lambda: Net(blocks=1), memory_budget="1GiB", lower="inductor", steps=2)
     memories = [graph.memory for graph in ours.step.graphs]
     assert [memory.plans_tried for memory in memories] == [1] * len(memories)
     assert len(built) == len(memories) * len(ours.step.lowering.regions)
@@ -105,13 +105,13 @@ def test_shed_requires_remat() -> None:
     not keeps_order_of_random_ops(), reason="this torch has dropout outside of regions, so there is no one cut"
 )
 def test_a_budget_near_the_usual_peak_is_met_by_the_compilers_own_cut():
-    eager = Trained(eager=True, steps=3)
-    usual = Trained(memory_budget="1GiB", lower="inductor", steps=3)
+    eager = Trained(shallow, eager=True, steps=3)
+    usual = Trained(shallow, memory_budget="1GiB", lower="inductor", steps=3)
     assert usual.memory.shed == 0
     assert usual.memory.saved
     assert usual.memory.measured_peak == usual.memory.planned_peak
     budget = int(0.97 * usual.memory.planned_peak)
-    less = Trained(memory_budget=budget, lower="inductor", steps=3)
+    less = Trained(shallow, memory_budget=budget, lower="inductor", steps=3)
     assert less.memory.shed
     assert less.memory.planned_peak <= budget
     for memory in (usual.memory, less.memory):  # estimates agree with what was built

@@ -108,7 +108,7 @@ def expected_and_shared(model: nn.Module, make: Build, **keywords: Any) -> Any:
         pytest.param(lambda: Llama(4), two_groups, 0.1, False, id="llama", marks=pytest.mark.long),
         pytest.param(ResidualConvolutions, foreach, 0.0, False, id="batch-norm"),
         pytest.param(lambda: GPT(4, experts=2), foreach, 0.1, False, id="experts", marks=pytest.mark.long),
-        pytest.param(lambda: EncoderDecoder(3), single, 0.0, False, id="encoder-decoder"),
+        pytest.param(lambda: EncoderDecoder(3), single, 0.0, False, id="encoder-decoder", marks=pytest.mark.long),
         pytest.param(GPT, foreach, 0.0, False, id="foreach", marks=pytest.mark.long),
         pytest.param(GPT, single, 0.1, False, id="clipped", marks=pytest.mark.long),
         pytest.param(GPT, fused, 0.1, True, id="fused-ema", marks=pytest.mark.long),

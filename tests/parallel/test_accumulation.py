@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, collectives, compare, look, numbers, world_mesh
 from ranks import run_ranks
+from selection import each_now
 
 MICRO = 3
 
@@ -50,7 +51,7 @@ def test_micro_batches_reduce_once_with_the_bits_of_ddp() -> None:
     all_of(check, [CASE])
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", each_now([True, False], "True"))
 def test_micro_batches_reduce_once_with_the_bits_of_fully_shard(again: bool) -> None:
     def check(case: Case) -> list[str]:
         mesh = world_mesh()
@@ -75,7 +76,7 @@ def then_update(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
     return loss
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", each_now([False, True], "True"))
 def test_steps_that_do_not_reduce_add_up_until_one_does(sharded: bool) -> None:
     """Two steps accumulate, the third reduces: sums have torch's order, so bits are equal."""
 

@@ -162,10 +162,13 @@ def train(rank: int, optimizer: str, step: Callable[..., Any], passes: list[Any]
     return {"said": said, "crossed": crossed, "moves": moves, "stays": last.gm.meta[STAYS]}
 
 
+NOW = ((zero_last, "adamw_fused"), (zero_last, "adamw_lr_tensor"), (zero_first, "adamw_foreach"))
+
+
 @pytest.mark.parametrize(
     ("step", "optimizer"),
     [
-        pytest.param(step, name, marks=() if step is zero_last or name == "adamw_foreach" else pytest.mark.long)
+        pytest.param(step, name, marks=() if (step, name) in NOW else pytest.mark.long)
         for step in (zero_last, zero_first)
         for name in OPTIMIZERS
     ],

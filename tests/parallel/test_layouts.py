@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholestep as ws
 from parallel.pairs import Case, Compiled, Side, all_of, apart, beside_ddp, numbers, world_mesh
 from ranks import run_ranks
-from selection import each_now, some_now
+from selection import some_now
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -99,18 +99,24 @@ def as_in_ddp(case: Case, **options: Any) -> list[str]:
     return lines if found == expected else [*lines, f"strides {found} instead of {expected}"]
 
 
-@pytest.mark.parametrize("ranks", each_now([1, 2, 3], "2"))
-def test_gathered_weights_have_the_strides_of_the_parameters_and_the_bits_of_ddp(ranks: int) -> None:
+@pytest.mark.parametrize("cases", some_now(LOCAL, "conv2d", "grouped", "transposed conv", "turned"))
+def test_gathered_weights_have_the_strides_of_the_parameters_and_the_bits_of_ddp(cases: list[Case]) -> None:
     """Rows do not divide by the number of ranks in most cases."""
+    all_of(as_in_ddp, cases)
+
+
+@pytest.mark.long  # two ranks, above
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gathered_weights_have_their_strides_on_any_number_of_ranks(ranks: int) -> None:
     all_of(as_in_ddp, LOCAL, ranks=ranks)
 
 
-@pytest.mark.parametrize("cases", some_now(LOCAL, "conv2d", "turned"))
+@pytest.mark.parametrize("cases", some_now(LOCAL, "conv2d"))
 def test_weights_that_are_kept_for_the_backward_have_their_strides(cases: list[Case]) -> None:
     all_of(lambda case: as_in_ddp(case, reshard_after_forward=False), cases)
 
 
-@pytest.mark.parametrize("cases", some_now(CASES, "conv3d", "turned", "mixed"))
+@pytest.mark.parametrize("cases", some_now(CASES, "turned", "mixed"))
 def test_replicas_keep_the_strides_of_parameters_and_gradients(cases: list[Case]) -> None:
     def check(case: Case) -> list[str]:
         lines = beside_ddp(case)
@@ -139,7 +145,8 @@ class Strides(fx.Interpreter):
         return value
 
 
-def test_values_have_the_strides_that_the_graph_says() -> None:
+@pytest.mark.parametrize("cases", some_now(LOCAL, "conv2d 1x1", "depthwise", "conv3d", "turned"))
+def test_values_have_the_strides_that_the_graph_says(cases: list[Case]) -> None:
     def check(case: Case) -> list[str]:
         side = Compiled(case, ws.FullyShard(world_mesh()))
         side.run_all()
@@ -150,7 +157,7 @@ def test_values_have_the_strides_that_the_graph_says() -> None:
             strides.run(*inputs)
         return strides.other if strides.compared > 20 else ["nothing was compared"]
 
-    all_of(check, LOCAL)
+    all_of(check, cases)
 
 
 def test_two_axes_keep_strides() -> None:

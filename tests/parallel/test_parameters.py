@@ -87,9 +87,15 @@ def test_shards_have_the_bits_of_fully_shard() -> None:
     all_of(beside_fully_shard, CASES)
 
 
-def test_whole_parameters_have_the_bits_of_ddp() -> None:
-    cases = [each for each in CASES if each.name not in ("frozen and unused", "gradients kept")]
-    all_of(beside_ddp, [*cases, Case("scalar", WithScalar, steps=4), Case("clipped", step=clipped_step)])
+WHOLE = [
+    *(each for each in CASES if each.name not in ("frozen and unused", "gradients kept")),
+    *(Case("scalar", WithScalar, steps=4), Case("clipped", step=clipped_step)),
+]
+
+
+@pytest.mark.parametrize("cases", some_now(WHOLE, "7 rows", "tied", "scalar", "clipped"))
+def test_whole_parameters_have_the_bits_of_ddp(cases: list[Case]) -> None:
+    all_of(beside_ddp, cases)
 
 
 def test_scalars_are_replicated_under_fully_shard() -> None:
