@@ -30,6 +30,7 @@ from wholestep.artefact.code_table import digest, function_digest
 from wholestep.ir.captured_step import CapturedStep, GuardSpecs
 from wholestep.ir.user_objects.plain_contents import NESTS, is_array, is_large, own_dict
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, Slot
+from wholestep.torch_private.aot import behind_dynamo
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD, describe_placement, is_dtensor, local_of, spec_of
 from wholestep.torch_private.modes import MODES, read_modes, same_mode
@@ -83,6 +84,7 @@ def text_of(value: Any, *, numbers: bool = True, depth: int = 0) -> str:
     if is_array(value):
         return "a large array" if is_large(value) else _array_text(value)
     if isinstance(value, FunctionType):
+        value = behind_dynamo(value)
         return f"function {value.__module__}.{value.__qualname__} {function_digest(value)}"
     if isinstance(value, MethodType):
         return f"method {text_of(value.__func__)} of {class_name(value.__self__)}"

@@ -149,6 +149,7 @@ class _CodeTable:
         if hasattr(type(value), "__wholestep_function__"):
             return self._refer(value.__wholestep_function__, depth)
         if isinstance(value, FunctionType):
+            value = behind_dynamo(value)
             if is_users(value):
                 self._later(value)
             wrapped = vars(value).get("__wrapped__")
@@ -248,9 +249,10 @@ def _members(holder: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(holder).items()):
         if (holder.__name__, name) in _IN_NO_STEP:
             continue
-        if type(value) is FunctionType and (step := step_behind_hooks(value)) is not value:
-            value = step  # the first optimizer of a class wraps `step`, also an inherited one
-            if not value.__qualname__.startswith(f"{holder.__qualname__}."):
+        # The first optimizer of a class wraps `step`, the first use of torch.compile other methods, inherited ones too.
+        if type(value) is FunctionType and (own := step_behind_hooks(behind_dynamo(value))) is not value:
+            value = own
+            if isinstance(holder, type) and not value.__qualname__.startswith(f"{holder.__qualname__}."):
                 continue
         yield name, value
 
