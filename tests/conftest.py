@@ -30,7 +30,7 @@ if (
     _cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 
-_COMPILES = ("lower", "compilers")  # rooms whose tests compile with Inductor in their own process
+_COMPILES = ("lower", "compilers")  # packages whose tests compile with Inductor in their own process
 _COMPILES_ON_RANKS = "test_parity_ranks.py"
 _TEST_FILES: set[str] = set()
 """Names of the modules with tests in them that were imported."""

@@ -78,7 +78,7 @@ def test_a_misspelt_option_says_which_was_meant(wrong: str, meant: str) -> None:
         ({"dump_passes": 3}, "the path of a folder"),
         ({"name": 3}, "what messages call this step"),
         ({"passes": "fuse_loss"}, r"write a list: passes=\[\"fuse_loss\"\]"),
-        ({"passes": [train_step]}, "the function train_step is no pass"),
+        ({"passes": [train_step]}, "the function train_step is not a pass"),
         ({"parallel": "ddp"}, "whole like DDP"),
         ({"lower_options": {"max_autotune": True}}, "Settings of Inductor go to"),
     ],

@@ -103,11 +103,3 @@ def assert_refused(step: Callable[..., Any], *kinds: type[ws.errors.CaptureError
 
 def assert_points_at(said: str, function: Callable[..., Any]) -> None:
     assert f"{Path(function.__code__.co_filename).name}:{marked_line(function)}" in said, said
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss

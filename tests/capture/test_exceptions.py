@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from capture.refused import World, assert_unchanged_and_trainable, plain_step
-from cases.parts import adamw, mlp, plain_run
+from capture.refused import World, assert_unchanged_and_trainable
+from cases.parts import adamw, mlp, plain_run, train_step
 from harness import (
     Case,
     Run,
@@ -34,7 +34,7 @@ def raises_in_the_middle(model: nn.Module, optimizer: torch.optim.Optimizer, x: 
 
 
 def raises_at_the_end(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    plain_step(model, optimizer, x)
+    train_step(model, optimizer, x)
     raise StepError("out of luck", 7)
 
 
@@ -43,7 +43,7 @@ def has_a_wrong_shape(model: nn.Module, optimizer: torch.optim.Optimizer, x: tor
 
 
 def is_interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    plain_step(model, optimizer, x)
+    train_step(model, optimizer, x)
     raise KeyboardInterrupt
 
 
@@ -75,7 +75,7 @@ def test_an_exception_on_a_later_path_leaves_the_graphs_usable() -> None:
     world = World(fresh=False)
 
     def fails_when_told(x: torch.Tensor, fail: bool) -> torch.Tensor:
-        loss = plain_step(world.model, world.optimizer, x)
+        loss = train_step(world.model, world.optimizer, x)
         if fail:
             raise StepError("told so")
         return loss
@@ -98,7 +98,7 @@ def test_an_exception_that_the_user_catches_inside_the_step_is_the_users_busines
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
             with contextlib.suppress(StepError):
                 raise StepError
-            return plain_step(model, optimizer, x)
+            return train_step(model, optimizer, x)
 
         return plain_run(where, model, adamw(model), step)
 
@@ -110,7 +110,7 @@ def test_a_refused_step_can_be_called_again_after_the_cause_is_gone() -> None:
     careful = {"on": True}
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = plain_step(world.model, world.optimizer, x)
+        loss = train_step(world.model, world.optimizer, x)
         if careful["on"] and loss > 100:
             raise StepError
         return loss

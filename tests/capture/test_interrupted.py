@@ -21,7 +21,8 @@ from torch import nn
 
 import wholestep as ws
 from capture.odd_places import at_address
-from capture.refused import World, assert_unchanged_and_trainable, plain_step
+from capture.refused import World, assert_unchanged_and_trainable
+from cases.parts import train_step
 from harness import assert_frames_equal, frame
 from wholestep.capture.trace import Capture, is_tracing
 from wholestep.torch_private.modes import read_modes
@@ -95,9 +96,9 @@ KINDS = [StoppedError, KeyboardInterrupt, MemoryError, SystemExit, RuntimeError]
 def test_an_exception_at_any_operator_of_a_small_step_leaves_the_process_as_it_was(first: int, stop_at: Any) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plain_step(model, optimizer, torch.ones(4, 3))
+    train_step(model, optimizer, torch.ones(4, 3))
     counted = stop_at(-1, StoppedError())
-    ws.capture(plain_step, model, optimizer, torch.ones(4, 3))
+    ws.capture(train_step, model, optimizer, torch.ones(4, 3))
     total = counted[0]
     assert total > 15
     watch = {"model": model, "optimizer": optimizer}
@@ -105,7 +106,7 @@ def test_an_exception_at_any_operator_of_a_small_step_leaves_the_process_as_it_w
     for n in range(first, total + 1, 2):
         stop_at(n, KINDS[n % len(KINDS)]("here"))
         with pytest.raises(KINDS[n % len(KINDS)], match="here"):
-            ws.capture(plain_step, model, optimizer, torch.ones(4, 3))
+            ws.capture(train_step, model, optimizer, torch.ones(4, 3))
         assert_frames_equal([before], [frame("before", None, watch)])
         assert_same_process(process)
 
@@ -114,7 +115,7 @@ def test_an_exception_at_any_operator_of_a_small_step_leaves_the_process_as_it_w
 def test_an_exception_at_some_operators_of_a_larger_step_leaves_the_process_as_it_was(stop_at: Any) -> None:
     counted = stop_at(-1, StoppedError())
     world = World(fresh=False)
-    ws.compile(plain_step)(world.model, world.optimizer, world.batch())
+    ws.compile(train_step)(world.model, world.optimizer, world.batch())
     total = counted[0]
     assert total > 30
     kinds = KINDS
@@ -124,7 +125,7 @@ def test_an_exception_at_some_operators_of_a_larger_step_leaves_the_process_as_i
         before, process = world.look(), process_state()
         stop_at(n, kind("here"))
         with pytest.raises(kind, match="here"):
-            ws.compile(plain_step)(world.model, world.optimizer, world.batch())
+            ws.compile(train_step)(world.model, world.optimizer, world.batch())
         assert_frames_equal([before], [world.look()])
         assert_same_process(process)
 
@@ -135,7 +136,7 @@ def test_an_exception_at_some_operators_of_a_larger_step_leaves_the_process_as_i
 def test_the_next_capture_works_and_eager_continues(stop_at: Any, kind: type[BaseException]) -> None:
     world = World(fresh=False)
     before = world.look()
-    step = ws.compile(plain_step)
+    step = ws.compile(train_step)
     stop_at(17, kind("here"))
     with pytest.raises(kind):
         step(world.model, world.optimizer, world.batch())
@@ -143,7 +144,7 @@ def test_the_next_capture_works_and_eager_continues(stop_at: Any, kind: type[Bas
     stop_at(-1, kind())
     twin = World(fresh=False)
     twin.train()
-    for each, function in ((world, step), (twin, plain_step)):
+    for each, function in ((world, step), (twin, train_step)):
         torch.manual_seed(3)
         for _ in range(3):
             function(each.model, each.optimizer, each.batch())
@@ -194,7 +195,7 @@ def test_a_second_interrupt_is_raised_at_once() -> None:
 
 def test_an_interrupt_after_the_last_operator_is_raised_when_all_is_put_back() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss = plain_step(model, optimizer, x)
+        loss = train_step(model, optimizer, x)
         os.kill(os.getpid(), signal.SIGINT)
         return loss
 
@@ -220,7 +221,7 @@ def test_interrupts_while_objects_are_put_back_wait_until_that_is_done(monkeypat
     world = World(fresh=False)
     before, process = world.look(), process_state()
     with pytest.raises(KeyboardInterrupt):
-        ws.compile(plain_step)(world.model, world.optimizer, world.batch())
+        ws.compile(train_step)(world.model, world.optimizer, world.batch())
     monkeypatch.undo()
     assert_same_process(process)
     assert_unchanged_and_trainable(world, before, fresh=False)
@@ -234,7 +235,7 @@ def test_a_handler_of_the_user_gets_the_signal_and_may_let_the_capture_go_on() -
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             os.kill(os.getpid(), signal.SIGINT)
-        return plain_step(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     try:
         world, twin = World(fresh=False), World(fresh=False)
@@ -245,7 +246,7 @@ def test_a_handler_of_the_user_gets_the_signal_and_may_let_the_capture_go_on() -
     finally:
         signal.signal(signal.SIGINT, before)
     torch.manual_seed(3)
-    plain_step(twin.model, twin.optimizer, twin.batch())
+    train_step(twin.model, twin.optimizer, twin.batch())
     assert_frames_equal([twin.look()], [world.look()])
 
 
@@ -257,7 +258,7 @@ def test_a_handler_that_the_step_sets_stays() -> None:
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         signal.signal(signal.SIGINT, mine)
-        return plain_step(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     try:
         world = World(fresh=False)
@@ -274,7 +275,7 @@ def test_a_capture_on_another_thread_leaves_signals_alone() -> None:
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         at_address(place).append(str(signal.getsignal(signal.SIGINT) is expected))
-        return plain_step(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     world = World(fresh=False)
     thread = threading.Thread(target=lambda: ws.compile(step)(world.model, world.optimizer, world.batch()))
@@ -288,7 +289,7 @@ def test_a_signal_that_is_ignored_or_left_to_the_system_stays_so(handler: Any) -
     before = signal.signal(signal.SIGINT, handler)
     try:
         world = World(fresh=False)
-        ws.compile(plain_step)(world.model, world.optimizer, world.batch())
+        ws.compile(train_step)(world.model, world.optimizer, world.batch())
         assert signal.getsignal(signal.SIGINT) == handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import wholestep as ws
-from capture.refused import World, assert_points_at, assert_refused, assert_unchanged_and_trainable, plain_step
+from capture.refused import World, assert_points_at, assert_refused, assert_unchanged_and_trainable
 from cases.parts import adamw, mlp, plain_run, train_step
 from harness import Run, Story, assert_same_story
 from selection import each_now
@@ -421,7 +421,7 @@ def test_capture_under_such_a_mode_is_refused() -> None:
     world = World(fresh=False)
     before = world.look()
     with CountOperators(), pytest.raises(ws.errors.UnsupportedError, match="CountOperators is active around the call"):
-        ws.capture(plain_step, world.model, world.optimizer, world.batch())
+        ws.capture(train_step, world.model, world.optimizer, world.batch())
     assert_unchanged_and_trainable(world, before, fresh=False)
 
 
@@ -472,29 +472,29 @@ def test_a_setting_that_kernels_read_is_refused_inside_of_the_step_with_the_line
 
 
 def leaves_grad_mode_off(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain_step(model, optimizer, x)
+    loss = train_step(model, optimizer, x)
     torch.set_grad_enabled(False)
     return loss
 
 
 def leaves_benchmarking_on(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     cudnn.benchmark = True
-    return plain_step(model, optimizer, x)
+    return train_step(model, optimizer, x)
 
 
 def leaves_flash_attention_off(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     cuda.enable_flash_sdp(False)
-    return plain_step(model, optimizer, x)
+    return train_step(model, optimizer, x)
 
 
 def leaves_autocast_on(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain_step(model, optimizer, x)
+    loss = train_step(model, optimizer, x)
     torch.set_autocast_enabled("cpu", True)
     return loss
 
 
 def leaves_tf32_allowed(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain_step(model, optimizer, x)
+    loss = train_step(model, optimizer, x)
     cuda.matmul.allow_tf32 = True
     return loss
 

@@ -168,7 +168,7 @@ def test_a_list_in_an_attribute_that_is_replaced_by_an_equal_one_is_seen(uses: s
             if i == 3:
                 config.weights = list(config.weights)
             if i > 3:
-                first[0] = 5.0  # nobody reads this list any more
+                first[0] = 5.0  # nothing reads this list any more
 
         def read() -> Any:
             return config.weights[0] if uses == "value" else (3.0 if config.weights[0] > 0.2 else 2.0)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from capture.refused import World, assert_unchanged_and_trainable, plain_step
-from cases.parts import adamw, mlp, plain_run
+from capture.refused import World, assert_unchanged_and_trainable
+from cases.parts import adamw, mlp, plain_run, train_step
 from harness import (
     Case,
     Run,
@@ -42,7 +42,7 @@ def test_a_hook_that_would_only_fire_while_tracing_is_refused_and_named(kind: st
     handles: list[Any] = []
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        return plain_step(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     world = World(fresh=False)
     handles.append(HOOKS[kind](world.model, world.optimizer))
@@ -62,14 +62,14 @@ def test_every_hook_is_listed() -> None:
     world.model.first.register_forward_hook(note_the_call)
     world.model.last.bias.register_hook(note_the_call)
     with pytest.raises(ws.errors.HookError) as caught:
-        ws.compile(plain_step, hooks="refuse")(world.model, world.optimizer, world.batch())
+        ws.compile(train_step, hooks="refuse")(world.model, world.optimizer, world.batch())
     assert "first" in str(caught.value)
     assert "last.bias" in str(caught.value)
 
 
 def test_a_hook_added_between_steps_is_refused_then_and_its_removal_brings_the_graph_back() -> None:
     world = World(fresh=False)
-    step = ws.compile(plain_step, hooks="refuse")
+    step = ws.compile(train_step, hooks="refuse")
     step(world.model, world.optimizer, world.batch())
     step(world.model, world.optimizer, world.batch())
     graphs = len(step.graphs)
@@ -85,7 +85,7 @@ def test_a_hook_added_between_steps_is_refused_then_and_its_removal_brings_the_g
 
 def test_a_parameter_hook_added_between_steps_is_refused_then() -> None:
     world = World(fresh=False)
-    step = ws.compile(plain_step, hooks="refuse")
+    step = ws.compile(train_step, hooks="refuse")
     step(world.model, world.optimizer, world.batch())
     world.model.first.weight.register_hook(lambda grad: grad * 2)
     before = world.look()

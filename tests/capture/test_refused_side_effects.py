@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from capture.refused import plain_step
-from cases.parts import adamw, mlp
+from cases.parts import adamw, mlp, train_step
 from harness import (
     Case,
     Run,
@@ -94,12 +93,12 @@ def test_python_state_changed_by_the_step_is_equal_or_refused(effect: Callable[.
         counter = Counter()
 
         def given(counter: Counter, x: torch.Tensor) -> torch.Tensor:
-            loss = plain_step(model, optimizer, x)
+            loss = train_step(model, optimizer, x)
             effect(counter, loss)
             return loss
 
         def closed(x: torch.Tensor) -> torch.Tensor:
-            loss = plain_step(model, optimizer, x)
+            loss = train_step(model, optimizer, x)
             effect(counter, loss)
             return loss
 

@@ -24,7 +24,7 @@ MODULES = {
 """Theirs to ours."""
 
 NOT_TAKEN = {
-    # A pipe is built by `pipeline` or `Pipe.from_tracing`, in torch too; its constructor is nobody's to call.
+    # A pipe is built by `pipeline` or `Pipe.from_tracing`, in torch too; its constructor is not called by users.
     "Pipe": {"split_gm", "num_stages", "has_loss_and_backward", "loss_spec"},
 }
 """Arguments that ours do not take, by name, and why."""

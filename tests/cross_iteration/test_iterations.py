@@ -1,4 +1,4 @@
-"""What a step leaves for its next call is done before anybody can see that it is not, and never twice."""
+"""What a step leaves for its next call is done before other code can see that it is not, and never twice."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import wholestep as ws
-from cases.parts import train_step
+from cases.parts import train_step, zero_first
 from ranks import run_ranks
 from wholestep.errors import PendingError
 from wholestep.passes.iter_move import overlap_optimizer_with_next_forward
 from wholestep.torch_private.autograd import below_autograd
 from wholestep.torch_private.modules_and_optimizers import GLOBAL_PRE_HOOKS
-
-
-def keeps_grads(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 class Training:
@@ -327,7 +319,7 @@ def a_write_after_a_flush_is_fine(rank: int) -> None:
 
 @check
 def a_gradient_that_somebody_looks_at_is_there(rank: int) -> None:
-    training = Training(keeps_grads)
+    training = Training(zero_first)
     assert training.step.has_pending
     grads = [p.grad for p in training.parameters]
     assert [g.shape for g in grads if g is not None] == [p.shape for p in training.parameters]
@@ -342,7 +334,7 @@ def a_gradient_that_somebody_looks_at_is_there(rank: int) -> None:
 
 @check
 def a_gradient_that_was_dropped_or_replaced_before_the_update_does_not_come_back(rank: int) -> None:
-    training = Training(keeps_grads)
+    training = Training(zero_first)
     training.optimizer.zero_grad(set_to_none=True)
     mine = training.parameters[0].grad = torch.ones_like(training.parameters[0])
     training.step.flush()
@@ -352,7 +344,7 @@ def a_gradient_that_was_dropped_or_replaced_before_the_update_does_not_come_back
 
 @check
 def a_gradient_of_an_older_step_keeps_its_value(rank: int) -> None:
-    training = Training(keeps_grads)
+    training = Training(zero_first)
     mine, theirs = training.model[0].weight.grad, training.eager[0].weight.grad
     assert mine is not None
     assert theirs is not None

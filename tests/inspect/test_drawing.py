@@ -131,7 +131,7 @@ def test_nodes_without_a_module_do_not_fragment_a_large_graph() -> None:
     for block in range(60):
         for number in range(60):
             value = graph.call_function(torch.ops.aten.sin.default, (value,))
-            if number % 10:  # gradients that are added up belong to nobody
+            if number % 10:  # gradients that are added up have no module
                 value.meta["nn_module_stack"] = {"": (f"L['self'].h.{block}.mlp", nn.Module)}
     graph.output((value,))
     found = drawing(fx.GraphModule({}, graph))

@@ -1,4 +1,4 @@
-"""Copies of values keep strides and shared memory, and are nobody else's."""
+"""Copies of values keep strides and shared memory, and share it with nothing else."""
 
 from __future__ import annotations
 

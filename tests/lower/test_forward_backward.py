@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
+from cases.parts import train_step
 from wholestep.lower.report import lowering_of
 
 LONG = pytest.mark.long
@@ -51,14 +52,6 @@ class StatisticsInTheForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.inner(x.reshape(4, 1, 4, 4)))
         return out.tanh()
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def noisy(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,11 +119,11 @@ def train(make: Callable[[], nn.Module], step: Callable[..., Any]) -> tuple[list
 @pytest.mark.parametrize(
     ("make", "step"),
     [
-        pytest.param(Gain, plain, id="a_buffer_written_in_the_forward"),
+        pytest.param(Gain, train_step, id="a_buffer_written_in_the_forward"),
         pytest.param(
-            GainSeenThroughAView, plain, id="a_buffer_written_in_the_forward_and_read_through_a_view", marks=LONG
+            GainSeenThroughAView, train_step, id="a_buffer_written_in_the_forward_and_read_through_a_view", marks=LONG
         ),
-        pytest.param(StatisticsInTheForward, plain, id="other_layouts_and_statistics", marks=LONG),
+        pytest.param(StatisticsInTheForward, train_step, id="other_layouts_and_statistics", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), noisy, id="draws_on_both_sides_of_the_cut"),
         pytest.param(lambda: nn.Linear(16, 16), out_of_order, id="draws_used_out_of_order", marks=LONG),
         pytest.param(lambda: nn.Linear(16, 16), drawn_alike, id="draws_that_look_the_same", marks=LONG),

@@ -82,7 +82,7 @@ class Side:
         return frame
 
     def call(self, i: int, *batch: Any) -> Any:
-        """One step, and nobody looks: whoever does completes what it left pending."""
+        """One step, without a read of the state: that would complete what it left pending."""
         torch.manual_seed(SEED + i)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
 import wholestep as ws
+from cases.parts import train_step, zero_first
 from parallel.pairs import numbers
 from ranks import run_ranks
 from wholestep.passes.comm_fusion import comm_fusion_with_concat
@@ -53,22 +54,6 @@ def _same(one: Any, other: Any) -> bool:
 def model_of() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def zero_last(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def zero_first(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -162,14 +147,14 @@ def train(rank: int, optimizer: str, step: Callable[..., Any], passes: list[Any]
     return {"said": said, "crossed": crossed, "moves": moves, "stays": last.gm.meta[STAYS]}
 
 
-NOW = ((zero_last, "adamw_fused"), (zero_last, "adamw_lr_tensor"), (zero_first, "adamw_foreach"))
+NOW = ((train_step, "adamw_fused"), (train_step, "adamw_lr_tensor"), (zero_first, "adamw_foreach"))
 
 
 @pytest.mark.parametrize(
     ("step", "optimizer"),
     [
         pytest.param(step, name, marks=() if (step, name) in NOW else pytest.mark.long)
-        for step in (zero_last, zero_first)
+        for step in (train_step, zero_first)
         for name in OPTIMIZERS
     ],
 )
@@ -185,7 +170,7 @@ def test_training_is_bit_for_bit_that_of_ddp_with_a_save_a_resume_and_an_eval(
 def test_buckets_cross_as_a_whole_and_their_optimizer_is_split() -> None:
     passes = [comm_fusion_with_concat(bucket_size_mb=0.0004), schedule_comm_wait, overlap_optimizer_with_next_forward]
     for optimizer in ("adamw_foreach", "adamw_fused"):
-        for rank in run_ranks(train, 2, optimizer, zero_last, passes, deadline=120):
+        for rank in run_ranks(train, 2, optimizer, train_step, passes, deadline=120):
             assert rank["said"] == []
             assert 1 < len(rank["moves"]) < 6
             assert rank["crossed"] > STEPS - 5
@@ -209,7 +194,7 @@ def test_a_norm_of_gradients_that_is_returned_keeps_all_updates_in_their_iterati
 
 def test_the_first_call_may_be_the_last_one() -> None:
     def code(rank: int) -> list[str]:
-        sides = Sides(zero_last, "sgd", [overlap_optimizer_with_next_forward])
+        sides = Sides(train_step, "sgd", [overlap_optimizer_with_next_forward])
         said = sides.run(0, rank, last_train_step=True)
         said += sides.run(1, rank, last_train_step=True)  # the first of the graph with momentum
         assert not sides.step.has_pending
@@ -222,7 +207,7 @@ def test_a_flush_on_one_rank_does_not_wait_for_absent_ranks() -> None:
     """Rank 1 goes away for good after its step; rank 0 saves."""
 
     def code(rank: int) -> list[str]:
-        sides = Sides(zero_last, "adamw", [overlap_optimizer_with_next_forward])
+        sides = Sides(train_step, "adamw", [overlap_optimizer_with_next_forward])
         said = [line for i in range(4) for line in sides.run(i, rank)]
         assert sides.step.has_pending
         return said + (sides.state("on one rank") if rank == 0 else [])
@@ -238,7 +223,7 @@ def test_shards_cross_too() -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(other, mesh=mesh)
         plan = ws.FullyShard(mesh, modules=["0", "3", "5"])
-        step = ws.compile(zero_last, parallel=plan, passes=[overlap_optimizer_with_next_forward])
+        step = ws.compile(train_step, parallel=plan, passes=[overlap_optimizer_with_next_forward])
         optimizers: list[Optimizer] = []
         said = []
         for i in range(8):
@@ -248,7 +233,7 @@ def test_shards_cross_too() -> None:
             torch.manual_seed(i)
             found = step(one, optimizers[0], x)
             torch.manual_seed(i)
-            expected = zero_last(other, optimizers[1], x)
+            expected = train_step(other, optimizers[1], x)
             said += differences(expected.detach(), found.detach(), f"loss {i}")
         assert step.has_pending
         mine = [p.to_local() for p in one.state_dict().values()]

@@ -323,7 +323,7 @@ LOOKS = [values, alone, clipped, doubled, cleared, dropped, stepped]
 
 
 def looks(case: Case, sharded: bool) -> list[str]:
-    """After each call somebody looks at the gradients, each time in another way; nobody flushes."""
+    """After each call the gradients are read, each time in another way; no call of `flush`."""
     torchs, ours = pair(case, sharded)
     lines = []
     for i in range(len(LOOKS) + 2):

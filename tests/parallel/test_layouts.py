@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from cases.parts import train_step
 from parallel.pairs import Case, Compiled, Side, all_of, apart, beside_ddp, numbers, world_mesh
 from ranks import run_ranks
 from selection import some_now
@@ -214,20 +215,13 @@ def states_before_placing(rank: int) -> bool:
     optimizer = torch.optim.Adam(model.parameters())
     x = planes(0, 0)[0]
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     alone = copy.deepcopy(model)
     alone_optimizer = torch.optim.Adam(alone.parameters())
-    train(model, optimizer, x)
-    step = ws.compile(train, parallel=ws.FullyShard(world_mesh()))
+    train_step(model, optimizer, x)
+    step = ws.compile(train_step, parallel=ws.FullyShard(world_mesh()))
     step(model, optimizer, x)
     for _ in range(2):
-        train(alone, alone_optimizer, x)
+        train_step(alone, alone_optimizer, x)
     state = [o.state[m.weight]["exp_avg"] for m, o in ((model, optimizer), (alone, alone_optimizer))]
     return torch.equal(state[0].full_tensor(), state[1]) and torch.equal(model.weight.full_tensor(), alone.weight)
 

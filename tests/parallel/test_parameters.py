@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from cases.parts import TiedLanguageModel, WithUnusedParts
+from cases.parts import TiedLanguageModel, WithUnusedParts, zero_first
 from parallel.pairs import (
     Case,
     Compiled,
@@ -64,21 +64,13 @@ def language_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tenso
     return loss
 
 
-def keeping_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 CASES = [
     Case("7 rows", steps=4),
     Case("1 row", lambda: nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 4)), steps=4),
     Case("8 rows", lambda: net(rows=8), steps=4),
     Case("tied", TiedLanguageModel, step=language_step, batch=tokens, steps=4),
     Case("frozen and unused", WithUnusedParts, steps=4),
-    Case("gradients kept", WithUnusedParts, step=keeping_gradients, steps=4),
+    Case("gradients kept", WithUnusedParts, step=zero_first, steps=4),
     Case("float64", lambda: net().double(), batch=lambda i, rank: (numbers(i, rank, 5, 6).double(),), steps=4),
 ]
 
@@ -166,7 +158,7 @@ def test_a_tied_parameter_is_gathered_once_in_each_direction_and_reduced_once() 
 
 def test_nothing_is_sent_for_gradients_of_frozen_and_unused_parameters() -> None:
     def code(rank: int) -> Any:
-        case = Case("", WithUnusedParts, step=keeping_gradients, compile={"passes": None})
+        case = Case("", WithUnusedParts, step=zero_first, compile={"passes": None})
         sharded, replicated = Compiled(case, ws.FullyShard(world_mesh())), Compiled(case, ws.Replicate(world_mesh()))
         for i in range(2):
             sharded.run(i)

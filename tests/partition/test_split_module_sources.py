@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import wholestep as ws
+from cases.parts import train_step
 from partition.splitting import call_order, children, tensors
 from wholestep.partition import split_module
 
@@ -102,14 +103,7 @@ def test_a_split_captured_step_gives_equal_results():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
-    def step(model, optimizer, x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    gm = ws.capture(step, model, optimizer, torch.randn(3, 4)).gm
+    gm = ws.capture(train_step, model, optimizer, torch.randn(3, 4)).gm
     vals = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     generator = torch.Generator().manual_seed(0)
 

@@ -19,6 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
+from cases.parts import train_step, zero_first
 from wholestep.ir import StepGraph
 from wholestep.ir.graph_walks import copy_graph
 
@@ -61,14 +62,6 @@ def blocks() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
 
 
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def clip(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
     loss = model(x).square().mean()
     loss.backward()
@@ -76,14 +69,6 @@ def clip(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, Ten
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm
-
-
-def keep_grads(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def _sgd(foreach: bool) -> Callable[[Any], Optimizer]:
@@ -98,16 +83,16 @@ _Kind = tuple[str, Callable[[], nn.Module], Callable[[Any], Optimizer], Callable
 """Plan, model, optimizer, step, and how often it is called: the first call creates the optimizer's state."""
 
 KINDS: dict[str, _Kind] = {
-    "replicate, SGD": ("replicate", layers, _sgd(False), train, 2),
-    "replicate, SGD, foreach, first call": ("replicate", blocks, _sgd(True), keep_grads, 1),
+    "replicate, SGD": ("replicate", layers, _sgd(False), train_step, 2),
+    "replicate, SGD, foreach, first call": ("replicate", blocks, _sgd(True), zero_first, 1),
     "replicate, AdamW, clipped": ("replicate", blocks, _adamw(foreach=False), clip, 2),
-    "replicate, AdamW, foreach, tied": ("replicate", Tied, _adamw(foreach=True), train, 2),
-    "replicate, AdamW, fused": ("replicate", layers, _adamw(fused=True), keep_grads, 2),
-    "shard, SGD, foreach": ("shard", layers, _sgd(True), train, 2),
+    "replicate, AdamW, foreach, tied": ("replicate", Tied, _adamw(foreach=True), train_step, 2),
+    "replicate, AdamW, fused": ("replicate", layers, _adamw(fused=True), zero_first, 2),
+    "shard, SGD, foreach": ("shard", layers, _sgd(True), train_step, 2),
     "shard, AdamW, clipped": ("shard", layers, _adamw(foreach=False), clip, 2),
-    "shard, AdamW, fused, tied, first call": ("shard", Tied, _adamw(fused=True), train, 1),
-    "shard blocks, AdamW, foreach": ("blocks", blocks, _adamw(foreach=True), train, 2),
-    "hybrid, AdamW, fused": ("hybrid", layers, _adamw(fused=True), train, 2),
+    "shard, AdamW, fused, tied, first call": ("shard", Tied, _adamw(fused=True), train_step, 1),
+    "shard blocks, AdamW, foreach": ("blocks", blocks, _adamw(foreach=True), train_step, 2),
+    "hybrid, AdamW, fused": ("hybrid", layers, _adamw(fused=True), train_step, 2),
 }
 NAMES = tuple(KINDS)
 

@@ -155,7 +155,7 @@ def test_compile_runs_passes_and_names_can_be_given() -> None:
         ({"passes": "fast"}, "passes='fast'"),
         ({"passes": ["comm_fusion_with_conkat"]}, "did you mean 'comm_fusion_with_concat'"),
         ({"passes": ["iter_move_grads_and_optimizers"]}, r"has to know what to move[\s\S]*overlap_optimizer_with_next"),
-        ({"passes": [train_step]}, "is no pass"),
+        ({"passes": [train_step]}, "is not a pass"),
         ({"passes": "default", "disable_passes": ["nothing"]}, "disable_passes names 'nothing'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Collectives that nobody reads go, with what was computed only for them; everything else stays."""
+"""Collectives whose results no node reads are erased, with what was computed only for them; everything else stays."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def test_a_collective_does_not_move_past_a_write_to_its_operand(kind: str) -> No
     assert all(map(torch.allclose, found, expected))
 
 
-# What is no graph, and what fails.
+# Arguments that are not graphs, and passes that fail.
 
 
 @graph_optimization_pass()

@@ -161,7 +161,7 @@ def test_after_a_rollback_more_can_move() -> None:
 
 @graph_optimization_pass()
 def adds_nodes(gm: Any) -> None:
-    """Something that is read, and something that nobody reads."""
+    """A value that is read, and one that is not."""
     output = gm.graph.output_node()
     (result,) = output.args
     with gm.graph.inserting_before(output):

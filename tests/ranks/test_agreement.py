@@ -1,4 +1,4 @@
-"""Agreement of ranks on what they run: differences are named on both sides, and nobody enters a collective alone."""
+"""Agreement of ranks on what they run: differences are named on both sides, and no rank enters a collective alone."""
 
 from __future__ import annotations
 

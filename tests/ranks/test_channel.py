@@ -161,7 +161,7 @@ def test_a_rank_that_raises_takes_the_others_out_of_their_wait():
 
 
 def test_a_rank_that_raises_takes_out_ranks_that_wait_in_groups_it_is_not_in():
-    """0 waits for 1 in their row; 3 raises, 2 waits for 3; 1 waits for nobody."""
+    """0 waits for 1 in their row; 3 raises, 2 waits for 3; 1 waits for no rank."""
 
     def code(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -120,7 +120,7 @@ def _bound(given: Any) -> BoundPass:
     if isinstance(given, str):
         return _bound(_named(given))
     raise OptionError(
-        f"{called(given)} is no pass.",
+        f"{called(given)} is not a pass.",
         fix="declare the function with @ws.passes.graph_optimization_pass(...), or give the name of a pass.",
     )
 

@@ -31,9 +31,7 @@ A mode that cannot be captured or matched is left out; a stage that is switched 
 from __future__ import annotations
 
 import difflib
-import linecache
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,11 +40,10 @@ from typing import Any
 import torch
 from torch import fx
 
-import wholestep
-from wholestep.errors import Location, PipelineCaptureError, PipelineError, WholestepError
+from wholestep.errors import PipelineCaptureError, PipelineError, WholestepError
 from wholestep.ir.early_values import KnownDraws
 from wholestep.ir.effects import returned_position
-from wholestep.ir.meta import location_of_node, module_call
+from wholestep.ir.meta import location_of_exception, location_of_node, module_call
 from wholestep.pipelining.build.call_form import Call, CallForm, export_call
 from wholestep.pipelining.build.context_regions import (
     FUNCTION_BEGIN,
@@ -400,13 +397,10 @@ def drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-_FOREIGN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, wholestep.__file__))
-
-
 def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> PipelineCaptureError:
     """The error for a model that export cannot capture."""
     chain = find_chain(module, call)
-    location = location_of_error(error)
+    location = location_of_exception(error, besides=("<",))  # "<": code that torch or dataclasses generated
     fix = "write the line with tensor operators (torch.where, torch.cond)"
     if "not a known type" in str(error) or "pytree" in str(error):
         fix = "return and take tensors in tuples, lists and dictionaries (transformers: config.use_cache = False)"
@@ -422,19 +416,6 @@ def capture_error(module: torch.nn.Module, call: Call, error: Exception) -> Pipe
         fix=fix,
         location=location,
     )
-
-
-def location_of_error(error: BaseException) -> Location | None:
-    """The innermost line of the user's code in a traceback."""
-    found: Location | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith((*_FOREIGN, "<")):  # "<": code that torch or dataclasses generated
-            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-            found = Location(code.co_filename, trace.tb_lineno, code.co_name, text)
-        trace = trace.tb_next
-    return found
 
 
 def _first_lines(error: Exception) -> str:
