@@ -66,11 +66,10 @@ def test_a_rank_that_raises_ends_a_collective_that_its_peer_waits_in() -> None:
             raise ValueError("not coming")
         dist.all_reduce(torch.ones(1))
 
-    started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(code, 2, deadline=30)
-    assert time.monotonic() - started < 15
+        run_ranks(code, 2, deadline=60)
     assert set(caught.value.failures) == {0, 1}
+    assert "did not return" not in caught.value.failures[1]
 
 
 def test_a_hanging_rank_is_killed_at_the_deadline_and_says_where_it_was() -> None:
@@ -79,10 +78,8 @@ def test_a_hanging_rank_is_killed_at_the_deadline_and_says_where_it_was() -> Non
             time.sleep(600)
         return os.getpid()
 
-    started = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1 did not return within 3 s") as caught:
-        run_ranks(stuck, 2, deadline=3)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RanksFailed, match=r"rank 1 did not return within 2 s") as caught:
+        run_ranks(stuck, 2, deadline=2)
     assert " in stuck" in caught.value.failures[1]
     with pytest.raises(ProcessLookupError):
         os.kill(caught.value.results[0], 0)

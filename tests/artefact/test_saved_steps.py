@@ -334,6 +334,7 @@ def test_code_that_changes_after_a_load_is_seen(what: str, tmp_path: Path, monke
         loaded(torch.ones(2))
 
 
+@pytest.mark.compiles
 def test_inductor_compiles_the_regions_of_a_loaded_step(project: Any, tmp_path: Path) -> None:
     options = {"lower": "inductor", "lower_options": {"min_aten_ops": 2, "config": {"cpp.simdlen": None}}}
     expected = save(project(), tmp_path / "step.ws", **options)

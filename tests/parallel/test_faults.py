@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-import time
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import pytest
@@ -95,17 +96,18 @@ def test_an_error_of_one_rank_reaches_the_others_with_its_text() -> None:
     assert "reduction dim" in first
 
 
-def sleeps(rank: int) -> str:
+def does_not_come(rank: int, raised: Event) -> str:
     job = Job(ws.FullyShard(world_mesh(), deadline=1.5))
     if rank == 1:
-        time.sleep(5)
+        assert raised.wait(40)
     with pytest.raises((ws.errors.DesyncError, ws.errors.PeerFailedError)) as caught:
         job.run()
+    raised.set()
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    first, second = run_ranks(sleeps, 2, deadline=60)
+    first, second = run_ranks(does_not_come, 2, multiprocessing.get_context("fork").Event(), deadline=60)
     assert "rank 1 did not reach call 1" in first
     assert "WS-" in second
 

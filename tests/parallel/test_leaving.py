@@ -187,7 +187,7 @@ def late(rank: int, warned: Event) -> list[str]:
 
 def test_a_late_rank_is_waited_for() -> None:
     first, second = run_ranks(late, 2, new_event(), deadline=60)
-    assert len([text for text in first if "rank 1 is outside of any step" in text]) == 1
+    assert len([text for text in first if "rank 1 is outside of any step (last: call 3 of" in text]) == 1
     assert not second
 
 

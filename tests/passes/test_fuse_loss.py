@@ -234,6 +234,7 @@ def _labels_times_two(self: Any, node: Any, build: Any) -> Any:
     return build(torch.ops.aten.mul.Tensor, build(torch.ops.aten.mul.Tensor, given, counts), 2), counts
 
 
+@pytest.mark.compiles
 def test_compiled_steps_fuse_by_default_and_exact_and_eager_ones_do_not() -> None:
     def step(x: Tensor, labels: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

@@ -234,7 +234,8 @@ def test_a_rank_that_ran_ahead_with_a_graph_it_knows_is_answered_for():
 
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
-    have_raised = multiprocessing.get_context("fork").Semaphore(0)
+    fork = multiprocessing.get_context("fork")
+    have_raised, come = fork.Semaphore(0), fork.Barrier(2)
 
     def code(rank: int) -> str:
         shown = digest()
@@ -243,6 +244,8 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
         if rank == 1:
             assert have_raised.acquire(timeout=30)
             assert have_raised.acquire(timeout=30)
+        else:
+            come.wait(30)
         said = outcome(lambda: agree(2, shown, deadline=1.0))
         have_raised.release()
         return said

@@ -112,8 +112,8 @@ def test_ten_thousand_nodes_take_seconds_at_most() -> None:
     text = step.to_json()
     written = time.process_time()
     StepGraph.from_json(text)
-    assert written - start < 5
-    assert time.process_time() - written < 10
+    assert written - start < 30
+    assert time.process_time() - written < 30
 
 
 # Hostile files
