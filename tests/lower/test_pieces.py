@@ -106,7 +106,7 @@ def test_a_view_is_recomputed_and_only_whole_tensors_cross() -> None:
     assert [node.name for node in second.steps] == ["t", "exp"]
 
 
-def test_a_cast_to_the_same_dtype_is_recomputed_because_it_is_its_input() -> None:
+def test_a_cast_to_the_same_dtype_is_recomputed_in_each_piece_because_it_is_its_input() -> None:
     def work(x: Tensor) -> tuple[Tensor, ...]:
         same = torch.ops.prims.convert_element_type(x, torch.float32)
         return (same.exp(),)

@@ -1,4 +1,4 @@
-"""Cut a graph of compiled operators into pieces that run one after the other, and tell which pieces are equal.
+"""Cut a compiled region into pieces that run one after the other, each with its own views; tell which are equal.
 
     graph     a, view, b, c, view, d, copy_(p, d)
     pieces    [a, b] -> b -> [view, c, d, copy_]      views and constants are recomputed where they are read

@@ -1,7 +1,8 @@
-"""The input of the simulation engine: a schedule lowered to integer-coded operations, and the network between ranks.
+"""The input of the simulation engine: a schedule with its exchanges and overlaps taken apart into coded operations.
 
-Conditions are numbered: first the computations, then the transfers, then the unshards, then actions that no list
-contains and that therefore never happen. An operation is a code with a condition or a tuple of transfers:
+Beside it the network between ranks. Conditions are numbered: first the computations, then the transfers, then the
+unshards, then actions that no list contains and that therefore never happen. An operation is a code with
+a condition or a tuple of transfers:
 
     (COMPUTING, c)    wait until all of `needs[c]` have happened, then compute for `length[c]`
     (SENDING, t)      wait until the value has been computed, then post the send of transfer t
