@@ -6,6 +6,7 @@ import logging
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,14 +19,6 @@ of = contracts_of("fake_tensors")
 aten = torch.ops.aten
 
 
-def raises(kind: type[Exception], run: Any) -> None:
-    try:
-        run()
-    except kind:
-        return
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
 @of("FakeTensor", "FakeTensorMode", "new_fake_mode", "DynamicOutputShapeException", "DataDependentOutputException")
 def operators_on_fakes_give_fakes_or_say_what_they_need() -> None:
     mode = fake_tensors.new_fake_mode(None)
@@ -35,17 +28,21 @@ def operators_on_fakes_give_fakes_or_say_what_they_need() -> None:
     assert (y.shape, y.fake_mode, y.device.type) == ((2, 2), mode, "cpu")
     with mode:
         assert type(torch.empty(3, device="cpu:0")) is fake_tensors.FakeTensor
-    raises(fake_tensors.DataDependentOutputException, lambda: y[0, 0].item())
-    raises(fake_tensors.DynamicOutputShapeException, lambda: aten.nonzero.default(y))
+    with pytest.raises(fake_tensors.DataDependentOutputException):
+        y[0, 0].item()
+    with pytest.raises(fake_tensors.DynamicOutputShapeException):
+        aten.nonzero.default(y)
     lengths = mode.from_tensor(torch.tensor([2]))
     loss = (mode.from_tensor(torch.zeros(3, 1, 2)), mode.from_tensor(torch.zeros(1, 2)), lengths, lengths)
-    raises(fake_tensors.DynamicOutputShapeException, lambda: aten._ctc_loss.Tensor(*loss))
+    with pytest.raises(fake_tensors.DynamicOutputShapeException):
+        aten._ctc_loss.Tensor(*loss)
     symbolic = fake_tensors.new_fake_mode(ShapeEnv())
     loss = tuple(symbolic.from_tensor(torch.zeros(each.shape, dtype=each.dtype), static_shapes=True) for each in loss)
     assert isinstance(aten._ctc_loss.Tensor(*loss)[1].shape[2], torch.SymInt)
     backward = aten._log_softmax_backward_data.default(x, x.t().t(), -1, torch.float32)
     assert backward.is_contiguous()
-    raises(AssertionError, lambda: aten.mm.default(x, torch.ones(3, 2)))  # a real tensor beside fakes
+    with pytest.raises(AssertionError):  # a real tensor beside fakes
+        aten.mm.default(x, torch.ones(3, 2))
     for _ in range(2):
         assert len(fake_tensors.FakeTensorMode.cache) > 0
         fake_tensors.FakeTensorMode.cache_clear()
@@ -69,10 +66,8 @@ def an_operator_without_a_fake_kernel_is_refused_without_a_log() -> None:
     handler, log = Noted(), logging.getLogger("torch._subclasses.fake_tensor")
     log.addHandler(handler)
     try:
-        with fake_tensors.failures_not_logged():
-            raises(
-                fake_tensors.UnsupportedOperatorException, lambda: torch.ops.wholestep_contract.without_fake.default(x)
-            )
+        with fake_tensors.failures_not_logged(), pytest.raises(fake_tensors.UnsupportedOperatorException):
+            torch.ops.wholestep_contract.without_fake.default(x)
     finally:
         log.removeHandler(handler)
     assert not seen
