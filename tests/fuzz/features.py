@@ -341,6 +341,28 @@ def recurrent_state(b: Builder) -> None:
         b.after(f"if i == 2:\n    {place} = {start}")
 
 
+def schedule_table(b: Builder) -> None:
+    """A table of numbers at an index that the step or the user moves."""
+    name = b.name("schedule")
+    values = b.rng.choice(("[0.9 ** j for j in range(9)]", "[3, 1, 2, 5, 4, 1, 0, 2, 1]", "[0.5, 1, 2.0, True] * 3"))
+    table = b.rng.choice(("{}", "tuple({})", "np.array({})", "np.array({}, dtype=np.float32)")).format(values)
+    b.setup.append(f"{name} = types.SimpleNamespace(values={table}, at=0)")
+    index = b.rng.choice(
+        (f"{name}.at", f"-1 - {name}.at", f"{name}.at // 2", f"min({name}.at, 3)", f"({name}.at + 1) % 4")
+    )
+    read = b.rng.choice(("{0}.values[{1}]", "float({0}.values[{1}])", "sum({0}.values[:{1}])")).format(name, index)
+    use = b.rng.choice(
+        ("loss * {0}", "loss * {0} + (1 - {0}) * h.mean()", "loss if {0} > 0.8 else loss / (1 + {0} ** 2)")
+    )
+    b.step("loss", f"loss = {use.format(read)}")
+    if b.chance(0.4):
+        b.step("end", f"{name}.at += 1")
+    else:
+        b.after(f"{name}.at = {b.rng.choice(('i + 1', '(3 * i) % 8', '7 - i'))}")
+    if b.chance(0.2):
+        b.after(f"if i == 3:\n    {name}.values = {table}")
+
+
 def second_backward(b: Builder) -> None:
     b.step("backward", "(h * 0.5).sum().backward(retain_graph=True)")
 

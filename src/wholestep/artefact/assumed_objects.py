@@ -29,7 +29,7 @@ from wholestep.artefact.addresses import class_name, name_of
 from wholestep.artefact.code_table import digest, function_digest
 from wholestep.ir.captured_step import CapturedStep, GuardSpecs
 from wholestep.ir.user_objects.plain_contents import NESTS, is_array, is_large, own_dict
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, Slot
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ComputedSlot, Slot
 from wholestep.torch_private.aot import behind_dynamo
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD, describe_placement, is_dtensor, local_of, spec_of
@@ -226,11 +226,11 @@ def _hooks_on(tensor: Tensor) -> str:
 
 def _of_inputs(captured: CapturedStep) -> Iterator[tuple[str, str]]:
     for slot in captured.inputs:
-        if not isinstance(slot, BatchSlot):
+        if not isinstance(slot, BatchSlot | ComputedSlot):
             value = _held(slot)
             yield f"input {slot.path}", text_of(value, numbers=False)
     for slot, kind in captured.guards.scalar_types:
-        if not isinstance(slot, BatchSlot):
+        if not isinstance(slot, BatchSlot | ComputedSlot):
             yield f"{slot.path}: type", kind.__name__ if type(_held(slot)) is kind else class_name(_held(slot))
 
 

@@ -18,6 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+
 from wholestep.artefact.addresses import AddressWriter, Walk, class_name
 from wholestep.artefact.slots_as_json import PlaceWriter
 from wholestep.capture.effects.containers import RECORDED_TYPES
@@ -48,7 +50,7 @@ from wholestep.ir.user_objects.slots import MappingSlot, Slot
 from wholestep.torch_private.distributed import STATE_OF_FULLY_SHARD
 from wholestep.torch_private.fx_graphs import pytree
 
-KINDS = {"int": int, "float": float, "bool": bool}
+KINDS = {"int": int, "float": float, "bool": bool, "float64": numpy.float64}
 CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "set": set, "deque": deque, "OrderedDict": OrderedDict}
 OUTPUT_LEAVES = ("output", "attached", "detached")
 DEEPEST = 100

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.artefact.addresses import Addresses, AddressWriter, class_name, named
 from wholestep.capture.scalars.symbolic_scalars import LastRateSlot
+from wholestep.capture.scalars.tables import TableSlot, is_program
 from wholestep.errors import ArtefactError, GraphFormatError
 from wholestep.ir.io.arguments import ArgumentReader, ArgumentWriter, TargetReader, shown
 from wholestep.ir.signature import InputKind
@@ -80,6 +81,7 @@ SLOTS: dict[str, type[Slot]] = {
         SameMemorySlot,
         SequenceSlot,
         StoredItemSlot,
+        TableSlot,
         ThreadLocalSlot,
     )
 }
@@ -161,6 +163,8 @@ class PlaceWriter:
     def _field(self, slot: Slot, name: str, value: Any) -> Any:
         if name in _INNER:
             return self.slot(value)
+        if name == "places":
+            return [self.slot(each) for each in value]
         if name in _OBJECTS:
             return self.at(value, slot.path)
         if name == "spec":
@@ -246,6 +250,8 @@ class PlaceReader:
         for name, item in zip(names, content, strict=True):
             if name in _INNER:
                 made[name] = self.slot(whole(item, number))  # an earlier one: no circles
+            elif name == "places":
+                made[name] = tuple(self.slot(whole(each, number)) for each in rows(item))
             elif name in _OBJECTS:
                 made[name] = self.at(item, *_OBJECTS[name])
             elif name == "spec":
@@ -328,6 +334,8 @@ def _check(kind: str, made: Mapping[str, Any]) -> None:
     for name in _INDICES & made.keys():
         if type(made[name]) is not int and not (name == "index" and made[name] is None and kind == "HyperSlot"):
             raise wrong(made[name], "a number")
+    if kind == "TableSlot" and not is_program(made["program"], len(made["places"])):
+        raise wrong(made["program"], "the index of a table")
     if kind == "GradSlot" and not isinstance(made["param"], Tensor):
         raise wrong(class_name(made["param"]), "a tensor")
     if kind == "ClassSlot" and not isinstance(made["owner"], type):

@@ -60,6 +60,7 @@ from wholestep.capture.results.leftover_fakes import Leftovers
 from wholestep.capture.scalars.python_scalars import plain_keys
 from wholestep.capture.scalars.scalar_policy import ScalarPolicy
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode
+from wholestep.capture.scalars.tables import Tables
 from wholestep.capture.scalars.traced_numbers import TracedScalars
 from wholestep.errors import ItemError, Location, ParameterDataError, SideEffectError, WholestepError
 from wholestep.ir.captured_step import CapturedStep, HostCall
@@ -216,6 +217,7 @@ class Capture:
         self.effects = ReplayedCalls(self)
         self.recorded: Recorders = Recorders(self, earlier.written)
         self.rebound: ReboundContainers = ReboundContainers(self, earlier.rebound)
+        self.tables: Tables = Tables(self, earlier.tables)
         self.showing: ShowingCalls = ShowingCalls(self)
         self.sources = ValueSources(self)
         self.copies = [(c, path, copy_of(c)) for c, path in self.world.containers]
@@ -482,6 +484,7 @@ class Capture:
         self.effects.release()
         self.recorded.release()
         self.rebound.release()
+        self.tables.release()
         self.recorder.reshaped.clear()
         self.inputs.release()
         self.shapes.release()

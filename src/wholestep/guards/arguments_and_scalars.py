@@ -13,7 +13,7 @@ from wholestep.guards.guard import Call, Guard, PerItemGuard, inputs_in_containe
 from wholestep.ir.captured_step import AutomaticDim, GuardSpecs, out_of_range
 from wholestep.ir.deferred import ItemLeaf
 from wholestep.ir.user_objects.plain_contents import CONTAINERS, ArrayCopy, Contents, is_array, same_plain
-from wholestep.ir.user_objects.slots import BatchSlot, Slot
+from wholestep.ir.user_objects.slots import Slot, value_in
 
 
 class SameStructure(Guard):
@@ -213,7 +213,7 @@ class SameScalarTypes(PerItemGuard):
 
     def reasons(self, call: Call) -> Iterator[str]:
         for slot, kind in self._numbers:
-            now = value_in(call, slot)
+            now = value_in(slot, call.leaves)
             if type(now) is not kind:
                 yield f"{slot.path} is no longer of type {kind.__name__}"
 
@@ -232,7 +232,7 @@ class SameScalarConditions(PerItemGuard):
         super().__init__(self._conditions)
 
     def reasons(self, call: Call) -> Iterator[str]:
-        values = None if self._scalars is None else [value_in(call, slot) for slot in self._scalars]
+        values = None if self._scalars is None else [value_in(slot, call.leaves) for slot in self._scalars]
         if values is not None and values == self._passed_values and (0 not in values or self._same_zeros(values)):
             return
         value = self._value_in(call)
@@ -251,7 +251,7 @@ class SameScalarConditions(PerItemGuard):
         """A function from a leaf of an expression to its value in this call."""
 
         def current(node: Any) -> Any:
-            return value_in(call, self._slots[node])
+            return value_in(self._slots[node], call.leaves)
 
         items = self._items.run(current) if self._items is not None else {}
 
@@ -260,12 +260,7 @@ class SameScalarConditions(PerItemGuard):
                 found = items[leaf.node]
                 return found.item() if isinstance(found, Tensor) else found
             if isinstance(leaf, Slot):
-                return value_in(call, leaf)
+                return value_in(leaf, call.leaves)
             raise TypeError(f"cannot evaluate {leaf!r}")
 
         return value
-
-
-def value_in(call: Call, slot: Slot) -> Any:
-    """The value of a slot in this call."""
-    return call.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()

@@ -16,7 +16,7 @@ from wholestep.guards.guard import Call, Guard, PerItemGuard, change_text, is_ot
 from wholestep.ir.captured_step import GuardSpecs, TensorAttributesSpec
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import same_plain
-from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot
+from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, ComputedSlot, GeneratorSlot, LocalSlot, ModuleSlot, Slot
 from wholestep.runtime.executor import Gather, picker
 from wholestep.torch_private.autograd import HOOK_ATTRIBUTES
 from wholestep.torch_private.guard_checks import DictWatch, TensorChecks
@@ -111,7 +111,7 @@ def _unused_leaves(specs: GuardSpecs, gather: Gather) -> list[int]:
 
 
 def _is_number(slot: Slot) -> bool:
-    return not isinstance(slot, BatchSlot | GeneratorSlot) and isinstance(slot.get(), _NUMBER)
+    return not isinstance(slot, BatchSlot | GeneratorSlot | ComputedSlot) and isinstance(slot.get(), _NUMBER)
 
 
 class SameTensorAttributes(Guard):

@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 
 from wholestep.errors import Location
 from wholestep.ir.user_objects.plain_contents import set_items
-from wholestep.ir.user_objects.slots import BatchSlot, Slot
+from wholestep.ir.user_objects.slots import Slot, value_in
 from wholestep.torch_private.autograd import identity_named
 
 
@@ -207,9 +207,7 @@ class DeferredValues:
     def __init__(self, sources: DeferredSources, arguments: list[Any]) -> None:
         """Made before the graph runs. `arguments`: the leaves of the arguments of the call."""
         self._sources = sources
-        self._found: dict[Any, Any] = {
-            slot: arguments[slot.index] if isinstance(slot, BatchSlot) else slot.get() for slot in sources.before
-        }
+        self._found: dict[Any, Any] = {slot: value_in(slot, arguments) for slot in sources.before}
         self._outputs: tuple[Any, ...] = ()
         self._lists: dict[int, list[Any]] = {}
         self._memo: dict[int, Any] = {}

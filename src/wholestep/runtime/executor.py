@@ -29,12 +29,14 @@ from wholestep.ir.user_objects.slots import (
     ABSENT,
     BatchAttributeSlot,
     BatchSlot,
+    ComputedSlot,
     GradSlot,
     LocalSlot,
     MappingSlot,
     ModuleSlot,
     OptimizerStateSlot,
     Slot,
+    value_in,
 )
 from wholestep.remat.measure import bytes_at_most, held_bytes
 from wholestep.torch_private.autograd import below_autograd, error_in_backward
@@ -61,7 +63,7 @@ class Gather:
 
     def __init__(self, slots: Sequence[Slot], leaves: list[Any], optimizers: Iterable[Any] = ()) -> None:
         self.slots = slots
-        held = [leaves[s.index] if isinstance(s, BatchSlot) else s.get() for s in slots]
+        held = [value_in(slot, leaves) for slot in slots]
         self.tensor_positions = [i for i, value in enumerate(held) if isinstance(value, Tensor)]
         self.tensor_slots = [slots[i] for i in self.tensor_positions]
         self._pick_tensors = picker(self.tensor_positions)
@@ -91,9 +93,10 @@ class Gather:
         ]
         self._locals: list[tuple[Any, Any]] = []
         """DTensors in these dicts, each with its local shard."""
-        fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot
+        fast = MappingSlot | GradSlot | BatchSlot | OptimizerStateSlot | ComputedSlot
         cached = {i for i, _, _ in self._local}
         self._others = [(i, s) for i, s in enumerate(slots) if not isinstance(s, fast) and i not in cached]
+        self._computed = [(i, s) for i, s in enumerate(slots) if isinstance(s, ComputedSlot)]
 
     def read(self, leaves: list[Any]) -> list[Any] | None:
         """The current inputs; None if one no longer exists."""
@@ -112,6 +115,11 @@ class Gather:
             return None
         for i, slot in self._others:
             value = slot.get()
+            if value is ABSENT:
+                return None
+            values[i] = value
+        for i, slot in self._computed:
+            value = value_in(slot, leaves)
             if value is ABSENT:
                 return None
             values[i] = value

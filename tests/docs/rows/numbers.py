@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +33,26 @@ def numbers_in_containers() -> None:
         return torch.ones(3)
 
     same_function(step, batch, steps=6, graphs=2)
+
+
+@row("an element of a list or tuple of numbers")
+def tables() -> None:
+    betas, cfg = np.linspace(0.1, 0.9, 50), types.SimpleNamespace(schedule=[0.9**k for k in range(9)])
+    cfg.single = np.ones(9, np.float32)
+    at = {"it": 0}
+
+    def step(x: Tensor) -> Tensor:
+        return x * betas[at["it"] + 7] * (1 - cfg.schedule[at["it"] // 2])
+
+    def others(x: Tensor) -> Tensor:
+        return x * float(cfg.single[at["it"]]) * {k: 0.5**k for k in range(9)}[at["it"]]
+
+    def batch(i: int) -> Tensor:
+        at["it"] = i
+        return torch.ones(3)
+
+    same_function(step, batch, steps=6, graphs=2)
+    same_function(others, batch, graphs=None)
 
 
 @row("a size computed from a float that changes")

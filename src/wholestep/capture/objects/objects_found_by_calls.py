@@ -57,6 +57,8 @@ class EarlierTraces:
         """Code that formats numbers that are not known yet with a text of its own: `"%.3f" % loss.item()`."""
         self.written: list[Any] = []
         """Lists and dicts that outlive the step and that it writes."""
+        self.tables = False
+        """Whether tables of numbers are read at an index that changes."""
         self.rebound: list[Slot] = []
         """Places that the step sets to tuples, lists or dicts of tensors."""
         self._caches: list[tuple[weakref.ref[Any], Any]] = []

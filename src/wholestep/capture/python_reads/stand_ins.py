@@ -38,6 +38,7 @@ from wholestep.ir.user_objects.slots import Slot
 
 if TYPE_CHECKING:
     from wholestep.capture.effects.containers import Recorders
+    from wholestep.capture.scalars.tables import Tables
 
 _QUEUES = (
     queue.Queue,
@@ -216,17 +217,19 @@ def real_of(value: Any) -> Any:
 class StandIns:
     """The stand-ins of one trace."""
 
-    def __init__(self, replacements: dict[int, Any], recorders: Recorders) -> None:
+    def __init__(self, replacements: dict[int, Any], recorders: Recorders, tables: Tables) -> None:
         self._replacements = replacements
         """Of functions that give another value each time (a clock), by their identity."""
         self._recorders = recorders
+        self._tables = tables
         self._made: dict[int, Any] = {}
         self._swapped: list[tuple[Slot, Any, Any]] = []
         self._fixed: list[tuple[str, Any, Any]] = []
 
     def of(self, real: Any, path: str) -> Any:
         """The stand-in for an object; the object itself if it needs none."""
-        return with_parts(real, lambda part: self._of(part, path))
+        table = self._tables.stand_in(real, path)
+        return with_parts(real, lambda part: self._of(part, path)) if table is None else table
 
     def _of(self, real: Any, path: str) -> Any:
         if id(real) in self._replacements:

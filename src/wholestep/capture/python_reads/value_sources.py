@@ -49,7 +49,7 @@ class ValueSources:
         self.outside = OutsideReads()
         self.clocks = Clocks(capture.numbers.clocks)
         replaced = self.clocks.readers | self.outside.replacements | capture.showing.replacements
-        self.stand_ins = StandIns(replaced, capture.recorded)
+        self.stand_ins = StandIns(replaced, capture.recorded, capture.tables)
         self._arrays: dict[int, ArrayCopy] = {}
         self.changed_arrays: list[ArrayCopy] = []
         self._counts = (0, 0, 0)
@@ -67,7 +67,7 @@ class ValueSources:
             self._follow_classes()
             self._follow_modules()
             self._put_stand_ins()
-            for slot, container in list(self._capture.recorded.places()):
+            for slot, container in [*self._capture.recorded.places(), *self._capture.tables.places()]:
                 self.stand_ins.put(slot, container)
             self._copy_arrays()
             for value, path in self._world.sources.fixed:

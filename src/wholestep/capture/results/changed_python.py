@@ -14,6 +14,7 @@ from wholestep.capture.effects.containers import NeedsRecorders
 from wholestep.capture.objects.rebound_containers import NeedsItems
 from wholestep.capture.python_reads.attribute_reads import Attributes, holds_tensor
 from wholestep.capture.python_reads.clocks import refuse_clocks
+from wholestep.capture.python_reads.stand_ins import real_of
 from wholestep.capture.results.bindings import PLAIN_CONSTANTS, Bindings
 from wholestep.capture.results.changed_state import bind_nest
 from wholestep.capture.results.effect_line import Effect, contents_effect, value_effect
@@ -84,7 +85,9 @@ class ChangedPython:
                 self._changed(container, error)
 
     def _attribute(self, obj: Any, path: str, key: str, before: Any, after: Any) -> None:
-        where = f"{path}.{key}"
+        where, after = f"{path}.{key}", real_of(after)
+        if after is before:
+            return
         scalar = scalar_of(after)
         if scalar is not None and isinstance(scalar.leaf, Slot) and scalar.leaf.path == where:
             self.volatile.setdefault(id(obj), set()).add(key)  # an input of the graph that the step only read
@@ -178,7 +181,7 @@ class ChangedPython:
         """Closure variables and globals that the step rebound."""
         seen: set[tuple[int, Any]] = set()
         for name, slot, before in self._capture.world.variables:
-            after = slot.get()
+            after = real_of(slot.get())
             if self._capture.rebound.holds(slot):
                 before = self._capture.rebound.found(slot)
             where = (id(getattr(slot, "cell", None) or getattr(slot, "mapping", None)), name)

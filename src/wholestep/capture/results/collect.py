@@ -66,6 +66,7 @@ from wholestep.ir.user_objects.slots import (
     BatchSlot,
     CellSlot,
     ClassSlot,
+    ComputedSlot,
     LocalSlot,
     ModuleSlot,
     Slot,
@@ -130,6 +131,8 @@ def collect(capture: Capture, result: Any) -> CapturedStep:
 def _refuse_inference_tensors(capture: Capture, inputs: tuple[Slot, ...]) -> None:
     """Eager cannot save a tensor for the backward that was made under `torch.inference_mode()`."""
     for slot in inputs:
+        if isinstance(slot, ComputedSlot):
+            continue
         leaf = capture.flat.leaves[slot.index] if isinstance(slot, BatchSlot) else slot.get()
         real = capture.table.real_of(leaf)
         if isinstance(real, Tensor) and real.is_inference():

@@ -127,6 +127,11 @@ def _rdivmod(self: Any, other: Any) -> Any:
     return other // self, other % self
 
 
+def _index(self: Any) -> int:
+    self.node.before_index()
+    return int(self.node.specialise("an index"))
+
+
 def _truth(self: Any) -> bool:
     node: ScalarNode = self.node
     return bool(node.apply("ne", 0).specialise("a branch"))
@@ -135,6 +140,7 @@ def _truth(self: Any) -> bool:
 def _array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
     import numpy
 
+    self.node.before_index()
     return numpy.asarray(self.node.specialise("an array"), dtype=dtype)
 
 
@@ -180,7 +186,7 @@ def _methods(kind: type) -> dict[str, Any]:
         found[f"__{name}__"] = _unary(name)
     if kind is int:
         found["__invert__"] = _unary("invert")
-        found["__index__"] = _valued("an index", int)
+        found["__index__"] = _index
     found |= {
         "__bool__": _truth,
         "__int__": _converted(int),

@@ -51,6 +51,8 @@ class ScalarHost(Protocol):
 
     def before_conversion(self, name: str, node: ScalarNode | None = None) -> None: ...
 
+    def before_index(self, node: ScalarNode) -> None: ...
+
     def decide(self, scalar: ScalarNode) -> Number | None: ...
 
     def note_given(self, value: Any) -> None: ...
@@ -103,7 +105,7 @@ def is_scalar_method(name: object, operands: int) -> bool:
     """Whether there is an operation on so many scalars; for records that are read from a file."""
     if name in ("round", "slice_length"):
         return operands in ((1, 2) if name == "round" else (3,))
-    return name in _OPERATORS and operands == (1 if name in _UNARY else 2)
+    return name in OPERATIONS and operands == (1 if name in _UNARY else 2)
 
 
 def _sign(value: Number) -> float:
@@ -120,7 +122,7 @@ def in_range(index: int, size: int) -> bool:
     return -size <= index < size
 
 
-_OPERATORS: dict[str, Callable[..., Any]] = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -245,7 +247,7 @@ class ScalarNode:
                 self._fx = self._host.leaf_scalar(self.leaf, self.trial)
             else:
                 args = tuple(a.fx_arg() for a in self.args)
-                self._fx = self._host.emit_scalar(_OPERATORS[self.method], args, self.trial)
+                self._fx = self._host.emit_scalar(OPERATIONS[self.method], args, self.trial)
         return self._fx
 
     def evaluate(self, leaf_value: Callable[[Any], Number], memo: dict[int, Number]) -> Number:
@@ -264,7 +266,7 @@ class ScalarNode:
                     assert node.hint is not None
                     memo[id(node)] = node.hint
                 else:
-                    memo[id(node)] = _OPERATORS[node.method](*(memo[id(a)] for a in node.args))
+                    memo[id(node)] = OPERATIONS[node.method](*(memo[id(a)] for a in node.args))
             stack.pop()
         return memo[id(self)]
 
@@ -331,6 +333,11 @@ class ScalarNode:
         if self._host is not None and (self.hint is None or name == "float"):
             self._host.before_conversion(name, self)
 
+    def before_index(self) -> None:
+        """User code takes an element, or counts to the number."""
+        if self.hint is not None and self.kind is int and self._host is not None:
+            self._host.before_index(self)
+
     def note_given(self, value: Any) -> None:
         """User code gets a scalar that is not known yet."""
         if self._host is not None:
@@ -351,15 +358,15 @@ class ScalarNode:
         self._guard_errors(method, args)
         if any(a.hint is None for a in args):
             return self._apply_deferred(method, args)
-        hint = _OPERATORS[method](*(a.hint for a in args))
-        kind = bool if method in _BOOLEAN else type(hint)
+        hint = OPERATIONS[method](*(a.hint for a in args))
+        kind = bool if method in _BOOLEAN else float if isinstance(hint, float) else type(hint)  # numpy.float64, too
         if all(a.is_fixed for a in args):
             return ScalarNode(self._host, kind, hint, repr(hint))
         return ScalarNode(self._host, kind, hint, _render(method, args), method=method, args=args)
 
     def _apply_deferred(self, method: str, args: tuple[ScalarNode, ...]) -> ScalarNode:
         """The same for a scalar that is not known yet: of the type that it has for the trial values."""
-        trial = _OPERATORS[method](*(a.trial for a in args))
+        trial = OPERATIONS[method](*(a.trial for a in args))
         kind = bool if method in _BOOLEAN else type(trial)
         text = _render(method, args)
         text = text if len(text) <= _LONGEST else f"an expression of {args[0].key[: _LONGEST // 2]}"
@@ -500,8 +507,8 @@ class ScalarNode:
     def __getattr__(self, name: str) -> Any:
         if name == "str":  # torch's name for the text of a node
             return self.__str__
-        method = name if name in _OPERATORS else name.rstrip("_")
-        if method in _OPERATORS:
+        method = name if name in OPERATIONS else name.rstrip("_")
+        if method in OPERATIONS:
             return lambda *others: self.apply(method, *others)
         raise AttributeError(name)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy import float64
 from torch import fx
 from torch.optim import Optimizer
 
@@ -20,7 +21,7 @@ from wholestep.ir.deferred import HostLeaf, ItemLeaf, Number, SizeLeaf
 from wholestep.ir.meta import location_of, user_frame, user_location
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import item_slot, stored_items
-from wholestep.ir.user_objects.slots import MappingSlot, SequenceSlot, Slot, StoredItemSlot
+from wholestep.ir.user_objects.slots import ComputedSlot, MappingSlot, SequenceSlot, Slot, StoredItemSlot
 
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
@@ -58,9 +59,10 @@ class TracedScalars:
             return value
         self._seen.add(slot.path)
         kind = float if isinstance(value, float) else int
-        scalar = ScalarNode(self, kind, kind(value), slot.path, leaf=slot)
+        hint: Number = value if type(value) is float64 else kind(value)
+        scalar = ScalarNode(self, kind, hint, slot.path, leaf=slot)
         if slot.path in self._policy.pinned:
-            self.add_guard(ScalarGuard(scalar, kind(value)))
+            self.add_guard(ScalarGuard(scalar, hint))
             return value
         return scalar.as_python()
 
@@ -143,7 +145,7 @@ class TracedScalars:
         trace may replace the name by which it converts."""
         frame = user_frame(2)
         if node is not None and node.hint is not None:
-            changed = any(isinstance(leaf, Slot) and self._policy.lifts(leaf.path) for leaf in node.leaves())
+            changed = any(isinstance(leaf, Slot) and self._is_lifted(leaf) for leaf in node.leaves())
             if changed and frame is not None and name in frame.f_code.co_names and name not in frame.f_globals:
                 raise NeedsConversion(frame.f_globals, name)
             return
@@ -166,6 +168,13 @@ class TracedScalars:
             location=location_of(frame, with_text=True),
         )
         raise NeedsConversion(frame.f_globals, name, refusal)
+
+    def _is_lifted(self, leaf: Slot) -> bool:
+        return isinstance(leaf, ComputedSlot) or self._policy.lifts(leaf.path)
+
+    def before_index(self, node: ScalarNode) -> None:
+        """Code takes the value of an index: what it reads of a table with it may be an input of its own."""
+        self._capture.tables.ask(node)
 
     def note_scalar(self, node: ScalarNode) -> None:
         self._scalars.append(node)

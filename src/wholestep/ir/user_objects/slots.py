@@ -13,7 +13,7 @@ Slots hold the objects that own the state, never the state, so `load_state_dict`
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType, FunctionType, MemberDescriptorType
@@ -215,6 +215,22 @@ class BatchSlot(Slot):
     """A leaf of the arguments of the call."""
 
     index: int
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedSlot(Slot):
+    """A number that is computed from what lies in other slots."""
+
+    def compute(self, value_of: Callable[[Slot], Any]) -> Any:
+        """The number; ABSENT where there is none."""
+        raise NotImplementedError
+
+
+def value_in(slot: Slot, leaves: Sequence[Any]) -> Any:
+    """What a slot holds in a call with these leaves of arguments."""
+    if isinstance(slot, BatchSlot):
+        return leaves[slot.index]
+    return slot.compute(lambda each: value_in(each, leaves)) if isinstance(slot, ComputedSlot) else slot.get()
 
 
 @dataclass(frozen=True, eq=False)
