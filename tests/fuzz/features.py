@@ -51,6 +51,8 @@ def layer_norm(b: Builder) -> None:
 def dropout(b: Builder) -> None:
     b.net_init.append("self.dropout = nn.Dropout(0.25)")
     b.net_forward.append("h = self.dropout(h)")
+    if b.chance(0.3):
+        b.after(f"model.dropout.p = {b.rng.choice(('0.5 / (i + 1)', '0.1 * (i % 3)', 'max(0.0, 0.2 - 0.1 * i)'))}")
 
 
 def generator(b: Builder) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from docs.rows.page import refused, row, same, same_function, train
+from harness import device
 
 
 class Config(dict[str, Any]):
@@ -117,3 +118,24 @@ def recurrent_state() -> None:
         return loss
 
     refused("WS-SIDE-EFFECT", own)
+
+
+@row("the probability of dropout")
+def annealed_dropout() -> None:
+    def body(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean() + torch.alpha_dropout(x, model.alpha, True).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def build() -> nn.Module:
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        model.alpha = 0.2
+        return model
+
+    def anneal(i: int, model: Any, optimizer: Optimizer) -> None:
+        model[1].p *= 0.9
+        model.alpha = 0.2 if i < 4 else 0.1
+
+    same(body, model=build, between=anneal, steps=6, graphs=4 if device().type == "cpu" else None)

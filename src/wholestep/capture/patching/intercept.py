@@ -28,7 +28,7 @@ from wholestep.capture.patching.packed_sequences import PACKED, packed_call
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
 from wholestep.capture.scalars.python_scalars import symbolic_scalar
-from wholestep.capture.scalars.scalar_operands import moving_view, with_items
+from wholestep.capture.scalars.scalar_operands import DROPOUTS, dropout, moving_view, with_items
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import CapturedTensorError, ItemError, UnsupportedError
 from wholestep.ir.meta import user_location
@@ -85,6 +85,7 @@ class InterceptHost(Protocol):
 
     session: Any
     sources: Any
+    recorder: Any
     texts: Texts
     account: Account
 
@@ -157,6 +158,8 @@ class FunctionMode(TorchFunctionMode):
             return symbolic_scalar(func(*args, **(kwargs or {})))
         if func in PACKED and any(map(_is_traced, args[:2])) and (packed := packed_call(func, args)) is not None:
             return packed
+        if func in DROPOUTS:
+            return dropout(self._host.recorder.nodes, func, args, kwargs or {})
         if func in CTC_LOSSES:
             return ctc_loss(func, *args, **(kwargs or {}))
         if func in _POWERS and torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in args):

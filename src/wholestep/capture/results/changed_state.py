@@ -247,13 +247,13 @@ def bind_nest(
     for container in containers:
         bindings.own_container(container, slot.path)
     template = map_leaves(
-        new, lambda leaf, keys: leaf if _is_constant(leaf) else None, wrapper=lambda whole, inner: form_of(whole)
+        new, lambda leaf, keys: leaf if _is_fixed(leaf) else None, wrapper=lambda whole, inner: form_of(whole)
     )
     fresh = FreshContainersSlot(slot.kind, slot.path, slot.of, slot)
     unless = bindings.skipped(flag)
     bindings.changes.append(Change(ChangeKind.CONSTANT, fresh, constant=template, unless=unless))
     for keys, leaf in leaves(new):
-        if not _is_constant(leaf):
+        if not _is_fixed(leaf):
             bindings.bind(nested_slot(slot, keys), leaf, created=True, flag=flag)
 
 
@@ -292,6 +292,12 @@ def _same_structure(old: Any, new: Any) -> bool:
 
 def _is_same(old: Any, new: Any) -> bool:
     return old is new or (_is_constant(new) and same_plain(new, old))
+
+
+def _is_fixed(leaf: Any) -> bool:
+    """Whether a leaf is a part of the containers that a replay makes. Numbers are set one by one: two traces of a call
+    are compared, and what is computed in one of them is plain in the other."""
+    return _is_constant(leaf) and type(leaf) not in (int, float)
 
 
 def _is_constant(value: Any) -> bool:

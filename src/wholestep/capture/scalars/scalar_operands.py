@@ -7,17 +7,21 @@ guard. A scalar that only moves a window of fixed size, or is a value of element
     x[k], x[k:k + 3]                 symbolic; guards: k is in range, the slice has 3 elements
     topk(x, k), x.view(k, -1)        specialised: guard k == 4
 
-`x[k]` is decomposed here (`moving_view`): torch's own indexing reads the plain value of an index.
+`x[k]` is decomposed here (`moving_view`): torch's own indexing reads the plain value of an index. So does dropout with
+its probability, which is put back into the operators that it was computed for (`dropout`):
+
+    bernoulli(noise, 1 - p), div(noise, 1 - p)        symbolic, on the CPU; guard: 0 < p < 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.nn import functional as F
 
 from wholestep.capture.scalars.symbolic_scalars import ScalarNode, scalar_of
 from wholestep.ir.effects import OperatorFacts
@@ -168,6 +172,50 @@ def moving_view(tensor: Tensor, index: Any) -> Tensor | None:
             tensor = tensor[(slice(None),) * dim + (item,)]
         dim += 1
     return tensor
+
+
+DROPOUTS = frozenset(
+    {
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+        *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_),
+    }
+)
+
+
+_OF_DROPOUT = [aten.bernoulli.p, aten.div.Scalar]
+"""The operators of a dropout that take `1 - p`, in order."""
+
+
+class RecordedNodes(Protocol):
+    """The nodes of a trace."""
+
+    def last(self) -> fx.Node | None: ...
+
+    def since(self, before: fx.Node | None) -> list[fx.Node]: ...
+
+
+def dropout(nodes: RecordedNodes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of dropout: on the CPU, where it is made of operators that take a number, with a
+    symbolic probability."""
+    given = dict(zip(("input", "p"), args, strict=False)) | kwargs
+    p = scalar_of(given.get("p"))
+    if p is None or p.hint is None or not 0 < p.hint < 1 or given["input"].device.type != "cpu":
+        return func(*args, **kwargs)
+    for side, bound in (("gt", 0), ("lt", 1)):
+        p.apply(side, bound).specialise("the probability of a dropout")
+    kept = p.wrap_int(1).apply("sub", p)
+    symbol, before = kept.fx_arg(), nodes.last()
+    plain = {"p": p.hint} if len(args) < 2 else {}
+    result = func(*args[:1], *([p.hint] if len(args) > 1 else []), *args[2:], **kwargs | plain)
+    made = nodes.since(before)
+    takes = [node for node in made if node.args[1:] == (kept.hint,) and not node.kwargs]
+    others = (each for node in made if node not in takes for each in (*node.args, *node.kwargs.values()))
+    if made and ([node.target for node in takes] != _OF_DROPOUT or any(type(each) is float for each in others)):
+        p.specialise("a float argument")
+    elif made:
+        for node in takes:
+            node.args = (node.args[0], symbol)
+    return result
 
 
 def _is_index(item: Any) -> bool:

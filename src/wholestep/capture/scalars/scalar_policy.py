@@ -263,13 +263,14 @@ def first_difference(one: CapturedStep, other: CapturedStep, *, with_effects: bo
 
 
 def line_of_difference(one: CapturedStep, other: CapturedStep) -> Location | None:
-    """The user's line of the first operator that differs."""
+    """The user's line of the first operator that differs, or of the last before it that has one."""
     programs = _programs(one, other)
     pairs = zip(programs[0].calls, programs[1].calls, strict=False)
     at = next((i for i, (first, second) in enumerate(pairs) if first[0] != second[0]), None)
     if at is None:
         at = min(len(program.calls) for program in programs) - 1
-    return programs[0].lines[at] if 0 <= at < len(programs[0].lines) else None
+    known = [line for line in programs[0].lines[: at + 1] if line is not None]
+    return known[-1] if known else None
 
 
 def _changed_state(one: _Program, other: _Program) -> str | None:
