@@ -102,6 +102,82 @@ def test_numbers_in_containers_of_a_module_become_inputs() -> None:
     assert_follows(case, graphs=2)
 
 
+TUPLES: dict[str, Callable[[], tuple[Callable[[], Any], Callable[[Any], None]]]] = {}
+
+
+def _tuple_place(make: Callable[[], Any]) -> None:
+    TUPLES[make.__name__] = make
+
+
+@_tuple_place
+def of_an_object() -> Any:
+    config = SimpleNamespace(w=(1.0, 0, "text"))
+    return lambda: config.w, lambda new: setattr(config, "w", new)
+
+
+@_tuple_place
+def of_a_module() -> Any:
+    module: Any = torch.nn.Linear(1, 1)
+    module.w = (1.0, 0, "text")
+    return lambda: module.w, lambda new: setattr(module, "w", new)
+
+
+@_tuple_place
+def of_a_closure() -> Any:
+    w: Any = (1.0, 0, "text")
+
+    def write(new: Any) -> None:
+        nonlocal w
+        w = new
+
+    return lambda: w, write
+
+
+@pytest.mark.parametrize("place", each_now(TUPLES, "of_an_object", "of_a_module"))
+def test_numbers_in_a_tuple_that_is_replaced_become_inputs(place: str) -> None:
+    def case() -> tuple[Callable[[], Any], Callable[[int], None]]:
+        read, write = TUPLES[place]()
+
+        def change(i: int) -> None:
+            write((0.5 ** (i + 1), i + 1, "text" if i < 5 else "other"))
+
+        def value() -> Any:
+            w, n, text = read()
+            return w * n + len(text) + (1.0 if isinstance(read(), tuple) else 2.0)
+
+        return value, change
+
+    assert_follows(case, graphs=3, steps=8)
+
+
+@pytest.mark.parametrize("change", ["longer", "list", "types", "type of a number", "tensor", "none"])
+def test_a_tuple_that_is_replaced_by_something_else_is_seen(change: str) -> None:
+    others: dict[str, Any] = {
+        "longer": (0.5, 0.25, 2.0),
+        "list": [0.5, 0.25],
+        "types": ("a", 0.25),
+        "type of a number": (1, 0.25),
+        "tensor": (torch.tensor(0.5), 0.25),
+        "none": None,
+    }
+
+    def case() -> tuple[Callable[[], Any], Callable[[int], None]]:
+        config = SimpleNamespace(w=(1.0, 0.5))
+
+        def value() -> Any:
+            w = config.w
+            if w is None:
+                return 3.0
+            return (w[0] if type(w[0]) is not str else 5.0) * w[1] * len(w) + (type(w[0]) is int) + (type(w) is list)
+
+        def between(i: int) -> None:
+            config.w = others[change] if i in (3, 5) else (0.5**i, 0.25 * i)
+
+        return value, between
+
+    assert_follows(case, steps=8)
+
+
 USES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "branch": lambda held: 2.0 if held["w"] > 0.2 else held["w"],
     "text": lambda held: len(f"{held['w']:.5g}"),

@@ -33,7 +33,7 @@ READS: dict[str, Callable[[Any, int], Any]] = {
     "computed": lambda t, it: t[(it + 3) // 2] * t[-it - 1] + t[it % 3],
     "last": lambda t, it: t[min(it, 2)],
     "arithmetic": lambda t, it: (1 - t[it]) ** 2 / (t[it] + 1) - abs(-t[it]) % 0.3,
-    "others": lambda t, it: t[it] * float(t[2]) * float(sum(t)) * len(t) + float(t[-1]) + max(t[1:3]),
+    "others": lambda t, it: t[it] * float(t[2]) * float(sum(t)) * len(t) + float(t[-1]) + float(max(t[1:3])),
 }
 
 

@@ -108,6 +108,16 @@ def inputs_in_containers(specs: GuardSpecs) -> dict[int, set[Any]]:
     return found
 
 
+def other_scalars(path: str, now: Any, before: Any) -> Iterator[str]:
+    """The path of a scalar that changed; of those in a tuple that is another one."""
+    if is_other_scalar(now, before):
+        yield path
+    elif type(now) is tuple and type(before) is tuple and len(now) == len(before):
+        for i, (one, other) in enumerate(zip(now, before, strict=True)):
+            if is_other_scalar(one, other):
+                yield f"{path}[{i}]"
+
+
 def is_other_scalar(now: Any, before: Any) -> bool:
     """Whether both are scalars of one type with different values."""
     return type(now) is type(before) and type(now) in (int, float) and not same_plain(now, before)

@@ -8,7 +8,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from wholestep.guards.guard import Call, DictVersionGuard, Guard, PerItemGuard, change_text, is_other_scalar
+from wholestep.guards.guard import (
+    Call,
+    DictVersionGuard,
+    Guard,
+    PerItemGuard,
+    change_text,
+    is_other_scalar,
+    other_scalars,
+)
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.call_tree import same_objects
@@ -58,8 +66,7 @@ class SameAttributes(Guard):
     def changed_scalars(self, call: Call) -> Iterator[str]:
         for path, before, now in zip(self._paths, self._before, self.dicts, strict=True):
             for key, value in before.items():
-                if is_other_scalar(now.get(key, ABSENT), value):
-                    yield f"{path}.{key}"
+                yield from other_scalars(f"{path}.{key}", now.get(key, ABSENT), value)
 
 
 class SameSubmodules(Guard):
@@ -133,8 +140,7 @@ class SameOtherAttributes(PerItemGuard):
     def changed_scalars(self, call: Call) -> Iterator[str]:
         for module, path, _, before in self._modules:
             for key, value in before.items():
-                if is_other_scalar(vars(module).get(key, ABSENT), value):
-                    yield f"{path}.{key}"
+                yield from other_scalars(f"{path}.{key}", vars(module).get(key, ABSENT), value)
 
 
 class SameNoneBuffers(PerItemGuard):

@@ -18,6 +18,7 @@ from wholestep.guards.guard import (
     change_text,
     inputs_in_containers,
     is_other_scalar,
+    other_scalars,
 )
 from wholestep.ir.captured_step import GuardSpecs
 from wholestep.ir.user_objects.plain_contents import (
@@ -54,7 +55,7 @@ class SameVariables(PerItemGuard):
                 yield change_text(path, value, now)
 
     def changed_scalars(self, call: Call) -> Iterator[str]:
-        return (path for path, slot, value in self._variables if is_other_scalar(slot.get(), value))
+        return (found for path, slot, value in self._variables for found in other_scalars(path, slot.get(), value))
 
 
 class SameReads(PerItemGuard):
@@ -84,8 +85,7 @@ class SameReads(PerItemGuard):
     def changed_scalars(self, call: Call) -> Iterator[str]:
         for obj, path, values in self._reads:
             for name, value in values:
-                if is_other_scalar(own_dict(obj).get(name, ABSENT), value):
-                    yield f"{path}.{name}"
+                yield from other_scalars(f"{path}.{name}", own_dict(obj).get(name, ABSENT), value)
 
 
 class SameClassReads(PerItemGuard):

@@ -34,6 +34,17 @@ def numbers_in_containers() -> None:
         return torch.ones(3)
 
     same_function(step, batch, steps=6, graphs=2)
+    pair = types.SimpleNamespace(weights=(1.0, 0.0))
+
+    def weighted(x: Tensor) -> Tensor:
+        first, second = pair.weights
+        return x * first + x.square() * second
+
+    def replaced(i: int) -> Tensor:
+        pair.weights = (0.9**i, 1 - 0.9**i)
+        return torch.ones(3)
+
+    same_function(weighted, replaced, steps=5, graphs=2)
 
 
 @row("an element of a list or tuple of numbers")

@@ -7,6 +7,8 @@ number in it is an input of its own, which a later call reads by its key, whatev
 
     hidden      NestedSlot(hidden, (0,)), NestedSlot(hidden, (1,)); guard: a tuple of two tensors
 
+A tuple of numbers that the user replaces between calls (`weights = (w, 1 - w)`) is read in the same way.
+
 After each run the place holds a new container. Tensors of the user's own (`self.state = (self.h0, x)`) are refused in
 it: eager would keep the very same tensors, a replay copies of them. So are lists and dicts inside of it.
 """
@@ -22,7 +24,8 @@ from wholestep.capture.effects.deferred_text import has_mark
 from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, TraceAgain
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
-from wholestep.ir.user_objects.plain_contents import leaves, map_leaves, nested_slot, structure_of
+from wholestep.ir.signature import InputKind
+from wholestep.ir.user_objects.plain_contents import leaves, map_leaves, nested_slot, own_dict, structure_of
 from wholestep.ir.user_objects.slots import ABSENT, CellSlot, MappingSlot, MemberSlot, Slot
 from wholestep.ir.user_objects.wrapper_tensors import is_wrapper
 from wholestep.torch_private.fake_tensors import FakeTensor
@@ -58,8 +61,26 @@ class ReboundContainers:
         self._fakes: dict[Any, Any] = {}
         """By place, what the step finds there."""
 
+    def _add_tuples(self) -> None:
+        """Tuples of numbers that the user replaced between two calls: `weights = (w, 1 - w)`."""
+        capture, world = self._capture, self._capture.world
+        if not capture.numbers.lifted:
+            return
+        owners = [*world.modules.items(), *((holder, path) for holder, path in world.holders.values())]
+        places = [(slot, value) for _, slot, value in world.variables]
+        for owner, path in owners:
+            for key, value in own_dict(owner).items():
+                if type(value) is tuple:
+                    places.append((MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, own_dict(owner), key), value))
+        for slot, value in places:
+            place = _place_of(slot)
+            is_plain = type(value) is tuple and all(type(item) in _LEAVES for item in value)
+            if is_plain and place is not None and capture.numbers.lifts_in(slot.path):
+                self._slots.setdefault(place, slot)
+
     def swap_in(self) -> None:
         """Put fakes and symbolic scalars in the place of tensors and numbers."""
+        self._add_tuples()
         for place, slot in self._slots.items():
             before = self._before[place] = slot.get()
             self._capture.table.structures.append((slot, structure_of(before)))
@@ -82,7 +103,7 @@ class ReboundContainers:
                 return tracked.fake
             table.note_same(slot, found)
             return found.fake
-        return self._capture.scalars.make(slot, leaf) if type(leaf) in (int, float) else leaf
+        return self._capture.scalars.lift(slot, leaf) if type(leaf) in (int, float) else leaf
 
     def restore(self) -> None:
         """Put back what the user had."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = (int, float, numpy.float64)
 _LONGEST = 40
+_SHORT = 4
 
 
 class NeedsTables(TraceAgain):
@@ -179,6 +180,8 @@ class Tables:
 
 def is_table(value: Any) -> bool:
     """Whether a value may be a table of numbers: judged by its first element, each that is read is checked."""
+    if type(value) is tuple and len(value) < _SHORT:  # a kernel size, betas of an optimizer
+        return False
     if type(value) in (list, tuple):
         return len(value) > 1 and type(value[0]) in _NUMBERS
     return type(value) is numpy.ndarray and value.ndim == 1 and len(value) > 1 and value.dtype == numpy.float64
