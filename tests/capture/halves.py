@@ -46,6 +46,8 @@ class Halves(Tensor):
             return args[0]
         if func is torch.ops.aten.lerp.Scalar:
             return func(*(each.plain() if isinstance(each, Halves) else each for each in args), **(kwargs or {}))
+        if func is torch.ops.aten.detach.default:
+            return Halves(args[0].low, args[0].scale, args[0].signed)
         raise NotImplementedError(str(func))
 
 

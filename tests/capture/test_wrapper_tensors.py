@@ -81,6 +81,50 @@ def test_a_saved_step_creates_and_updates_such_state(tmp_path: Path) -> None:
     assert_same(first, second)
 
 
+class OnFrozen(nn.Module):
+    """A layer beside a frozen weight that is kept in halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Parameter(halves(3), requires_grad=False)
+        self.register_buffer("zero", torch.zeros(3, 4))
+        self.trained = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.frozen.lerp(self.zero, 0.0)  # type: ignore[arg-type]
+        return self.trained(x) + x @ weight.T
+
+
+def halves(seed: int) -> Any:
+    low = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return Halves(low.bfloat16(), torch.tensor(0.5), True)
+
+
+def test_a_frozen_weight_made_of_tensors_is_read_as_it_is_at_each_call() -> None:
+    models = OnFrozen(), OnFrozen()
+    optimizers = [torch.optim.SGD(model.trained.parameters(), lr=0.1) for model in models]
+
+    def train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = ws.compile(train, lower="eager")
+    for i in range(5):
+        if i in (2, 3):  # another tensor inside, another weight
+            for model in models:
+                if i == 2:
+                    model.frozen.low = model.frozen.low.flip(0)  # type: ignore[attr-defined]
+                else:
+                    model.frozen = nn.Parameter(halves(4), requires_grad=False)
+        assert torch.equal(train(models[0], optimizers[0], batch(i)), step(models[1], optimizers[1], batch(i)))
+        assert torch.equal(models[0].trained.weight, models[1].trained.weight)
+        assert len(step.graphs) == 1
+
+
 def test_a_form_builds_a_wrapper_without_contents() -> None:
     held = Halves(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(()), False)
     built: Any = copy.deepcopy(form_of(held)).build()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep as ws
-from capture.halves import assert_same, batch, world
+from capture.halves import Halves, assert_same, batch, world
 from capture.odd_places import at_address
-from docs.rows.page import refused, row, same
+from docs.rows.page import network, refused, row, same
 
 PACKAGE = types.ModuleType("package_with_a_cache")
 sys.modules["package_with_a_cache"] = PACKAGE
@@ -90,6 +90,19 @@ def wrapped_state() -> None:
     for i in range(3):
         assert torch.equal(eager[2](batch(i)), step(batch(i)))
     assert_same(eager, compiled)
+
+
+@row("frozen weights and buffers in such tensors")
+def frozen_weight() -> None:
+    def model() -> nn.Module:
+        net = network()
+        net.register_buffer("scales", Halves(torch.ones(4, dtype=torch.bfloat16), torch.tensor(0.5), True))
+        return net
+
+    step = ws.compile(lambda net, x: (net(x) * net.scales.lerp(torch.zeros(4), 0.0)).sum(), lower="eager")
+    eager, x = model(), torch.ones(2, 6)
+    with torch.no_grad():
+        assert torch.equal(step(model(), x), (eager(x) * 0.5).sum())
 
 
 @row("state that is another tensor subclass")

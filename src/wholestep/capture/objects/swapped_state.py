@@ -3,19 +3,10 @@
 Every tensor that the step can change is replaced where user code reads it: in modules, in the groups and the state of
 optimizers, in `param.grad`, in scalers, in closures. Numbers in param groups and in optimizer state become symbolic
 scalars. `restore` runs the undo list backwards; until then nothing of the user's is written.
-
-User code can tell fakes from real tensors by keys of dicts, members of sets, `id(p)` and `type(x)`: a dict that has the
-real tensors as keys does not have the fakes, and `p in frozen` or `id(p) in skipped` would be false without an error.
-So while a step is traced
-
-    {p: ..}, {p}        hold the fakes, in the same order
-    id(p)               in the user's functions is that of the real tensor
-    type(x), type(k)    in the user's functions is Tensor, Parameter, int: what it is in eager
 """
 
 from __future__ import annotations
 
-import builtins
 import copy
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep.capture.objects.discover import World, owns
+from wholestep.capture.objects.identities import swap_id, swap_keys, swap_type
 from wholestep.capture.objects.tensor_attributes import TensorAttributes
 from wholestep.capture.python_reads.stand_ins import with_parts
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
@@ -35,9 +27,7 @@ from wholestep.errors import CapturedTensorError, UnsupportedError
 from wholestep.ir.signature import InputKind
 from wholestep.ir.user_objects.plain_contents import (
     OwnerSlot,
-    assign_contents,
     copy_nest,
-    copy_of,
     is_nest,
     map_leaves,
     mutable_nests,
@@ -59,6 +49,7 @@ from wholestep.ir.user_objects.slots import (
     Slot,
     in_users_objects,
 )
+from wholestep.ir.user_objects.wrapper_tensors import is_wrapper
 from wholestep.torch_private.autograd import is_transformed
 from wholestep.torch_private.distributed import dtensor_over, is_dtensor, local_of, spec_of
 from wholestep.torch_private.fake_tensors import (
@@ -129,6 +120,8 @@ class StateTable:
         self.fake_state_before: dict[Optimizer, dict[Any, Any]] = {}
         self.parameters: list[Tracked] = []
         self.module_slots: list[tuple[ModuleSlot, Tracked]] = []
+        self._frozen_wrappers: list[tuple[ModuleSlot, Any]] = []
+        """Frozen weights of modules that are made of other tensors (quantized ones), with one made of fakes."""
         self._group_fakes: dict[int, tuple[GroupShape, dict[str, Any]]] = {}
         """By identity of a real param group: a wrapper may share those of the optimizer inside of it."""
         self._state_fakes: dict[int, dict[Any, dict[Any, Any]]] = {}
@@ -184,8 +177,19 @@ class StateTable:
         self, module: nn.Module, where: str, name: str, real: Tensor, kind: InputKind, path: str
     ) -> None:
         slot = ModuleSlot(kind, f"{path}.{name}", None, getattr(module, where), name, module)
+        if is_wrapper(real) and not real.requires_grad:
+            self._frozen_wrappers.append((slot, self._fake_wrapper(real, slot)))
+            return
         tracked = self.tracked.get(id(real)) or self._track(real, slot)
         self.module_slots.append((slot, tracked))
+
+    def _fake_wrapper(self, real: Tensor, slot: Slot) -> Any:
+        inside = replace(slot, kind=InputKind.BUFFER)
+        self.structures.append((slot, structure_of(real)))
+        fake = map_leaves(real, lambda leaf, keys: self._fake_leaf(leaf, nested_slot(inside, keys)))
+        if isinstance(real, nn.Parameter):
+            mark_parameter(fake)
+        return fake
 
     def _track(self, real: Tensor, slot: Slot) -> Tracked:
         self.refuse_unsupported_tensor(local_of(real), slot.path)
@@ -255,6 +259,8 @@ class StateTable:
         self._undo.append(self.attributes.follow_real(self.tracked))
         for slot, tracked in self.module_slots:
             self._swap(slot, tracked.fake)
+        for weight, wrapper in self._frozen_wrappers:
+            self._swap(weight, wrapper)
         for real, other in self.world.other_slots:
             if id(real) in self.tracked and not isinstance(other, FixedSlot):
                 self._swap(other, self.tracked[id(real)].fake)
@@ -534,67 +540,3 @@ def _is_number(value: Any) -> bool:
 
 def _as_kind(slot: Slot, kind: InputKind) -> Slot:
     return replace(slot, kind=kind)
-
-
-Undo = Callable[[], None]
-
-
-def swap_keys(container: Any, stand_in: Callable[[Tensor], Tensor]) -> Undo | None:
-    """Replace the tensors among the keys of a dict or set by fakes. Returns the undo function if any key changed."""
-    if not isinstance(container, dict | set) or not any(isinstance(key, Tensor) for key in container):
-        return None
-    before = copy_of(container)
-    keys = {id(key): stand_in(key) if isinstance(key, Tensor) else key for key in before}
-    if all(keys[id(key)] is key for key in before):
-        return None
-    if isinstance(before, dict):
-        assign_contents(container, {keys[id(key)]: value for key, value in before.items()})
-    else:
-        assign_contents(container, {keys[id(key)] for key in before})
-    return lambda: assign_contents(container, before)
-
-
-def swap_id(namespaces: list[dict[str, Any]], real: Callable[[Any], Any]) -> Undo:
-    """Make `id` in the global namespaces of user functions that of the real tensor. Returns the undo function."""
-
-    def identity(value: Any, /) -> int:
-        return builtins.id(real(value))
-
-    for namespace in namespaces:
-        namespace["id"] = identity
-
-    def undo() -> None:
-        for namespace in namespaces:
-            del namespace["id"]
-
-    return undo
-
-
-def swap_type(namespaces: list[dict[str, Any]], kind_of: Callable[[Any], type]) -> Undo:
-    """Make `type(x)` in the global namespaces of user functions what it is in eager. Returns the undo function.
-
-    The stand-in is a class, so that `isinstance(x, type)`, `type(name, bases, dict)` and `class M(type)` work.
-    """
-
-    class Asked(type):
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if len(args) != 1 or kwargs:
-                return type(*args, **kwargs)
-            found = kind_of(args[0])
-            return stand_in if found is type else found
-
-        def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, type)
-
-        def __subclasscheck__(cls, value: type) -> bool:
-            return issubclass(value, type)
-
-    stand_in = Asked("type", (type,), {})
-    for namespace in namespaces:
-        namespace["type"] = stand_in
-
-    def undo() -> None:
-        for namespace in namespaces:
-            del namespace["type"]
-
-    return undo
