@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from capture.halves import Halves, assert_same, batch, everything, world
+from wholestep.ir.user_objects.plain_contents import structure_of
 from wholestep.ir.user_objects.wrapper_tensors import form_of, is_wrapper
 
 
@@ -133,6 +135,25 @@ def test_a_form_builds_a_wrapper_without_contents() -> None:
     assert (built.shape, built.low.shape, built.signed) == (held.shape, held.low.shape, False)
     assert not is_wrapper(torch.ones(2))
     assert not is_wrapper(nn.Parameter(torch.ones(2)))
+
+
+@dataclass
+class Form:
+    signed: bool
+    size: torch.Size
+
+
+class Described(Halves):
+    """One whose class makes a new description each time, like NF4 tensors."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return ["low", "scale"], [Form(self.signed, self.low.shape)]
+
+
+def test_descriptions_are_compared_by_what_they_say() -> None:
+    low, scale = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(())
+    assert structure_of(Described(low, scale, True)) == structure_of(Described(low * 2, scale, True))
+    assert structure_of(Described(low, scale, True)) != structure_of(Described(low, scale, False))
 
 
 def test_values_of_tensors_that_depend_on_no_input_are_plain_numbers() -> None:

@@ -52,10 +52,10 @@ from wholestep.ir.user_objects.wrapper_tensors import (
     InnerName,
     InnerTensorSlot,
     WrapperForm,
-    context_of,
     inner_tensors,
     is_wrapper,
     made_of,
+    plain_context,
 )
 from wholestep.torch_private.guard_checks import DictWatch
 
@@ -520,7 +520,7 @@ def leaves(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def structure_of(value: Any, *, numbers: tuple[type, ...] = (int, float)) -> Any:
     """Equal where containers are nested alike and hold the same constants. Tensors and `numbers` count by type."""
     if is_wrapper(value):
-        form = (value.dtype, tuple(value.shape), value.stride(), skeleton(context_of(value)))
+        form = (value.dtype, tuple(value.shape), value.stride(), skeleton(plain_context(value)))
         inner = inner_tensors(value).items()
         return type(value), form, tuple((name, structure_of(each, numbers=numbers)) for name, each in inner)
     if isinstance(value, Tensor):

@@ -14,7 +14,7 @@ DTensors are not handled here: they have a slot of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -53,6 +53,21 @@ def inner_tensors(wrapper: Any) -> dict[InnerName, Tensor]:
 def context_of(wrapper: Any) -> Any:
     """What else it is made with."""
     return wrapper.__tensor_flatten__()[1]
+
+
+def plain_context(wrapper: Any) -> Any:
+    """What else it is made with, as something that can be compared: many wrappers build it anew when they are asked."""
+    return _plain(context_of(wrapper))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), [_plain(getattr(value, field.name)) for field in fields(value)]
+    return value
 
 
 def made_of(wrapper: Any, inner: Mapping[InnerName, Any]) -> Tensor:
