@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import wholestep as ws
+from wholestep.ir.user_objects.wrapper_tensors import inner_tensors, is_wrapper
 
 SEED = 1234
 
@@ -91,7 +92,11 @@ def freeze(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _freeze(value: Any, path: str, found: dict[str, Any]) -> None:
-    if isinstance(value, torch.Tensor):
+    if is_wrapper(value):
+        found[path] = type(value).__name__
+        for name, inner in inner_tensors(value).items():
+            _freeze(inner, f"{path}.{name}", found)
+    elif isinstance(value, torch.Tensor):
         found[path] = bits_of(value)
     elif isinstance(value, nn.Module):
         _freeze_module(value, path, found)
@@ -117,11 +122,11 @@ def _freeze(value: Any, path: str, found: dict[str, Any]) -> None:
 
 def _freeze_module(module: nn.Module, path: str, found: dict[str, Any]) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[f"{path}.{name}"] = bits_of(parameter)
+        _freeze(parameter, f"{path}.{name}", found)
         found[f"{path}.{name}.requires_grad"] = parameter.requires_grad
         found[f"{path}.{name}.grad"] = None if parameter.grad is None else bits_of(parameter.grad)
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        found[f"{path}.{name}"] = bits_of(buffer)
+        _freeze(buffer, f"{path}.{name}", found)
     for name, child in module.named_modules():
         found[f"{path}.{name}.training"] = child.training
 

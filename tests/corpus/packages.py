@@ -13,20 +13,29 @@ from corpus.hugging_face import Family, noise, text, train
 from harness import Run
 
 
-def _adapted(kind: str, **options: Any) -> Callable[[], Run]:
-    """A small Llama with adapters of PEFT."""
+def _adapted(kind: str, quantized: Callable[[Any], None] | None = None, **options: Any) -> Callable[[], Run]:
+    """A small Llama with adapters of PEFT, over weights that torchao quantized or over its own."""
 
     def prepare(model: Any) -> Any:
         import peft
 
+        if quantized is not None:
+            quantized(model)
         return peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).train()
 
     return Family("LlamaConfig", "LlamaForCausalLM", text, prepare=prepare).run
 
 
+def _int8_weights(model: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name.endswith("_proj"))
+
+
 LINEAR = ["q_proj", "v_proj"]
 PEFT: dict[str, Callable[[], Run]] = {
     "lora": _adapted("LoraConfig", r=2, lora_dropout=0.1, target_modules=LINEAR),
+    "lora_on_int8_weights": _adapted("LoraConfig", _int8_weights, r=2, target_modules=LINEAR),
     "dora": _adapted("LoraConfig", r=2, use_dora=True, target_modules=LINEAR),
     "rslora": _adapted("LoraConfig", r=2, use_rslora=True, target_modules=LINEAR),
     "lora_bias_and_head": _adapted("LoraConfig", r=2, bias="all", target_modules=LINEAR, modules_to_save=["lm_head"]),
