@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholestep as ws
 from capture.halves import Halves, assert_same, batch, everything, world
+from ranks import run_ranks
 from wholestep.ir.user_objects.plain_contents import structure_of
 from wholestep.ir.user_objects.wrapper_tensors import form_of, is_wrapper
 
@@ -170,3 +172,25 @@ def test_values_of_tensors_that_depend_on_no_input_are_plain_numbers() -> None:
         assert found == numbers
         assert all(type(each) is float for each in found)
     assert len(step.graphs) == 1
+
+
+def on_a_rank(rank: int) -> bool:
+    model, optimizer, train = world()
+    step = ws.compile(train, lower="eager", parallel=ws.Replicate(dist.init_device_mesh("cpu", (2,))))
+    eager = world()
+    for i in range(3):
+        step(batch(2 * i + rank))
+        eager[1].zero_grad()
+        eager[0](batch(2 * i + rank)).square().mean().backward()
+        for p in eager[0].parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        eager[1].step()
+    assert_same((model, optimizer), eager)
+    return True
+
+
+@pytest.mark.long  # two ranks; one process, above, to the bit
+def test_replicated_over_two_ranks_such_state_is_that_of_eager() -> None:
+    assert run_ranks(on_a_rank, 2) == [True, True]
