@@ -37,6 +37,9 @@ _TEST_FILES: set[str] = set()
 _CRASH = "crash of a thread that is not Python's"
 
 torch.set_num_threads(1)
+# Python's collector begins at 700 new objects, of which a capture makes hundreds of thousands: a tenth of all time.
+# No test relies on when it runs: those that ask whether something is freed collect first.
+gc.set_threshold(20_000, 10, 10)
 
 slow_by_nature = [HealthCheck.too_slow, HealthCheck.data_too_large]
 common = settings(deadline=None, database=None, suppress_health_check=slow_by_nature)

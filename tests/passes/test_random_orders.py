@@ -152,7 +152,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@settings(quick, max_examples=25)
+@settings(quick, max_examples=15)
 @given(step=communicating_steps(), order=orders)
 def test_random_steps_in_random_orders(step: StepGraph, order: Order) -> None:
     results, inputs, issued = run(step)
