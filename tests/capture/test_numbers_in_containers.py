@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -123,6 +123,24 @@ def of_a_module() -> Any:
 
 
 @_tuple_place
+def as_a_list() -> Any:
+    config = SimpleNamespace(w=[1.0, 0, "text"])
+    return lambda: config.w, lambda new: setattr(config, "w", list(new))
+
+
+class Weights(NamedTuple):
+    w: float
+    n: int
+    text: str
+
+
+@_tuple_place
+def with_names() -> Any:
+    config = SimpleNamespace(w=Weights(1.0, 0, "text"))
+    return lambda: config.w, lambda new: setattr(config, "w", Weights(*new))
+
+
+@_tuple_place
 def of_a_closure() -> Any:
     w: Any = (1.0, 0, "text")
 
@@ -133,7 +151,7 @@ def of_a_closure() -> Any:
     return lambda: w, write
 
 
-@pytest.mark.parametrize("place", each_now(TUPLES, "of_an_object", "of_a_module"))
+@pytest.mark.parametrize("place", each_now(TUPLES, "with_names", "of_a_module", "as_a_list"))
 def test_numbers_in_a_tuple_that_is_replaced_become_inputs(place: str) -> None:
     def case() -> tuple[Callable[[], Any], Callable[[int], None]]:
         read, write = TUPLES[place]()
@@ -143,11 +161,45 @@ def test_numbers_in_a_tuple_that_is_replaced_become_inputs(place: str) -> None:
 
         def value() -> Any:
             w, n, text = read()
-            return w * n + len(text) + (1.0 if isinstance(read(), tuple) else 2.0)
+            return w * n + len(text) + (1.0 if isinstance(read(), tuple | list) else 2.0)
 
         return value, change
 
     assert_follows(case, graphs=3, steps=8)
+
+
+def test_a_list_that_is_replaced_and_that_the_step_writes_does_as_eager() -> None:
+    def case() -> tuple[Callable[[], Any], Callable[[int], None], Callable[[], Any]]:
+        config = SimpleNamespace(w=[1.0, 0.0])
+        old = [config.w]
+
+        def value() -> Any:
+            config.w[1] += config.w[0]
+            return config.w[1]
+
+        def between(i: int) -> None:
+            config.w = [0.5**i, 0.25]
+            old.append(config.w)
+
+        return value, between, lambda: old
+
+    assert_follows(case)
+
+
+def test_a_list_in_two_places_of_which_one_gets_another_list() -> None:
+    def case() -> tuple[Callable[[], Any], Callable[[int], None]]:
+        config, other = SimpleNamespace(w=[1.0, 0.5]), SimpleNamespace(w=[0.0])
+        other.w = config.w
+
+        def between(i: int) -> None:
+            config.w = [0.5**i, 0.25]
+            other.w[0] = 0.125 * i
+            if i == 4:
+                other.w = config.w
+
+        return lambda: config.w[0] + other.w[0] + (config.w is other.w), between
+
+    assert_follows(case, steps=8)
 
 
 @pytest.mark.parametrize("change", ["longer", "list", "types", "type of a number", "tensor", "none"])

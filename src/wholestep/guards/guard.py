@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from wholestep.ir.captured_step import GuardSpecs
-from wholestep.ir.user_objects.plain_contents import PLAIN, same_plain
+from wholestep.ir.user_objects.plain_contents import PLAIN, replaced, same_plain
 from wholestep.ir.user_objects.slots import ABSENT, MappingSlot, SequenceSlot, StoredItemSlot
 from wholestep.torch_private.guard_checks import DictWatch
 
@@ -109,13 +109,14 @@ def inputs_in_containers(specs: GuardSpecs) -> dict[int, set[Any]]:
 
 
 def other_scalars(path: str, now: Any, before: Any) -> Iterator[str]:
-    """The path of a scalar that changed; of those in a tuple that is another one."""
+    """The path of a scalar that changed; of those in a tuple or list that is another one, and that it is."""
     if is_other_scalar(now, before):
         yield path
-    elif type(now) is tuple and type(before) is tuple and len(now) == len(before):
-        for i, (one, other) in enumerate(zip(now, before, strict=True)):
-            if is_other_scalar(one, other):
-                yield f"{path}[{i}]"
+    elif isinstance(now, tuple | list) and type(now) is type(before) and len(now) == len(before):
+        changed = [i for i, (one, other) in enumerate(zip(now, before, strict=True)) if is_other_scalar(one, other)]
+        yield from (f"{path}[{i}]" for i in changed)
+        if changed and now is not before:
+            yield replaced(path)
 
 
 def is_other_scalar(now: Any, before: Any) -> bool:

@@ -7,7 +7,7 @@ number in it is an input of its own, which a later call reads by its key, whatev
 
     hidden      NestedSlot(hidden, (0,)), NestedSlot(hidden, (1,)); guard: a tuple of two tensors
 
-A tuple of numbers that the user replaces between calls (`weights = (w, 1 - w)`) is read in the same way.
+A tuple or list of numbers that the user replaces between calls (`weights = (w, 1 - w)`) is read in the same way.
 
 After each run the place holds a new container. Tensors of the user's own (`self.state = (self.h0, x)`) are refused in
 it: eager would keep the very same tensors, a replay copies of them. So are lists and dicts inside of it.
@@ -25,7 +25,7 @@ from wholestep.capture.objects.objects_found_by_calls import EarlierTraces, Trac
 from wholestep.capture.scalars.symbolic_scalars import scalar_of
 from wholestep.errors import SideEffectError
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_contents import leaves, map_leaves, nested_slot, own_dict, structure_of
+from wholestep.ir.user_objects.plain_contents import leaves, map_leaves, nested_slot, own_dict, replaced, structure_of
 from wholestep.ir.user_objects.slots import ABSENT, CellSlot, MappingSlot, MemberSlot, Slot
 from wholestep.ir.user_objects.wrapper_tensors import is_wrapper
 from wholestep.torch_private.fake_tensors import FakeTensor
@@ -33,7 +33,7 @@ from wholestep.torch_private.fake_tensors import FakeTensor
 if TYPE_CHECKING:
     from wholestep.capture.trace import Capture
 
-_LEAVES = (int, float, bool, str, type(None))
+_LEAVES = frozenset({int, float, bool, str, type(None)})
 
 
 class NeedsItems(TraceAgain):
@@ -61,8 +61,8 @@ class ReboundContainers:
         self._fakes: dict[Any, Any] = {}
         """By place, what the step finds there."""
 
-    def _add_tuples(self) -> None:
-        """Tuples of numbers that the user replaced between two calls: `weights = (w, 1 - w)`."""
+    def _add_replaced(self) -> None:
+        """Tuples and lists of numbers that the user replaced between two calls: `weights = (w, 1 - w)`."""
         capture, world = self._capture, self._capture.world
         if not capture.numbers.lifted:
             return
@@ -70,17 +70,18 @@ class ReboundContainers:
         places = [(slot, value) for _, slot, value in world.variables]
         for owner, path in owners:
             for key, value in own_dict(owner).items():
-                if type(value) is tuple:
+                if isinstance(value, tuple | list):
                     places.append((MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, own_dict(owner), key), value))
         for slot, value in places:
             place = _place_of(slot)
-            is_plain = type(value) is tuple and all(type(item) in _LEAVES for item in value)
-            if is_plain and place is not None and capture.numbers.lifts_in(slot.path):
+            is_plain = _has_plain_form(value) and isinstance(value, tuple | list) and {*map(type, value)} <= _LEAVES
+            if is_plain and place is not None and capture.numbers.lifts(replaced(slot.path)):
+                capture.scalars.note_seen(replaced(slot.path))  # to be pinned where it is needed as it is
                 self._slots.setdefault(place, slot)
 
     def swap_in(self) -> None:
         """Put fakes and symbolic scalars in the place of tensors and numbers."""
-        self._add_tuples()
+        self._add_replaced()
         for place, slot in self._slots.items():
             before = self._before[place] = slot.get()
             self._capture.table.structures.append((slot, structure_of(before)))

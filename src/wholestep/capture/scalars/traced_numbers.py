@@ -71,6 +71,10 @@ class TracedScalars:
         self._seen.add(path)
         return path in self._policy.pinned
 
+    def note_seen(self, path: str) -> None:
+        """User code may tell apart what was made of a changed place."""
+        self._seen.add(path)
+
     def lift(self, slot: Slot, value: Number) -> Any:
         """Make a number that changed between two calls symbolic."""
         self.lifted.append((slot, type(value)))

@@ -199,6 +199,12 @@ _DEEPEST_CONTAINER = 200
 _NESTS = (list, dict, set, deque, tuple, frozenset)
 
 
+def replaced(path: str) -> str:
+    """The name of the fact that a tuple or list of numbers was replaced by another, among the paths of numbers that
+    changed."""
+    return f"{path}[]"
+
+
 Inputs = Mapping[int, Set[Any]]
 """By identity of a container, the keys of numbers in it that are inputs of a graph."""
 
