@@ -52,7 +52,9 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo_ranks.py $(RANK_ARGS)
 
-test: lint unit
+# Beside each other: mypy has one core to itself for most of a minute, and the tests wait for each other now and then.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j 2 lint unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

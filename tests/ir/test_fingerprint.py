@@ -44,6 +44,7 @@ def test_names_and_lines_do_not_matter() -> None:
     assert other.fingerprint() == step.fingerprint()
 
 
+@pytest.mark.long  # test_compiled_step.py compares the fingerprint of a captured step with that of another process
 def test_another_process_with_another_hash_seed_computes_the_same() -> None:
     code = "from ir.step_graphs import with_everything; print(with_everything().fingerprint())"
     path = os.pathsep.join(p for p in sys.path if p)
