@@ -110,23 +110,28 @@ def test_a_loaded_step_has_the_bits_of_the_saved_one_and_is_not_traced(project: 
 
 def test_a_step_is_saved_in_one_process_and_runs_in_another(project: Any, tmp_path: Path) -> None:
     program = """
-        import sys, torch
+        import os, sys, torch
+        import wholestep as ws
+        ws.capture(lambda x: x + 1, torch.ones(2))  # imports, once for both
+        saves = os.fork() == 0
+        if not saves:
+            assert os.wait()[1] == 0
         sys.path.insert(0, sys.argv[1])
-        import wholestep as ws, of_a_user
+        import of_a_user
         path, model, optimizer = sys.argv[1] + "/step.ws", *of_a_user.make()
-        saves = sys.argv[2] == "saved"
         step = ws.compile(of_a_user.train_step, lower="eager") if saves else ws.load(path, of_a_user.train_step)
         torch.manual_seed(1)
         batches = [torch.randn(8, 4) for _ in range(3)]
         losses = [step(model, optimizer, batch)["loss"] for batch in batches]
         if saves:
             step.save(path)
-        torch.save([*losses, *(p.detach() for p in model.parameters())], f"{sys.argv[1]}/{sys.argv[2]}.pt")
+        name = "saved" if saves else "loaded"
+        torch.save([*losses, *(p.detach() for p in model.parameters())], f"{sys.argv[1]}/{name}.pt")
     """
     source = Path(ws.__file__).parent.parent
-    for name in ("saved", "loaded"):  # not in this process: packages that tests import replace functions of torch
-        command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), name]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(source)})
+    # Not in this process: packages that tests import replace functions of torch.
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(source)})
     assert equal(torch.load(tmp_path / "loaded.pt"), torch.load(tmp_path / "saved.pt"))
 
 
