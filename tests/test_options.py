@@ -15,7 +15,7 @@ import wholestep as ws
 from cases.parts import train_step
 from wholestep.api import CompileOptions
 from wholestep.api import compile as compile_step
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, PipelineError
 from wholestep.passes import fuse_loss, overlap_communication
 from wholestep.step import ResolvedOptions, Shared, for_step, resolve
 
@@ -131,6 +131,8 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "build": (lambda: ws.build(train_step), "ws.build got the function train_step"),  # type: ignore[arg-type]
     "load": (lambda: ws.load(None), "ws.load got None"),  # type: ignore[arg-type]
     "run_passes": (lambda: ws.passes.run_passes(train_step, []), "run_passes got the function train_step"),
+    "apply_rules": (lambda: ws.passes.apply_rules(train_step, []), "apply_rules got the function train_step"),  # type: ignore[arg-type]
+    "pipeline": (lambda: ws.pipelining.pipeline(train_step, (1,)), "pipeline got the function train_step"),  # type: ignore[arg-type]
     "draw": (lambda: ws.inspect.draw(torch.nn.Linear, "step.svg"), "draw got the class Linear"),
 }
 
@@ -138,7 +140,7 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
 def test_a_public_function_says_what_it_got_and_what_to_give_it(name: str) -> None:
     wrong, text = WRONG_ARGUMENTS[name]
-    with pytest.raises(OptionError, match=f"{text}.*\n  fix   (pass|build|give) "):
+    with pytest.raises((OptionError, PipelineError), match=f"{text}.*\n  fix   (pass|build|give) "):
         wrong()
 
 

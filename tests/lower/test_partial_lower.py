@@ -245,7 +245,7 @@ class TestBadInput:
             partial_lower(gm)
 
     def test_a_module_that_is_not_a_graph_module_is_refused(self) -> None:
-        with pytest.raises(LowerError, match=r"a Linear is not a torch\.fx\.GraphModule"):
+        with pytest.raises(LowerError, match=r"an object of type Linear is not a torch\.fx\.GraphModule"):
             partial_lower(nn.Linear(2, 2))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(

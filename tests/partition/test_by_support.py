@@ -415,7 +415,7 @@ def test_errors_of_the_predicate_name_the_node():
         partition_by_support(gm, "relu")
     with pytest.raises(PartitionError, match="min_nodes"):
         partition_by_support(gm, lambda node: True, min_nodes=-1)
-    with pytest.raises(PartitionError, match="a list has no graph to cut"):
+    with pytest.raises(PartitionError, match="an object of type list has no graph to cut"):
         partition_by_support([], lambda node: True)
 
 

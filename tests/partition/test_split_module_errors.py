@@ -38,7 +38,7 @@ def test_an_exception_of_the_callback_is_chained_and_the_node_named():
 
 
 def test_a_module_that_is_not_a_graph_module_is_refused():
-    with pytest.raises(SplitError, match="not a Linear"):
+    with pytest.raises(SplitError, match="not an object of type Linear"):
         split_module(nn.Linear(1, 1), None, lambda node: 0)
 
 

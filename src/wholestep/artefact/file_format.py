@@ -30,7 +30,7 @@ import torch
 import wholestep
 from wholestep.artefact.saved_graph import SavedGraph
 from wholestep.artefact.slots_as_json import rows, table, text, wrong
-from wholestep.errors import ArtefactError, GraphFormatError
+from wholestep.errors import ArtefactError, GraphFormatError, OptionError, called
 from wholestep.ir.io.serialize import refuse_bare_number
 from wholestep.ir.io.tensor_file import from_bytes, metadata_of, to_bytes
 
@@ -87,7 +87,11 @@ def write_saved(step: SavedStep) -> bytes:
 
 def write_file(path: str | os.PathLike[str], contents: bytes) -> None:
     """Write a file whole or not at all: other processes see the old one or the new one."""
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"a step cannot be saved to {called(path)}.", fix="give the path of a file.")
     target = Path(path)
+    if not target.parent.is_dir():
+        raise ArtefactError(f"{target} cannot be written: there is no folder {target.parent}.", fix="make it first.")
     part = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         part.write_bytes(contents)

@@ -31,7 +31,7 @@ from wholestep.debug.minifier.minify import Minified, minify
 from wholestep.debug.minifier.search import Case, Edit, apply_edit
 from wholestep.debug.minifier.trial import Outcome, copy_of
 from wholestep.debug.step_versions import CapturedCall, Version, captured_call, options_of, with_passes
-from wholestep.errors import BisectError, MinifyError, WholestepError
+from wholestep.errors import BisectError, MinifyError, WholestepError, called
 from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.io.repro import importable
 from wholestep.ir.readable import format_node
@@ -69,7 +69,7 @@ def bisect(
     options = options_of(step)
     if options is None:
         raise BisectError(
-            f"a {type(step).__name__} is not a compiled step.",
+            f"{called(step)} is not a compiled step.",
             fix="give what ws.compile returned.",
         )
     where = Path(tempfile.mkdtemp(prefix="wholestep-bisect-") if folder is None else folder)

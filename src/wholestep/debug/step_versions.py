@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from wholestep.cross_iteration.executor import CrossingExecutor
-from wholestep.errors import BisectError
+from wholestep.errors import BisectError, called
 from wholestep.ir.captured_step import CapturedStep
 from wholestep.ir.step_graph import StepGraph
 from wholestep.ir.user_objects.call_tree import leaves_of
@@ -119,7 +119,7 @@ def _of_step(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plans: li
     options = options_of(step)
     if options is None and not callable(step):
         raise BisectError(
-            f"a {type(step).__name__} is not a version of a step.",
+            f"{called(step)} is not a version of a step.",
             fix="give a function, a compiled step, a StepGraph or a graph module.",
         )
     fn = getattr(step, "__wholestep_function__", step)

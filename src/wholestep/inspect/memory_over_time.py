@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.inspect.report_page.memory_columns import StepMemory, step_memory
 from wholestep.ir.meta import location_of_node, module_path, phase
 from wholestep.ir.readable import html_in_notebooks
@@ -181,7 +181,7 @@ def memory_timeline(given: Any) -> StepMemoryTimeline:
     given = last if isinstance(last, StepGraph) else given
     if not isinstance(given, StepGraph | fx.GraphModule):
         raise OptionError(
-            f"a {type(given).__name__} has no graph whose memory could be followed.",
+            f"{called(given)} has no graph whose memory could be followed.",
             fix="give a StepGraph, a graph module, or a compiled step that has run.",
         )
     return StepMemoryTimeline(step_memory(given))

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.ir.meta import location_of_node, module_path, phase
 from wholestep.ir.readable import call_text, describe_value, html_in_notebooks
 from wholestep.ir.step_graph import StepGraph, shown
@@ -133,7 +133,7 @@ def show(
     gm = given.gm if isinstance(given, StepGraph) else given
     if not isinstance(gm, fx.GraphModule):
         raise OptionError(
-            f"a {type(given).__name__} has no graph to show.",
+            f"{called(given)} has no graph to show.",
             fix="give a StepGraph, a graph module, or a compiled step that has run.",
         )
     if phase is not None and phase not in PHASES:

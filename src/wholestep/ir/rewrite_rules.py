@@ -30,7 +30,7 @@ from typing import Any, TypeGuard
 
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.ir.call_arguments import argument
 from wholestep.ir.effects import is_needed
 from wholestep.ir.graph_walks import erase_unread
@@ -87,6 +87,8 @@ def calls(value: Any, *operators: OpOverload) -> TypeGuard[fx.Node]:
 
 def apply_rules(graph: fx.Graph, rules: Iterable[RewriteRule]) -> int:
     """Replace every node that a rule matches, by the first rule that does; returns how many."""
+    if not isinstance(graph, fx.Graph):
+        raise OptionError(f"apply_rules got {called(graph)}.", fix="give an fx.Graph: gm.graph, or sg.gm.graph.")
     by_operator: dict[Any, list[RewriteRule]] = {}
     for rule in rules:
         for each in rule.operators:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import LowerError, LowerWarning
+from wholestep.errors import LowerError, LowerWarning, called
 from wholestep.ir.effects import returned_position, written_roots
 from wholestep.ir.graph_walks import postorder
 from wholestep.ir.meta import node_meta, set_node_meta
@@ -109,7 +109,7 @@ def read_written_tensors(graph: fx.Graph) -> None:
 def _check_graph(gm: fx.GraphModule) -> None:
     if not isinstance(gm, fx.GraphModule):
         raise LowerError(
-            f"a {type(gm).__name__} is not a torch.fx.GraphModule.",
+            f"{called(gm)} is not a torch.fx.GraphModule.",
             fix="trace it: make_fx(f, tracing_mode='fake')(*inputs).",
         )
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wholestep.errors import PartitionError
+from wholestep.errors import PartitionError, called
 from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.meta import node_meta
 from wholestep.ir.readable import format_node
@@ -27,7 +27,7 @@ def graph_of(what: Cuttable) -> fx.Graph:
     if isinstance(what, fx.Graph):
         return what
     raise PartitionError(
-        f"a {type(what).__name__} has no graph to cut.", fix="pass a GraphModule, a torch.fx.Graph or a StepGraph."
+        f"{called(what)} has no graph to cut.", fix="pass a GraphModule, a torch.fx.Graph or a StepGraph."
     )
 
 

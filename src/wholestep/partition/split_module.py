@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from wholestep.errors import SplitError
+from wholestep.errors import SplitError, called
 from wholestep.ir.effects import GraphEffects, is_needed
 from wholestep.ir.graph_walks import collector_paused
 from wholestep.partition.assignment import Assignment, ModuleAttributes, assign
@@ -347,7 +347,7 @@ def split_module(
         SplitOrderError: every order of the partitions would reorder writes, random ops or effects (WS-SPLIT-ORDER).
     """
     if not isinstance(m, fx.GraphModule):
-        raise SplitError(f"split_module takes a GraphModule, not a {type(m).__name__}.", fix="trace the module first.")
+        raise SplitError(f"split_module takes a GraphModule, not {called(m)}.", fix="trace the module first.")
     attributes = ModuleAttributes(m)
     with collector_paused():
         assignment = assign(m, split_callback, partition_affix, attributes)

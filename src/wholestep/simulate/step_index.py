@@ -23,7 +23,7 @@ import numpy.typing
 import torch
 from torch import Tensor, fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.ir.collectives import is_part
 from wholestep.ir.effects import (
     find_storages,
@@ -137,7 +137,7 @@ def graph_of(given: StepGraph | fx.GraphModule | fx.Graph) -> fx.Graph:
         return given.graph
     if isinstance(given, fx.Graph):
         return given
-    raise OptionError(f"{type(given).__name__} has no graph.", fix="give a StepGraph, a GraphModule or an fx.Graph.")
+    raise OptionError(f"{called(given)} has no graph.", fix="give a StepGraph, a GraphModule or an fx.Graph.")
 
 
 def index_step(given: StepGraph | fx.GraphModule | fx.Graph) -> StepIndex:

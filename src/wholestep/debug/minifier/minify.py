@@ -39,7 +39,7 @@ from wholestep.debug.minifier.trial import (
     is_asked_for,
     same_failure,
 )
-from wholestep.errors import MinifyError, OptionError, invalid_value
+from wholestep.errors import MinifyError, OptionError, called, invalid_value
 from wholestep.ir.graph_walks import copy_graph
 from wholestep.ir.io.dump import write_repro
 from wholestep.ir.io.repro import importable, source_of
@@ -129,9 +129,7 @@ def _finish(run: _Minification, folder: Path, predicate: Predicate | None) -> Mi
 
 def _check(gm: Any, predicate: Any, timeout: Any) -> None:
     if not isinstance(gm, fx.GraphModule):
-        raise OptionError(
-            f"a {type(gm).__name__} is not a graph module.", fix="give an fx.GraphModule (StepGraph: its .gm)."
-        )
+        raise OptionError(f"{called(gm)} is not a graph module.", fix="give an fx.GraphModule (StepGraph: its .gm).")
     if predicate is not None and not callable(predicate):
         raise invalid_value("predicate", predicate, "give a function of (gm, inputs), or an error.")
     if not isinstance(timeout, int | float) or not timeout > 0:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.inspect.differences.causes import find_causes, lowering_change
 from wholestep.inspect.differences.correspondence import Correspondence
 from wholestep.inspect.differences.graph_diff import GraphCost, GraphDiff
@@ -72,7 +72,7 @@ def _graph(given: Any) -> tuple[fx.GraphModule, Signature]:
     if isinstance(given, fx.GraphModule):
         return given, Signature()
     raise OptionError(
-        f"a {type(given).__name__} has no graph to compare.",
+        f"{called(given)} has no graph to compare.",
         fix="give StepGraphs, graph modules, or compiled steps that have run.",
     )
 

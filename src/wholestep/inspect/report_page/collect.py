@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import fx
 
-from wholestep.errors import OptionError
+from wholestep.errors import OptionError, called
 from wholestep.inspect.report_page.advice import Facts, advice
 from wholestep.inspect.report_page.memory_columns import SAVED, StepMemory, step_memory
 from wholestep.inspect.report_page.node_columns import nanoseconds, node_columns, node_line
@@ -107,7 +107,7 @@ class ReportSource:
         graph = getattr(given, "step_graph", None)
         if not isinstance(graph, StepGraph):
             raise OptionError(
-                f"a {type(given).__name__} cannot be reported.",
+                f"{called(given)} cannot be reported.",
                 fix="give a step of ws.compile, a StepGraph, an Executable or a graph module.",
             )
         return cls(graph, title or "step", lowering=getattr(given, "lowering", None), **found)

@@ -156,9 +156,10 @@ class GraphPass:
         try:
             given = bind(None, *args, **options)
         except TypeError as error:
-            raise OptionError(
-                f"{self.name}: {error}.", fix=f"its options are {', '.join(names)}." if names else "it has no options."
-            ) from error
+            fix = f"its options are {', '.join(names)}." if names else "it has no options."
+            if args and not whole:
+                fix = f"{called(args[0])} is not a graph, which would be its first argument; {fix}"
+            raise OptionError(f"{self.name}: {error}.", fix=fix) from error
         if self._check is not None:
             given.apply_defaults()
             self._check(*given.args[1:], **given.kwargs)

@@ -115,7 +115,7 @@ def _graph_of(result: Any, step_graph: StepGraph | None) -> Any:
         return result
     if isinstance(result, fx.Graph | nn.Module | StepGraph):
         raise VerifyError(
-            f"the pass returned a {type(result).__name__}, which nothing would use.",
+            f"the pass returned {called(result)}, which nothing would use.",
             fix="edit the graph that the pass is given and return None, or return a GraphModule or IterGraphModule.",
         )
     return result

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import PipelineError
+from wholestep.errors import PipelineError, called
 from wholestep.pipelining.build.call_form import CallForm, call_form
 from wholestep.pipelining.build.capture import (
     CapturedModel,
@@ -82,7 +82,7 @@ def pipeline(
     The module is not changed. The stages share its parameters.
     """
     _check_one_way(split_spec, split_policy, stages)
-    _check_arguments(mb_args, stages)
+    _check_arguments(module, mb_args, stages)
     kwargs = dict(mb_kwargs or {})
     form = call_form(module, mb_args, kwargs)
     with annotate_split_points(module, split_spec or {}), every_one_called(module, split_spec or {}):
@@ -124,7 +124,9 @@ def _check_one_way(split_spec: object, split_policy: object, stages: object) -> 
         )
 
 
-def _check_arguments(mb_args: object, stages: object) -> None:
+def _check_arguments(module: object, mb_args: object, stages: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise PipelineError(f"pipeline got {called(module)}.", fix="give the nn.Module that is to be cut into stages.")
     if not isinstance(mb_args, tuple | list):
         raise PipelineError(
             f"mb_args is a tuple of arguments, not a {type(mb_args).__name__}.", fix="write (x,) for one argument."

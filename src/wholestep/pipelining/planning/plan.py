@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from wholestep.errors import CutError, OptionError, ScheduleError
+from wholestep.errors import CutError, OptionError, ScheduleError, invalid_value
 from wholestep.ir.io.node_values import hint_of
 from wholestep.ir.readable import html_in_notebooks
 from wholestep.ir.step_graph import as_bytes
@@ -143,8 +143,8 @@ def plan(
     measured here on `mb_args`, or computed by a function. `state_copies`: extra bytes per byte of a parameter (3: a
     gradient and Adam's two moments).
     """
-    if ranks < 1:
-        raise OptionError(f"ranks={ranks} is not a number of ranks.", fix="at least 1.")
+    if type(ranks) is not int or ranks < 1:
+        raise invalid_value("ranks", ranks, "use a whole number, 1 or more; an example call goes to mb_args=.")
     most = as_bytes(memory, "memory")
     is_pipe, is_given = hasattr(model, "get_stage_module"), bool(mb_args or mb_kwargs)
     if not is_given and (costs == "measured" or not (is_pipe or cut is not None)):
