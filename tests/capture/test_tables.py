@@ -140,6 +140,33 @@ def test_a_table_that_is_changed_or_replaced_is_read_as_it_is(kind: str) -> None
     assert_follows(case, steps=8)
 
 
+def test_schedules_of_an_optimizer_and_of_averaged_weights_are_one_graph() -> None:
+    """As DINO does: arrays of the learning rate, the weight decay and the momentum of the teacher, by iteration."""
+
+    def case(where: torch.device) -> Run:
+        student, teacher = mlp(where), mlp(where)
+        optimizer = torch.optim.AdamW(student.parameters(), lr=0.1)
+        rates, decays, momenta = np.linspace(0.1, 0.001, 30), np.linspace(0.04, 0.4, 30), np.linspace(0.9, 1, 30)
+
+        def step(it: int, x: Tensor) -> Tensor:
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = rates[it], decays[it]
+            loss = (student(x) - teacher(x).detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                m = momenta[it]
+                for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
+                    q.data.mul_(m).add_((1 - m) * p.detach().data)
+            return loss
+
+        watch = {"student": student, "teacher": teacher, "optimizer": optimizer}
+        return Run(step, lambda i: (i, batch_of(where, i, 5, 6)), watch)
+
+    assert_parity(Case("schedules", case, steps=6, graphs=2), device())
+
+
 def test_an_element_of_an_array_that_is_returned_has_the_type_that_it_has_in_eager() -> None:
     table = np.array(VALUES)
     compiled = ws.compile(lambda it, x: (x * table[it], table[it], 1 - table[it], float(table[it])))
@@ -182,11 +209,12 @@ def test_an_index_out_of_range_raises_what_eager_raises_and_the_table_is_plain_a
     assert holder.table == [0.5, 0.25, 0.125]
 
 
-def test_a_graph_that_reads_a_table_is_saved_and_loaded(tmp_path: Any) -> None:
-    table = tuple(VALUES)
+@pytest.mark.parametrize("kind", ["tuple", "array"])
+def test_a_graph_that_reads_a_table_is_saved_and_loaded(kind: str, tmp_path: Any) -> None:
+    table = TABLES[kind]()
 
     def step(it: int, x: Tensor) -> Tensor:
-        return x * table[it // 2 + 1]
+        return x * table[it // 2 + 1] if table[it] > 0.1 else -x
 
     x = torch.ones(2, device=device())
     compiled = ws.compile(step)

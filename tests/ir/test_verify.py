@@ -115,6 +115,10 @@ def _early_write(step: StepGraph) -> None:
     find(step, aten.add.Tensor).append(epilogue(step)[1])
 
 
+def _half_a_write(step: StepGraph) -> None:
+    epilogue(step)[0].args = epilogue(step)[0].args[:1]
+
+
 def _work_after_epilogue(step: StepGraph) -> None:
     add_before_output(step, aten.relu.default, (find(step, aten.mm.default),), torch.empty(2, 3))
 
@@ -170,6 +174,7 @@ def _unknown_input(step: StepGraph) -> None:
         (_other_value_written, "no write-back"),
         (_swapped_targets, "no write-back"),
         (_written_twice, "written twice"),
+        (_half_a_write, "does not say what is written where"),
         (_early_write, "lacks copy_|outside of the epilogue"),
         (_work_after_epilogue, "lacks copy_"),
         (_use_of_written, "lacks copy_|uses the result"),

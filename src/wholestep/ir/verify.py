@@ -218,6 +218,8 @@ def epilogue_matches(graph: _Graph) -> None:
     expected = {(write.target, write.value) for write in graph.signature.write_backs}
     written: set[fx.Node] = set()
     for node in graph.epilogue:
+        if len(node.args) < 2 or not isinstance(node.args[0], fx.Node):
+            graph.fail(node, f"{node.name} does not say what is written where.")
         target, value = _written(node), node.args[1]
         if target in written:
             graph.fail(node, f"{target.name} is written twice in the epilogue.")

@@ -359,6 +359,7 @@ class ScalarNode:
         if any(a.hint is None for a in args):
             return self._apply_deferred(method, args)
         hint = OPERATIONS[method](*(a.hint for a in args))
+        hint = bool(hint) if method in _BOOLEAN else hint  # numpy has a bool of its own
         kind = bool if method in _BOOLEAN else float if isinstance(hint, float) else type(hint)  # numpy.float64, too
         if all(a.is_fixed for a in args):
             return ScalarNode(self._host, kind, hint, repr(hint))
