@@ -192,8 +192,8 @@ def _training(b: Builder, wanted: Callable[[str], bool]) -> None:
                 "CyclicLR({}, 0.01, 0.1, step_size_up=2, cycle_momentum=False)",
             )
         )
-        if made.startswith("OneCycleLR") and "trainer:added_group" in b.features:
-            made = "StepLR({}, 2, gamma=0.5)"  # it keeps its numbers in the groups that there were
+        if made.startswith(("OneCycleLR", "CyclicLR", "LambdaLR")) and "trainer:added_group" in b.features:
+            made = "StepLR({}, 2, gamma=0.5)"  # they count the groups that there were when they were made
         b.setup.append(f"scheduler = torch.optim.lr_scheduler.{made.format(first)}")
         if b.chance(0.5):
             b.step("update", "scheduler.step()")
