@@ -120,6 +120,10 @@ SWITCHES: dict[str, tuple[Switch, str]] = {
         "set_fastpath_enabled",
     ),
     "flush_denormal": (setting(lambda: False, torch.set_flush_denormal, True), "set_flush_denormal"),
+    "sparse_invariants": (
+        torch.sparse.check_sparse_tensor_invariants,
+        "check_sparse_tensor_invariants",
+    ),
     "checkpoint_early_stop": (lambda: set_checkpoint_early_stop(False), "set_checkpoint_early_stop"),
     "dual_level": (torch.autograd.forward_ad.dual_level, "dual_level"),
     "no_saved_hooks": (

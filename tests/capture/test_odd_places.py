@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -290,6 +291,16 @@ PROCESS: dict[str, Program] = {
     "initial_seed": state_of_the_process(
         torch.initial_seed, lambda i: torch.manual_seed(i + 2), lambda: torch.manual_seed(1)
     ),
+    "gettempdir": state_of_the_process(
+        lambda: len(tempfile.gettempdir()),
+        lambda i: setattr(tempfile, "tempdir", "/tmp" + "/x" * i),
+        lambda: setattr(tempfile, "tempdir", None),
+    ),
+    "__future__": state_of_the_process(
+        lambda: 2.0 if torch.__future__.get_swap_module_params_on_conversion() else 1.0,
+        lambda i: torch.__future__.set_swap_module_params_on_conversion(i % 2 == 0),
+        lambda: torch.__future__.set_swap_module_params_on_conversion(False),
+    ),
     "Generator.initial_seed": reads(generator, lambda g: g.initial_seed(), lambda g, i: g.manual_seed(i + 2)),
     "_version": reads(lambda: torch.ones(3), lambda t: t._version, lambda t, i: t.add_(1)),
     "a function of a library": state_of_the_process(
@@ -308,6 +319,8 @@ def process_as_it_was() -> Any:
     np.seterr(**errors)
     F.gelu = gelu  # type: ignore[assignment]
     LOG.setLevel(logging.NOTSET)
+    tempfile.tempdir = None
+    torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @pytest.mark.usefixtures("process_as_it_was")

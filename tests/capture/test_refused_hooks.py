@@ -20,6 +20,8 @@ from harness import (
     assert_parity_or_refusal,
     device,
 )
+from wholestep.torch_private.autograd import tensor_hooks
+from wholestep.torch_private.modules_and_optimizers import hook_registries
 
 
 def note_the_call(*args: Any, **kwargs: Any) -> None:
@@ -185,3 +187,60 @@ def test_hooks_on_tensors_of_the_step_are_equal_or_refused(hook: Callable[[torch
         return plain_run(where, model, adamw(model), step)
 
     assert_parity_or_refusal(Case(hook.__name__, make, steps=4), device())
+
+
+def _on_all_modules(model: Any, handles: Any) -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 1.1)
+
+
+LEFT: dict[str, Callable[[Any, Any], Any]] = {
+    "a gradient hook": lambda model, handles: model.first.weight.register_hook(lambda grad: grad * 0.9),
+    "after accumulation": lambda model, handles: model.last.bias.register_post_accumulate_grad_hook(note_the_call),
+    "on all modules": _on_all_modules,
+    "one is removed": lambda model, handles: handles[0].remove(),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_step_that_leaves_other_hooks_than_it_found_is_refused_with_the_line(kind: str) -> None:
+    world = World(fresh=False)
+    before = world.look()
+    handles = [world.model.first.weight.register_hook(lambda grad: grad * 0.5)]
+    held = hooks_of(world.model)
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        LEFT[kind](model, handles)  # <- here
+        return plain_step(model, optimizer, x)
+
+    with pytest.raises(ws.errors.SideEffectError, match="a hook") as caught:
+        ws.compile(step, lower="eager")(world.model, world.optimizer, world.batch())
+    assert caught.value.location is not None
+    assert caught.value.location.file == __file__
+    assert hooks_of(world.model) == held
+    handles[0].remove()
+    assert_unchanged_and_trainable(world, before, fresh=False)
+
+
+def test_hooks_that_the_step_removes_again_are_captured() -> None:
+    eager, compiled = World(fresh=True), World(fresh=True)
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        handle = model.first.weight.register_hook(lambda grad: grad * 0.9)
+        x = x.detach().requires_grad_()
+        x.register_hook(lambda grad: grad * 2)
+        loss = plain_step(model, optimizer, x)
+        handle.remove()
+        return loss
+
+    ours = ws.compile(step, lower="eager")
+    for i in range(3):
+        batch = eager.batch()
+        torch.manual_seed(i)
+        expected = step(eager.model, eager.optimizer, batch)
+        torch.manual_seed(i)
+        assert torch.equal(ours(compiled.model, compiled.optimizer, batch), expected)
+
+
+def hooks_of(model: Any) -> Any:
+    dicts = hook_registries([], [])
+    return [list(d) for d in dicts], [list(map(id, tensor_hooks(p))) for p in model.parameters()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -259,7 +261,42 @@ def absent_attribute() -> Any:
     return lambda: getattr(config, "scale", 1.0), lambda i: setattr(config, "scale", i + 2.0)
 
 
+def keywords_of_a_partial() -> Any:
+    read = functools.partial(lambda scale: scale, scale=1.0)
+    return read, lambda i: read.keywords.__setitem__("scale", i + 2.0)
+
+
+def keywords_of_a_partial_method() -> Any:
+    class Config:
+        def scaled(self, by: float) -> float:
+            return by
+
+        read = functools.partialmethod(scaled, by=1.0)
+
+    keywords = vars(Config)["read"].keywords
+    return Config().read, lambda i: keywords.__setitem__("by", i + 2.0)
+
+
+def attribute_of_an_enum_member() -> Any:
+    class Phase(Enum):
+        WARMUP = 1
+
+    Phase.WARMUP.scale = 1.0  # type: ignore[attr-defined]
+    return lambda: Phase.WARMUP.scale, lambda i: setattr(Phase.WARMUP, "scale", i + 2.0)  # type: ignore[attr-defined]
+
+
+def module_with_getattr() -> Any:
+    held = {"scale": 1.0}
+    config = ModuleType("config_with_getattr")
+    config.__getattr__ = lambda name: held[name]  # type: ignore[method-assign]
+    return lambda: config.scale, lambda i: held.__setitem__("scale", i + 2.0)
+
+
 OBJECTS = [
+    keywords_of_a_partial,
+    keywords_of_a_partial_method,
+    attribute_of_an_enum_member,
+    module_with_getattr,
     slots,
     slots_of_a_base_and_a_dict,
     frozen_slots,

@@ -26,6 +26,7 @@ from wholestep.capture.graph.inputs import Inputs
 from wholestep.capture.graph.items import Items
 from wholestep.capture.graph.recorder import Recorder
 from wholestep.capture.graph.refusals import (
+    HooksOfStep,
     refusal_of,
     refuse_attribute_of_a_tensor,
     refuse_hooks,
@@ -69,7 +70,7 @@ from wholestep.ir.graph_walks import collector_paused
 from wholestep.ir.iter.moves import IterationFacts, note_iteration_facts
 from wholestep.ir.meta import location_of_exception, location_of_function, user_location
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, name_leaves, same_objects
+from wholestep.ir.user_objects.call_tree import Flat, flatten, leaves_of, name_leaves, same_objects, same_trees
 from wholestep.ir.user_objects.plain_contents import assign_contents, copy_of, own_dict, same_contents
 from wholestep.ir.user_objects.slots import ABSENT, BatchSlot, MappingSlot
 from wholestep.options import Options
@@ -235,6 +236,7 @@ class Capture:
         """Objects of the user's by identity, with their paths and classes."""
         self.line_watch: LineWatch | None = None
         """Searches for the line of an effect; only after a refusal."""
+        self.hooks = HooksOfStep([])
         self.given: Any = None
         """The arguments that the step is traced with."""
 
@@ -297,6 +299,7 @@ class Capture:
     def _swapped(self) -> Iterator[None]:
         try:
             self.table.remove_hooks(sharding_hooks(self.world))
+            self.hooks = HooksOfStep(self.table.parameters)
             self.rebound.swap_in()
             self.table.swap_in()
             for tracked in list(self.table.tracked.values()):
@@ -311,6 +314,7 @@ class Capture:
             self.scalars.restore_items()
             for snapshot in reversed(self.snapshots):
                 snapshot.restore()
+            self.hooks.restore()
             self.table.restore()
             self.rebound.restore()
             self.account.restore()
@@ -424,6 +428,7 @@ class Capture:
                     raise
                 raise refused from error
         self._refuse_changed_arguments(fake_args, fake_kwargs)
+        self.hooks.check(self.table.by_fake)
         rng.check_untouched()
         self.settings.refuse_left_changed()
         return result
@@ -435,7 +440,7 @@ class Capture:
             raise SideEffectError(
                 "the step changes the contents of a list or dict among its arguments, which a replay would not repeat.",
                 fix="return the value from the step instead.",
-            ).seen_by(Effect(lambda capture: leaves_of(capture.given), _same_tree))
+            ).seen_by(Effect(lambda capture: leaves_of(capture.given), same_trees))
 
     @staticmethod
     def _located(error: WholestepError, otherwise: Location | None = None) -> WholestepError:
@@ -594,7 +599,3 @@ class Capture:
 
     def name_data_sizes(self, node: fx.Node, tensor: Tensor) -> None:
         self.shapes.name_data_sizes(node, tensor, self.scalars.emit_scalar)
-
-
-def _same_tree(before: Any, now: Any) -> bool:
-    return bool(before[1] == now[1]) and same_objects(before[0], now[0])

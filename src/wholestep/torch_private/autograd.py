@@ -82,6 +82,12 @@ def tensor_hooks(tensor: Tensor) -> list[Any]:
     return found
 
 
+def hook_dicts(tensor: Tensor) -> list[dict[int, Any]]:
+    """The dicts that hold the hooks of one tensor, where it has any. 2.11, 2.13."""
+    held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [hooks for hooks in held if hooks is not None]
+
+
 def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
     """Only the hooks that run after `.grad` was accumulated. 2.11, 2.13."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -214,6 +214,11 @@ MODES: tuple[Mode, ...] = (
     Mode("torch.backends.mha.set_fastpath_enabled", *_in_module(torch.backends.mha, "_is_fastpath_enabled")),
     *_opt_einsum(),
     Mode("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal, by_kernels="any"),
+    Mode(
+        "torch.sparse.check_sparse_tensor_invariants",
+        _C._check_sparse_tensor_invariants,
+        _C._set_check_sparse_tensor_invariants,
+    ),
     Mode("torch.utils.checkpoint.set_checkpoint_early_stop", *_in_module(_checkpoint, "_enable_checkpoint_early_stop")),
     Mode("torch.autograd.forward_ad.dual_level", *_in_module(_forward_ad, "_current_level")),
     Mode("torch.autograd.graph.disable_saved_tensors_hooks", _C._autograd._saved_tensors_hooks_is_enabled),

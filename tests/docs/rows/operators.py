@@ -115,6 +115,15 @@ def hooks_of_the_step() -> None:
     same(body)
 
 
+@row("a hook that the step leaves")
+def hooks_left_by_the_step() -> None:
+    def leaves(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        model[0].weight.register_hook(lambda grad: grad * 0.5)
+        return train(model, optimizer, x)
+
+    refused("WS-SIDE-EFFECT", leaves)
+
+
 @row("state-dict hooks")
 def state_dict_hooks() -> None:
     def build() -> nn.Module:

@@ -79,7 +79,7 @@ def a_delayed_error_is_the_identity_whose_backward_raises() -> None:
         y.sum().backward()
 
 
-@of("HOOK_ATTRIBUTES", "tensor_hooks", "post_accumulate_hooks")
+@of("HOOK_ATTRIBUTES", "tensor_hooks", "hook_dicts", "post_accumulate_hooks")
 def a_tensor_keeps_its_hooks_by_kind() -> None:
     x = leaf()
     assert [read(x) for read in autograd.HOOK_ATTRIBUTES] == [None, None]
@@ -88,6 +88,7 @@ def a_tensor_keeps_its_hooks_by_kind() -> None:
     x.register_post_accumulate_grad_hook(after)
     assert autograd.tensor_hooks(x) == [hook, after]
     assert autograd.post_accumulate_hooks(x) == [after]
+    assert [list(hooks.values()) for hooks in autograd.hook_dicts(x)] == [[hook], [after]]
     assert [list(read(x).values()) for read in autograd.HOOK_ATTRIBUTES] == [[hook], [after]]
 
 

@@ -7,31 +7,36 @@ Hooks run while a step is traced and never again, so their Python side is lost: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture.graph.data_sizes import takes_no_symbols
 from wholestep.capture.objects.discover import World
 from wholestep.capture.objects.swapped_state import Tracked
+from wholestep.capture.results.effect_line import contents_effect
 from wholestep.errors import (
     AliasError,
     DataShapeError,
     HookError,
     Location,
     OverlapError,
+    SideEffectError,
     UnsupportedError,
     WholestepError,
 )
 from wholestep.ir.io.node_values import size_hint
 from wholestep.ir.meta import location_of_exception, user_location
-from wholestep.torch_private.autograd import post_accumulate_hooks, tensor_hooks
+from wholestep.ir.user_objects.plain_contents import same_contents
+from wholestep.torch_private.autograd import hook_dicts, post_accumulate_hooks, tensor_hooks
 from wholestep.torch_private.distributed import is_dtensor
 from wholestep.torch_private.fake_tensors import storage_key
 from wholestep.torch_private.modules_and_optimizers import (
     global_module_hooks,
+    hook_registries,
     module_hooks,
     optimizer_step_hooks,
     weight_computing_hooks,
@@ -183,6 +188,47 @@ def trace_parameter_hooks(parameters: list[Tracked]) -> None:
                 fake.register_post_accumulate_grad_hook(hook)
             else:
                 fake.register_hook(hook)
+
+
+class HooksOfStep:
+    """Hooks that the step itself puts on the user's tensors, or adds and removes elsewhere: a replay does neither.
+
+    Hooks of modules and optimizers are attributes, which are compared like others.
+    """
+
+    def __init__(self, parameters: Sequence[Tracked]) -> None:
+        found = [(hooks, "all modules or optimizers") for hooks in hook_registries([], [])]
+        found += [(hooks, tracked.slot.path) for tracked in parameters for hooks in hook_dicts(tracked.real)]
+        self._before = [(hooks, dict(hooks), path) for hooks, path in found]
+        self._put: list[tuple[Tensor, RemovableHandle, Location | None]] = []
+
+    def put(self, tensor: Tensor, handle: RemovableHandle) -> None:
+        """The step puts a hook on a tensor."""
+        self._put.append((tensor, handle, user_location()))
+
+    def check(self, by_fake: Mapping[int, Tracked]) -> None:
+        """Raise if the step leaves other hooks on the user's tensors, or on all modules, than it found."""
+        for tensor, handle, location in self._put:
+            tracked, hooks = by_fake.get(id(tensor)), handle.hooks_dict_ref()
+            if tracked is not None and hooks is not None and handle.id in hooks:
+                raise SideEffectError(
+                    f"the step registers a hook on {tracked.slot.path} and leaves it there: each call would add one.",
+                    fix="register it before the step, or remove it in the step (handle.remove()).",
+                    location=location,
+                )
+        for hooks, before, path in self._before:
+            if not same_contents(before, hooks):
+                raise SideEffectError(
+                    f"the step adds or removes a hook of {path}, which a replay would not repeat.",
+                    fix="do it outside of the step.",
+                ).seen_by(contents_effect(hooks))
+
+    def restore(self) -> None:
+        """Put hooks back that the step removed, and remove those that it added."""
+        for hooks, before, _ in self._before:
+            if not same_contents(before, hooks):
+                hooks.clear()
+                hooks.update(before)
 
 
 def _is_pure(hook: Any) -> bool:

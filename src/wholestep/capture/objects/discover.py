@@ -318,6 +318,10 @@ class _Walk:
     def function(self, fn: Any, path: str, depth: int) -> None:
         """Closure, globals named by the code, defaults, and the object a method is bound to."""
         if isinstance(fn, functools.partial):
+            if id(fn.keywords) not in self._seen:
+                self._seen.add(id(fn.keywords))
+                self._keep.append(fn.keywords)
+                self.world.containers.append((fn.keywords, f"{path}.keywords"))
             for i, arg in enumerate(fn.args):
                 self.visit(arg, f"{path}.args[{i}]", depth + 1, None)
             for name, arg in fn.keywords.items():

@@ -45,7 +45,7 @@ from wholestep.capture.python_reads.outside_reads import UNREPEATABLE
 from wholestep.capture.python_reads.stand_ins import IMMUTABLE, StandIn, is_consumed, with_parts
 from wholestep.ir.captured_step import NamesReplaced
 from wholestep.ir.signature import InputKind
-from wholestep.ir.user_objects.plain_contents import LRU_CACHE, class_code, entries_of, is_array, is_large
+from wholestep.ir.user_objects.plain_contents import LRU_CACHE, class_code, entries_of, is_array, is_large, own_dict
 from wholestep.ir.user_objects.slots import (
     ABSENT,
     ClassSlot,
@@ -60,6 +60,8 @@ from wholestep.ir.user_objects.slots import (
 _FOUND_BY_BEING_CALLED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes, Python modules and `__slots__` may hold more of these than the step uses."""
 
+_OF_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
+"""Attributes that every member of an enumeration has."""
 _LARGEST_TABLE = 200
 _LARGE_MODULES = frozenset({"torch", "numpy"})
 """Modules that user code names often, and that have no abstract classes to ask."""
@@ -138,6 +140,8 @@ class SourceWalk:
         elif isinstance(value, ModuleType):
             if not is_foreign(value):
                 self._sources.python_modules.setdefault(value, path)
+                if _is_the_users(value) and "__getattr__" in vars(value):
+                    self._visit(vars(value)["__getattr__"], f"{path}.__getattr__", depth, None)
         elif isinstance(value, UserList):
             self._visit(value.data, path, depth, None)
         elif isinstance(value, ChainMap):
@@ -196,7 +200,7 @@ class SourceWalk:
             yield from self.functions_in(member.func, owner, depth)
         elif isinstance(member, functools.partialmethod):
             yield from self.functions_in(member.func, owner, depth)
-            self._visit([*member.args, *member.keywords.values()], f"an argument of {owner}", depth, None)
+            self._visit([*member.args, member.keywords], f"an argument of {owner}", depth, None)
         elif isinstance(member, functools.singledispatchmethod):
             yield from self.functions_in(member.dispatcher, owner, depth)
         elif type(member) is LRU_CACHE:
@@ -251,6 +255,8 @@ class SourceWalk:
         if issubclass(cls, Enum):
             for name, member in {} if is_foreign(cls) else cls.__members__.items():
                 self._visit(member._value_, f"{cls.__qualname__}.{name}.value", depth + 1, None)
+                if not _OF_ENUM.issuperset(own_dict(member)):
+                    self._visit(own_dict(member), f"{cls.__qualname__}.{name}", depth + 1, None)
             self._walk_methods(cls, depth)
             return
         if cls in self._sources.classes:

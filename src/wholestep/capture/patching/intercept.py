@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.capture.effects.container_stand_ins import StandInContainer
 from wholestep.capture.effects.deferred_text import Texts
+from wholestep.capture.graph.refusals import HooksOfStep
 from wholestep.capture.patching.packed_sequences import PACKED, packed_call
 from wholestep.capture.python_reads.clocks import refuse_clocks
 from wholestep.capture.results.accounting import Account
@@ -69,6 +70,7 @@ _OF_THE_TENSOR: dict[Any, str] = {
     Tensor.register_post_accumulate_grad_hook: "",
 }
 """What changes a tensor without an operator, with the attribute that it sets."""
+_ADD_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 _POWERS = frozenset({torch.pow, Tensor.__rpow__})
 """`k ** x`: autograd takes the logarithm of the base, which torch has for no symbolic scalar."""
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
@@ -88,6 +90,7 @@ class InterceptHost(Protocol):
     recorder: Any
     texts: Texts
     account: Account
+    hooks: HooksOfStep
 
     def stand_in(self, real: Tensor) -> Tensor: ...
 
@@ -166,7 +169,10 @@ class FunctionMode(TorchFunctionMode):
             args = tuple(_as_base(each) for each in args)
         name = _TAKES_VALUE.get(func)
         if name is None:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func in _ADD_HOOKS and not _asked_by_ours(sys._getframe(1)):
+                self._host.hooks.put(args[0], result)
+            return result
         before, self._host.api = self._host.api, name
         try:
             return func(*args, **(kwargs or {}))
@@ -210,6 +216,16 @@ def _asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("wholestep."):
         frame = frame.f_back
     return frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.")
+
+
+def _asked_by_ours(frame: FrameType | None) -> bool:
+    """Whether the nearest frame outside of torch and of modes, which call each other, is wholestep's: a plan registers
+    hooks while the step is traced."""
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "").startswith("torch.")
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("wholestep.")
 
 
 def _as_base(value: Any) -> Any:

@@ -21,6 +21,7 @@ import random
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -54,6 +55,12 @@ _READ_STATE: tuple[tuple[Any, str], ...] = (
     (threading, "active_count"),
     (gc, "get_threshold"),
     (os, "cpu_count"),
+    (os, "getpid"),
+    (os, "getloadavg"),
+    (sys, "getswitchinterval"),
+    (tempfile, "gettempdir"),
+    (torch.__future__, "get_overwrite_module_params_on_conversion"),
+    (torch.__future__, "get_swap_module_params_on_conversion"),
 )
 """Functions that read process state: calling them again has no effects."""
 STATE_READS: Mapping[str, Callable[[], Any]] = {

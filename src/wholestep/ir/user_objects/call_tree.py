@@ -58,6 +58,11 @@ def same_objects(now: Collection[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
+def same_trees(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """Whether `leaves_of` returned the same objects in the same structure."""
+    return bool(before[1] == now[1]) and same_objects(before[0], now[0])
+
+
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     """The leaves that `flatten` gives, and a value that is equal for trees of the same structure; much cheaper."""
     leaves: list[Any] = []
