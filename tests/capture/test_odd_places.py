@@ -294,7 +294,7 @@ PROCESS: dict[str, Program] = {
     "gettempdir": state_of_the_process(
         lambda: len(tempfile.gettempdir()),
         lambda i: setattr(tempfile, "tempdir", "/tmp" + "/x" * i),
-        lambda: setattr(tempfile, "tempdir", None),
+        lambda: setattr(tempfile, "tempdir", "/tmp"),
     ),
     "__future__": state_of_the_process(
         lambda: 2.0 if torch.__future__.get_swap_module_params_on_conversion() else 1.0,
