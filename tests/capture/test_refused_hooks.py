@@ -210,7 +210,7 @@ def test_a_step_that_leaves_other_hooks_than_it_found_is_refused_with_the_line(k
 
     def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
         LEFT[kind](model, handles)  # <- here
-        return plain_step(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     with pytest.raises(ws.errors.SideEffectError, match="a hook") as caught:
         ws.compile(step, lower="eager")(world.model, world.optimizer, world.batch())
@@ -228,7 +228,7 @@ def test_hooks_that_the_step_removes_again_are_captured() -> None:
         handle = model.first.weight.register_hook(lambda grad: grad * 0.9)
         x = x.detach().requires_grad_()
         x.register_hook(lambda grad: grad * 2)
-        loss = plain_step(model, optimizer, x)
+        loss = train_step(model, optimizer, x)
         handle.remove()
         return loss
 

@@ -31,7 +31,6 @@ from wholestep.capture.graph.refusals import (
     refuse_attribute_of_a_tensor,
     refuse_hooks,
     refuse_shards,
-    trace_parameter_hooks,
 )
 from wholestep.capture.graph.tensor_values import may_replace_data
 from wholestep.capture.objects.discover import World, discover
@@ -305,7 +304,7 @@ class Capture:
             for tracked in list(self.table.tracked.values()):
                 self.inputs.tensor(tracked)
             if self._traces_hooks:
-                trace_parameter_hooks(self.table.parameters)
+                self.hooks.trace()
             self._swap_python_objects()
             self.account.begin()
             yield

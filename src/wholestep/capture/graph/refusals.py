@@ -178,18 +178,6 @@ def refuse_hooks(world: World, parameters: list[Tracked], ours: frozenset[int] =
         )
 
 
-def trace_parameter_hooks(parameters: list[Tracked]) -> None:
-    """Copy the hooks of parameters to their fakes."""
-    for tracked in parameters:
-        after = post_accumulate_hooks(tracked.real)
-        for hook in tensor_hooks(tracked.real):
-            fake: Any = tracked.fake
-            if any(hook is late for late in after):
-                fake.register_post_accumulate_grad_hook(hook)
-            else:
-                fake.register_hook(hook)
-
-
 class HooksOfStep:
     """Hooks that the step itself puts on the user's tensors, or adds and removes elsewhere: a replay does neither.
 
@@ -198,9 +186,21 @@ class HooksOfStep:
 
     def __init__(self, parameters: Sequence[Tracked]) -> None:
         found = [(hooks, "all modules or optimizers") for hooks in hook_registries([], [])]
+        self._parameters = parameters
         found += [(hooks, tracked.slot.path) for tracked in parameters for hooks in hook_dicts(tracked.real)]
         self._before = [(hooks, dict(hooks), path) for hooks, path in found]
         self._put: list[tuple[Tensor, RemovableHandle, Location | None]] = []
+
+    def trace(self) -> None:
+        """Copy the hooks of parameters to their fakes."""
+        for tracked in self._parameters:
+            after = post_accumulate_hooks(tracked.real)
+            for hook in tensor_hooks(tracked.real):
+                fake: Any = tracked.fake
+                if any(hook is late for late in after):
+                    fake.register_post_accumulate_grad_hook(hook)
+                else:
+                    fake.register_hook(hook)
 
     def put(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """The step puts a hook on a tensor."""
