@@ -113,7 +113,7 @@ USES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", each_now(USES, "branch", "index of another", "type", "copy", "numpy"))
+@pytest.mark.parametrize("use", each_now(USES, "branch", "index of another", "type"))
 @pytest.mark.parametrize("kind", ["list", "array"])
 def test_other_uses_of_a_table_are_those_of_eager(kind: str, use: str) -> None:
     def case() -> tuple[Callable[[], Any], Callable[[int], None]]:
