@@ -176,6 +176,30 @@ def test_what_lies_in_the_place_may_change_between_calls() -> None:
     parity(*STATES["tuple"], between=_reset, graphs=6)
 
 
+def _reads(t: Any, x: Tensor) -> Tensor:
+    loss: Tensor = t.loss(x, t.state[0], t.state[1])[0]
+    return loss
+
+
+def _replace(trainer: Any, i: int) -> None:
+    trainer.state = type(trainer.state)((zeros() + i, zeros() - i))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_what_the_user_replaces_and_the_step_reads_is_an_input(kind: type) -> None:
+    parity(_reads, lambda: kind((zeros(), zeros() + 1)), between=_replace, graphs=2)
+
+
+def test_tensors_with_a_history_that_lie_where_the_step_does_not_read_are_no_inputs() -> None:
+    module: Any = nn.Linear(4, 4).to(device())
+    module.last = (zeros(), 1)
+    compiled = ws.compile(lambda x: module(x).detach())
+    for i in range(4):
+        x = batch_of(device(), i, 2, 4)
+        assert torch.equal(compiled(x), module(x))
+        module.last = (module(x), i)
+
+
 def test_a_tensor_that_another_place_held_too_is_read_from_there() -> None:
     """At the first call two places hold one tensor; later the step has replaced one of them."""
 

@@ -115,7 +115,8 @@ def other_scalars(path: str, now: Any, before: Any) -> Iterator[str]:
     elif isinstance(now, tuple | list) and type(now) is type(before) and len(now) == len(before):
         changed = [i for i, (one, other) in enumerate(zip(now, before, strict=True)) if is_other_scalar(one, other)]
         yield from (f"{path}[{i}]" for i in changed)
-        if changed and now is not before:
+        pairs = zip(now, before, strict=True)
+        if now is not before and (changed or any(isinstance(a, Tensor) and a is not b for a, b in pairs)):
             yield replaced(path)
 
 

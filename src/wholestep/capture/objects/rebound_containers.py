@@ -7,7 +7,8 @@ number in it is an input of its own, which a later call reads by its key, whatev
 
     hidden      NestedSlot(hidden, (0,)), NestedSlot(hidden, (1,)); guard: a tuple of two tensors
 
-A tuple or list of numbers that the user replaces between calls (`weights = (w, 1 - w)`) is read in the same way.
+A tuple or list of numbers and tensors that the user, or another step, replaces between calls (`weights = (w, 1 - w)`)
+is read in the same way.
 
 After each run the place holds a new container. Tensors of the user's own (`self.state = (self.h0, x)`) are refused in
 it: eager would keep the very same tensors, a replay copies of them. So are lists and dicts inside of it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from wholestep.capture.effects.deferred_text import has_mark
@@ -62,7 +64,7 @@ class ReboundContainers:
         """By place, what the step finds there."""
 
     def _add_replaced(self) -> None:
-        """Tuples and lists of numbers that the user replaced between two calls: `weights = (w, 1 - w)`."""
+        """Tuples and lists of numbers and tensors that were replaced between two calls: `weights = (w, 1 - w)`."""
         capture, world = self._capture, self._capture.world
         if not capture.numbers.lifted:
             return
@@ -74,10 +76,17 @@ class ReboundContainers:
                     places.append((MappingSlot(InputKind.CAPTURED, f"{path}.{key}", None, own_dict(owner), key), value))
         for slot, value in places:
             place = _place_of(slot)
-            is_plain = _has_plain_form(value) and isinstance(value, tuple | list) and {*map(type, value)} <= _LEAVES
+            is_plain = isinstance(value, tuple | list) and _has_plain_form(value)
+            is_plain = is_plain and all(self._can_be_input(leaf) for _, leaf in leaves(value))
             if is_plain and place is not None and capture.numbers.lifts(replaced(slot.path)):
                 capture.scalars.note_seen(replaced(slot.path))  # to be pinned where it is needed as it is
                 self._slots.setdefault(place, slot)
+
+    def _can_be_input(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor) or id(leaf) in self._capture.table.tracked:
+            return True
+        is_dense = leaf.layout is torch.strided and not leaf.is_nested and leaf.device.type != "meta"
+        return type(leaf) is Tensor and is_dense and not leaf.requires_grad
 
     def swap_in(self) -> None:
         """Put fakes and symbolic scalars in the place of tensors and numbers."""

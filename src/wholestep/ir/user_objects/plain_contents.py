@@ -200,8 +200,7 @@ _NESTS = (list, dict, set, deque, tuple, frozenset)
 
 
 def replaced(path: str) -> str:
-    """The name of the fact that a tuple or list of numbers was replaced by another, among the paths of numbers that
-    changed."""
+    """The name of the fact that a tuple or list was replaced by another, among the paths of numbers that changed."""
     return f"{path}[]"
 
 
