@@ -548,3 +548,31 @@ def test_a_cached_function_under_another_default_dtype_is_refused() -> None:
         torch.set_default_dtype(torch.float32)
     assert raised.value.location is not None
     assert step(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_tensors_that_were_in_a_cache_before_the_capture_are_used(clears: bool) -> None:
+    @functools.lru_cache
+    def positions(n: int) -> torch.Tensor:
+        return torch.arange(n) * 0.5
+
+    class Masks:
+        @functools.cache  # noqa: B019
+        def of(self, n: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return torch.ones(n, n).tril(), {"row": torch.ones(n)}
+
+    masks = Masks()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mask, more = masks.of(4)
+        return x @ mask + more["row"] + positions(4)
+
+    x = torch.randn(2, 4)
+    expected = step(x)  # in eager, before anything is captured
+    ours = ws.compile(step, lower="eager")
+    for i in range(4):
+        assert torch.equal(ours(x), expected)
+        if clears and i == 1:
+            positions.cache_clear()
+            Masks.of.cache_clear()
+    assert len(ours.graphs) == (2 if clears else 1)

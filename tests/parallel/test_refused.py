@@ -139,6 +139,18 @@ def test_writing_into_a_gathered_parameter_is_refused() -> None:
     assert run_ranks(code, 2) == [["WS-PARAM-DATA"] * 2] * 2
 
 
+def test_a_hook_that_the_step_puts_on_a_sharded_parameter_is_refused() -> None:
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        handle = next(model.parameters()).register_hook(lambda grad: grad * 0.5)
+        loss = train_step(model, optimizer, x)
+        handle.remove()
+        return loss
+
+    assert (
+        run_ranks(lambda rank: code_of(lambda: train(net(), ws.FullyShard(world_mesh()), step)), 2) == ["WS-HOOK"] * 2
+    )
+
+
 def test_optimizers_that_need_all_parameters_at_once_are_refused() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss = model(x).square().mean()

@@ -204,6 +204,13 @@ class HooksOfStep:
 
     def put(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """The step puts a hook on a tensor."""
+        if is_dtensor(tensor):
+            raise HookError(
+                f"the step registers a hook on a sharded parameter of shape {tuple(tensor.shape)}, whose gradient is "
+                "reduced after the backward: autograd calls the hook without one.",
+                fix="change .grad after the backward, or register the hook on an activation.",
+                location=user_location(),
+            )
         self._put.append((tensor, handle, user_location()))
 
     def check(self, by_fake: Mapping[int, Tracked]) -> None:

@@ -181,10 +181,13 @@ class SourceWalk:
         """The function behind a cache, and what it returned before."""
         self._sources.lru_caches[id(cache)] = cache, path, cache.cache_info()
         self._visit(cache.__wrapped__, path, depth, None)
-        own = (vars(cache), cache.__wrapped__, entries_of(cache))
-        for held in gc.get_referents(cache):  # keys and results
+        entries = entries_of(cache)
+        own = (vars(cache), cache.__wrapped__, entries)
+        results = list(entries.values()) if entries and cache.cache_info().maxsize is None else []
+        for held in [*gc.get_referents(cache), *results]:  # keys and results
             if not isinstance(held, type) and not any(held is each for each in own):
-                self._visit(held, f"{path}(..)", depth + 1, None)
+                slot = FixedSlot(InputKind.CAPTURED, f"{path}(..)", None, held)
+                self._visit(held, slot.path, depth + 1, slot if isinstance(held, Tensor) else None)
 
     def functions_in(self, member: Any, owner: str, depth: int) -> Iterator[FunctionType]:
         """The functions that a member of a class runs: a method, a property, a cache or partial of one."""
