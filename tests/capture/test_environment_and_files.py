@@ -211,3 +211,14 @@ POOL = ThreadPoolExecutor(1)
 def test_another_thread_is_refused_with_the_line(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert_refused(step, ws.errors.SideEffectError, "thread", step)
     assert step(torch.ones(3)).shape == (3,)
+
+
+def test_setting_the_umask_is_refused_with_the_line() -> None:
+    before = os.umask(0o22)
+    os.umask(before)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * os.umask(0o77)  # <- here
+
+    assert_refused(step, ws.errors.SideEffectError, "umask", step)
+    assert os.umask(before) == before

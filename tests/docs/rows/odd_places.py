@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 from xml.etree import ElementTree
@@ -170,3 +171,13 @@ def weakly_held() -> None:
     assert step(torch.ones(())).item() == 2.0
     held.clear()
     assert step(torch.ones(())).item() == 2.0
+
+
+@row("what `signal.getsignal` answers, the list `warnings.filters`")
+def of_the_interpreter() -> None:
+    step = ws.compile(lambda x: x + len(warnings.filters), lower="eager")
+    before = step(torch.ones(())).item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.simplefilter("ignore", ImportWarning)
+        assert step(torch.ones(())).item() == before

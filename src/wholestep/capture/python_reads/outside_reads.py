@@ -234,6 +234,7 @@ class OutsideReads:
                 patch(pool, "submit", lambda real, *a, **k: _refuse("gives work to another thread or process"))
             patch(Executor, "map", lambda real, *a, **k: _refuse("gives work to another thread or process"))
             patch(os, "system", lambda real, *a: _refuse("starts another process"))
+            patch(os, "umask", lambda real, *a: _refuse("sets the umask"))
             patch(builtins, "input", lambda real, *a: _refuse("asks for input"))
             yield
 
