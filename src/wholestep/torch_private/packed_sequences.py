@@ -10,6 +10,7 @@ and differentiates it. Tried on torch 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,12 +36,19 @@ _SCHEMAS = {
 @cache
 def packed_operators() -> Any:
     """The namespace of the operators, which the first call defines."""
-    kernels = {name: globals()[f"_{name}"] for name in _SCHEMAS}
-    for name, schema in _SCHEMAS.items():
+    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "pack": (_pack, _fake_pack),
+        "pack_backward": (_pack_backward, _fake_pack_backward),
+        "pad": (_pad, _fake_pad),
+        "pad_backward": (_pad_backward, _fake_pad_backward),
+        "packed_rnn": (_packed_rnn, _fake_packed_rnn),
+        "packed_rnn_backward": (_packed_rnn_backward, _fake_packed_rnn_backward),
+    }
+    for name, (kernel, fake) in functions.items():
         tags = (torch.Tag.dynamic_output_shape,) if name == "pack" else ()
-        torch.library.define(f"{NAMESPACE}::{name}", schema, tags=tags)
-        torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(kernels[name])
-        torch.library.register_fake(f"{NAMESPACE}::{name}")(globals()[f"_fake_{name}"])
+        torch.library.define(f"{NAMESPACE}::{name}", _SCHEMAS[name], tags=tags)
+        torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(kernel)
+        torch.library.register_fake(f"{NAMESPACE}::{name}")(fake)
     return getattr(torch.ops, NAMESPACE)
 
 
