@@ -50,6 +50,7 @@ from wholestep.capture.patching.optimizer_steps import (
 )
 from wholestep.capture.patching.patches import Interrupts, patched
 from wholestep.capture.python_reads.attribute_reads import Attributes, ReadTracker
+from wholestep.capture.python_reads.imported_modules import imports_put_right
 from wholestep.capture.python_reads.process_state import ProcessSettings, RandomState
 from wholestep.capture.python_reads.value_sources import ValueSources
 from wholestep.capture.results.accounting import Account
@@ -117,7 +118,7 @@ def trace_step(
     """
     started = time.perf_counter()
     earlier = EarlierTraces(options) if earlier is None else earlier
-    with Interrupts() as interrupts, _one_capture_at_a_time, collector_paused():
+    with Interrupts() as interrupts, _one_capture_at_a_time, collector_paused(), imports_put_right():
         leftovers = Leftovers()
         forget: list[Callable[[], None]] = []
         refusal: WholestepError | None = None
@@ -131,8 +132,7 @@ def trace_step(
         while True:
             capture = new()
             try:
-                # In a copy of the context: what the step sets in context variables goes with it.
-                context = contextvars.copy_context()
+                context = contextvars.copy_context()  # what the step sets in context variables goes with it
                 captured = context.run(capture.run)
                 break
             except TraceAgain as again:

@@ -292,10 +292,16 @@ class NamesReplaced:
     """What stood there, by the identity of the module or class and the name: code that is only found while a step is
     traced (a method of another package) is guarded by these."""
 
+    stand_ins: ClassVar[dict[int, tuple[Any, Any]]] = {}
+    """What stands there during a capture, by its identity, with what it stands for: modules that are imported then may
+    take it."""
+
     @classmethod
     def note(cls, stack: ExitStack, owner: Any, name: str, real: Any) -> None:
-        """A name is replaced until the stack ends."""
-        key = id(owner), name
+        """A name was replaced, until the stack ends."""
+        key, stand_in = (id(owner), name), vars(owner).get(name)
+        if stand_in is not None and real is not None:
+            cls.stand_ins[id(stand_in)] = stand_in, real
         if key not in cls.originals:
             cls.originals[key] = real
             stack.callback(cls.originals.pop, key)

@@ -380,12 +380,13 @@ class Clocks:
         functions = [(math, name, getattr(math, name)) for name in _MATH]
         with ExitStack() as stack:
             for owner, name, real in [*before, *functions]:
-                NamesReplaced.note(stack, owner, name, real)
                 stack.callback(setattr, owner, name, real)
             for owner, name, real in before:
                 setattr(owner, name, self.readers[id(real)])
             for owner, name, real in functions:
                 setattr(owner, name, _through(real))
+            for owner, name, real in [*before, *functions]:
+                NamesReplaced.note(stack, owner, name, real)
             yield
 
 
