@@ -14,6 +14,7 @@ import os
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +73,19 @@ def live_objects() -> collections.Counter[str]:
 def grown(before: collections.Counter[str], after: collections.Counter[str], by: int) -> dict[str, tuple[int, int]]:
     """Types of which there are more by more than a number."""
     return {name: (before[name], count) for name, count in after.items() if count - before[name] > by}
+
+
+def grown_each_time(work: Callable[[], object], by: int) -> dict[str, tuple[int, int]]:
+    """Types of which each of three runs leaves more. What one run leaves, because something still holds the last
+    capture, does not add up."""
+    found: dict[str, tuple[int, int]] = {}
+    for _ in range(3):
+        before = live_objects()
+        work()
+        found = grown(before, live_objects(), by)
+        if not found:
+            break
+    return found
 
 
 def cache_sizes() -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch import nn
 import wholestep as ws
 from harness import device
 from selection import each_now
-from soak import SoakTrainer, cache_sizes, grown, live_objects, resident_bytes
+from soak import SoakTrainer, cache_sizes, grown, grown_each_time, live_objects, resident_bytes
 from wholestep import compiled_step as api
 from wholestep.torch_private import fake_tensors
 
@@ -139,9 +139,8 @@ def test_refused_captures_leave_nothing_behind() -> None:
                 step(_Refused(), torch.randn(rows, 3))
 
     refuse(10)
-    before, caches = live_objects(), cache_sizes()
-    refuse(15)
-    assert not grown(before, live_objects(), by=10)
+    caches = cache_sizes()
+    assert not grown_each_time(lambda: refuse(15), by=10)
     assert cache_sizes() == caches
 
 
@@ -154,9 +153,8 @@ def test_new_compiled_steps_do_not_add_up() -> None:
             step(torch.randn(2, 3), 2.0)
 
     use(3)
-    before, caches = live_objects(), cache_sizes()
-    use(10)
-    assert not grown(before, live_objects(), by=8)
+    caches = cache_sizes()
+    assert not grown_each_time(lambda: use(10), by=8)
     assert {k: (caches.get(k, 0), n) for k, n in cache_sizes().items() if n > caches.get(k, 0)} == {}
 
 
